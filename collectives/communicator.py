@@ -53,7 +53,9 @@ from numba_symm.environment import SIMULATED
 from numba_symm.launch import devices, ranks, tagged
 from numba_symm.launch.devices import GPU
 from numba_symm.members import Members
+from numba_symm.memory import device_workspaces
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
+from numba_symm.memory.device_workspaces import DeviceWorkspace
 from numba_symm.memory.symmetric import SymmetricMemory
 
 P = ParamSpec("P")
@@ -273,6 +275,32 @@ class Communicator(Persistent, OthersNames):
             self._calls.members.set_up("rendezvous"),
         ):
             return self._calls.heap.rendezvous(ptr)
+
+    @by_one_thread
+    def device_workspace(
+        self, blocks: int, threads: int, bytes: int
+    ) -> DeviceWorkspace:
+        """Return the memory of collectives that kernels call.
+
+        Collective: every rank passes the same numbers. Its attribute ``ctx`` is an
+        argument of kernels, for :func:`numba_symm.device.all_reduce` and the other
+        collectives there. One kernel at a time uses it, with the same grid on every
+        rank; later kernels on the stream may use it again. It takes 64 bytes for each
+        16 of ``bytes``, block and other rank, 128 for each block, and 4 for each
+        thread.
+
+        Args:
+            blocks: the most blocks of a kernel.
+            threads: the most threads of a block, up to 1024.
+            bytes: the most bytes that a block sends to each rank in a call. A kernel of
+                fewer threads may send in proportion.
+
+        Raises:
+            ArgumentError: a number is wrong, or differs between ranks.
+            BackendError: a rank does not have enough memory.
+        """
+        calls = self._calls
+        return device_workspaces.new(calls.heap, calls.members, blocks, threads, bytes)
 
     @by_one_thread
     def split(self, color: int | None, key: int = 0) -> "Communicator | None":

@@ -122,6 +122,13 @@ ALL_GATHER = _wait(22, "all_gather")
 REDUCE_SCATTER = _wait(24, "reduce_scatter")
 ALL_REDUCE_DIRECT = _wait(31, "all_reduce (direct)")
 
+# Collectives within kernels of a program.
+BLOCK_ALL_REDUCE = _wait(50, "all_reduce in a kernel", hint=NO_COUNTERPART)
+BLOCK_REDUCE_SCATTER = _wait(51, "reduce_scatter in a kernel", hint=NO_COUNTERPART)
+BLOCK_ALL_GATHER = _wait(52, "all_gather in a kernel", hint=NO_COUNTERPART)
+BLOCK_BROADCAST = _wait(53, "broadcast in a kernel", hint=NO_COUNTERPART)
+BLOCK_ALL_TO_ALL = _wait(54, "all_to_all in a kernel", hint=NO_COUNTERPART)
+
 # Calls that differ: the rank that stores this record has received other data than its
 # call needs.
 TRANSFER_MISMATCH = _other(
@@ -138,6 +145,11 @@ CALL_MISMATCH = _other(
     30,
     "rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, op or "
     "root; Communicator(…, debug=True) reports the difference",
+)
+ROOT_MISMATCH = _other(
+    55,
+    "rank {rank} expects rank {epoch} to be the root of a broadcast in a kernel, block "
+    "{place}, and rank {peer} expects another one, or makes another call",
 )
 
 OVERWRITTEN = _other(
@@ -174,9 +186,28 @@ BAD_MAILBOX = _other(
     f"{_IN_KERNEL}packets in a mailbox: expected at least {{epoch}} elements, aligned "
     "to 16 bytes",
 )
+BAD_GRID = _other(
+    56,
+    f"{_IN_KERNEL}a collective in block {{place}} of {{epoch}} threads: expected at "
+    "most the workspace's blocks and threads",
+)
+BAD_BYTES = _other(
+    57,
+    f"{_IN_KERNEL}a collective in which a thread has {{epoch}} vectors of 16 bytes for "
+    "a rank: expected at most the workspace's bytes",
+)
+BAD_ROOT = _other(
+    58, f"{_IN_KERNEL}a broadcast from rank {{epoch}}: expected a rank of the workspace"
+)
+BAD_SHARDS = _other(
+    59,
+    f"{_IN_KERNEL}a collective of {{epoch}} elements with an output of {{place}}: "
+    "expected a shard for each rank in the larger of the two",
+)
 MISTAKES = (
     *(BAD_SLOT, BAD_RANK, BAD_BUFFER, BAD_TEAM, BAD_COMPARISON),
     *(BAD_COPY, BAD_MAILBOX, OVERWRITTEN),
+    *(BAD_GRID, BAD_BYTES, BAD_ROOT, BAD_SHARDS),
 )
 
 # Stored by a host, with a text on the board.

@@ -10,7 +10,10 @@ from tests.test_mpirun import ROOT, deadline_of, environment, run
 
 PAGES = ROOT / "docs"
 PROGRAMS = sorted(PAGES.glob("programs/*.py"))
-EXAMPLES = [ROOT / f"examples/{name}.py" for name in ("histogram", "jacobi")]
+EXAMPLES = [
+    ROOT / f"examples/{name}.py"
+    for name in ("conjugate_gradient", "histogram", "jacobi", "rms_norm")
+]
 """Programs that check their results."""
 ON_GPUS = {"graph"}  # nothing is captured in the simulator
 RANKS = 4

@@ -23,6 +23,14 @@ from numba_symm.device.barriers import (
     grid_barrier_arrive,
     grid_barrier_wait,
 )
+from numba_symm.device.block_collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce_scatter,
+)
+from numba_symm.device.block_workspace import WorkspaceContext
 from numba_symm.device.counting import (
     EQ,
     GE,
@@ -112,6 +120,10 @@ from numba_symm.device.signals import (
     wait_signal,
 )
 from numba_symm.device.teams import Team
+from numba_symm.environment import SIMULATED
+
+if not SIMULATED:
+    from numba_symm.device import gpu_collectives  # noqa: F401  # registers them
 
 __all__ = [
     "EQ",
@@ -123,6 +135,10 @@ __all__ = [
     "Context",
     "Guard",
     "Team",
+    "WorkspaceContext",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
     "array_at",
     "atomic_add",
     "atomic_add_acquire",
@@ -151,6 +167,7 @@ __all__ = [
     "barrier",
     "barrier_arrive",
     "barrier_wait",
+    "broadcast",
     "device_function",
     "fence_acq_rel_sys",
     "get",
@@ -183,6 +200,7 @@ __all__ = [
     "put_signal",
     "put_warp",
     "put_with_signal",
+    "reduce_scatter",
     "signal_add",
     "signal_read",
     "signal_set",

@@ -14,17 +14,21 @@ It makes the same code as ``cuda.compile`` does, in about two thirds of the time
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+from numba.core.errors import TypingError
 from numba.cuda import compiler, types
 from numba.cuda.core.callconv import CUDACallConv
 from numba.cuda.core.compiler_lock import global_compiler_lock
 from numba.cuda.core.compiler_machinery import PassManager
 from numba.cuda.cudadrv import nvrtc, nvvm
 from numba.cuda.descriptor import cuda_target
+from numba.cuda.extending import overload
 from numba.cuda.flags import CUDAFlags
 from numba.cuda.target import CUDATypingContext
 from numba.cuda.utils import numba_target_override
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 OLDEST = (8, 0)
 """The lowest compute capability of the GPUs that kernels run on."""
@@ -204,3 +208,31 @@ def kernel_ptx(
         unit.add_module(text)
     unit.lazy_add_module(nvvm.LibDevice().get())
     return str(unit.compile().decode().strip("\0").strip())
+
+
+Refusal = TypingError
+"""The error of arguments that a function of :func:`specialized` does not take."""
+
+
+def specialized(function: Any) -> Callable[[F], F]:
+    """Decorate the function that returns what kernels call in place of ``function``.
+
+    It gets the types of the arguments, and literal types of constants. What it returns
+    has the same parameters as ``function``.
+    """
+    options = {"forceinline": True}
+    return overload(function, prefer_literal=True, jit_options=options)  # type: ignore[no-any-return]
+
+
+def constant_of(argument: Any) -> Any:
+    """Return the constant or the plain function that an argument's type is of, or None.
+
+    An argument that a call leaves out is its default itself.
+    """
+    if isinstance(argument, str | bool):
+        return argument
+    if isinstance(argument, types.Omitted):
+        return argument.value
+    if isinstance(argument, types.Dispatcher):
+        return argument.dispatcher.py_func
+    return getattr(argument, "literal_value", None)

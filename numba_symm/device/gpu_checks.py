@@ -9,8 +9,10 @@ the same names for the simulator.
 from typing import Any
 
 from numba_symm.device.intrinsics import (
+    block_size,
     device_function,
     exit_thread,
+    grid_index,
     is_checked,
     mailbox_of,
     nbytes_of,
@@ -19,10 +21,14 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.polling import fail, wait_record
 from numba_symm.waits import (
     BAD_BUFFER,
+    BAD_BYTES,
     BAD_COMPARISON,
     BAD_COPY,
+    BAD_GRID,
     BAD_MAILBOX,
     BAD_RANK,
+    BAD_ROOT,
+    BAD_SHARDS,
     BAD_SLOT,
     BAD_TEAM,
 )
@@ -95,3 +101,27 @@ def check_mailbox(ctx: Any, mailbox: Any, nbytes: int) -> None:
         needed = (nbytes + 15) // 16 * 4
         if mailbox.size < needed or mailbox_of(mailbox) & 15 != 0:
             _refuse(ctx, BAD_MAILBOX, 0, needed)
+
+
+@device_function
+def check_exchange(ws: Any, operation: int, units: int, stride: int, root: int) -> None:
+    """Refuse a collective for which a workspace is too small, and a wrong root."""
+    if is_checked(ws):
+        if grid_index() >= ws.blocks or block_size() > ws.threads:
+            _refuse(ws, BAD_GRID, grid_index(), block_size())
+        vectors = (units + stride - 1) // stride
+        if vectors > ws.vectors:
+            _refuse(ws, BAD_BYTES, 0, vectors)
+        if not _is_rank(ws, root):
+            _refuse(ws, BAD_ROOT, 0, root)
+
+
+@device_function
+def check_shards(
+    ws: Any, operation: int, given: int, shards: int, out: int, gathered: int
+) -> None:
+    """Refuse arrays whose numbers of elements do not match."""
+    if is_checked(ws):
+        shard = given // shards
+        if given != shard * shards or out != shard * gathered:
+            _refuse(ws, BAD_SHARDS, out, given)

@@ -5,8 +5,8 @@ The choice is made when the module is imported. The docstrings are the same for 
 
 from typing import TYPE_CHECKING
 
-from numba_symm.device import links
 from numba_symm.device.instructions import ATOMIC_ORDERS
+from numba_symm.device.links import atomic_function
 from numba_symm.environment import SIMULATED
 
 if SIMULATED or TYPE_CHECKING:
@@ -57,7 +57,7 @@ _ATOMIC_ORDERS = {
 
 def _atomic_text(verb: str, order: str, what: tuple[str, str]) -> str:
     """Return the docstring of an atomic operation."""
-    name = links.atomic_function(verb, order)
+    name = atomic_function(verb, order)
     old = "1, " * (verb == "cas")
     return (
         f"{what[0]} an element, atomically for all GPUs and the host.\n\n"
@@ -103,9 +103,7 @@ def _document() -> None:
             )
     for verb, update in _UPDATES.items():
         for order in ATOMIC_ORDERS:
-            texts[links.atomic_function(verb, order)] = _atomic_text(
-                verb, order, update
-            )
+            texts[atomic_function(verb, order)] = _atomic_text(verb, order, update)
     for name, text in texts.items():
         found = globals().get(name)
         if found is not None:

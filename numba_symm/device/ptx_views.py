@@ -1,16 +1,21 @@
-"""What copies need to know of arrays, as intrinsics that Numba makes.
+"""What copies and collectives need to know of arrays, as intrinsics of Numba.
 
 ``sim_views.py`` has the same names for the simulator.
 """
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba.core.errors import TypingError
 from numba.cuda import cgutils, types
 from numba.cuda.extending import intrinsic
+from numba.cuda.np import numpy_support
+
+from numba_symm.dtypes import DTYPES
 
 _I64 = types.int64
+_WORD = ir.IntType(64)
 _SIZES = (1, 2, 4, 8, 16)
 
 
@@ -76,3 +81,56 @@ def mailbox_of(typingctx: Any, mailbox: Any) -> Any:
         return _layout(context, builder, mailbox, args[0])[0]
 
     return _I64(mailbox), codegen
+
+
+def dtype_of(element: Any) -> np.dtype[Any] | None:
+    """Return NumPy's dtype of Numba's type of an element; None: of no known one."""
+    for dtype in DTYPES:
+        if numpy_support.from_dtype(dtype) == element:
+            return dtype
+    return None
+
+
+def _unit(array: Any) -> tuple[int, int]:
+    """Return the bytes that an element is accessed by, and their alignment."""
+    dtype = dtype_of(getattr(array, "dtype", None))
+    if dtype is None or array.layout != "C":
+        raise TypingError(f"expected a contiguous array of known elements, got {array}")
+    parts = 2 if dtype.kind == "c" else 1
+    return min(8, dtype.itemsize), min(8, dtype.itemsize // parts)
+
+
+def _place(context: Any, builder: Any, array: Any, args: Any, width: Any) -> Any:
+    """Return code for the pointer to an element, as an integer's."""
+    made = context.make_array(array)(context, builder, args[0])
+    first = builder.bitcast(made.data, width.as_pointer())
+    return builder.gep(first, [args[1]])
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_bits(typingctx: Any, array: Any, index: Any) -> Any:
+    """Return a contiguous array's element as bits; one of 16 bytes is two elements."""
+    nbytes, alignment = _unit(array)
+    width = ir.IntType(8 * nbytes)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _place(context, builder, array, args, width)
+        bits = builder.load(place, align=alignment)
+        return bits if nbytes == 8 else builder.zext(bits, _WORD)
+
+    return types.int64(array, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_bits(typingctx: Any, array: Any, index: Any, bits: Any) -> Any:
+    """Store an element that is given as bits."""
+    nbytes, alignment = _unit(array)
+    width = ir.IntType(8 * nbytes)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _place(context, builder, array, args, width)
+        value = args[2] if nbytes == 8 else builder.trunc(args[2], width)
+        builder.store(value, place, align=alignment)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, types.int64), codegen

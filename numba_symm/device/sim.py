@@ -14,20 +14,29 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 
 from numba_symm.arguments import refuse_misaligned
-from numba_symm.device import host_atomics, links
+from numba_symm.device.host_atomics import function as host_atomic
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
+from numba_symm.device.links import atomic_function
 from numba_symm.errors import ArgumentError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _POLL_PAUSE = 100e-6  # seconds, in which the peers can get the core
 _LONGEST_PAUSE = 1e-3  # of a long wait, so that all threads of a rank poll little
+
+
+cuda = SimpleNamespace(local=SimpleNamespace(array=lambda size, dtype: [0] * size))
+"""What device functions of ``numba.cuda`` use in kernels of a program.
+
+Numba's own works in the modules of kernels only.
+"""
 
 
 def device_function(function: F) -> F:
@@ -164,7 +173,7 @@ def _atomic(verb: str, order: str) -> Callable[..., Any]:
 
     See ``host_atomics.py``.
     """
-    name = links.atomic_function(verb, order)
+    name = atomic_function(verb, order)
 
     def atomic(array: Any, index: Any, *values: Any) -> Any:
         dtype: Any = getattr(array, "dtype", None)
@@ -175,7 +184,7 @@ def _atomic(verb: str, order: str) -> Callable[..., Any]:
                 f"{name}: expected an array of {', '.join(known)}, got "
                 f"{type(array).__name__ if dtype is None else dtype}"
             )
-        update = host_atomics.function(verb, kind)
+        update = host_atomic(verb, kind)
         at = _element(array, index, name)
         return dtype.type(update(at, *(_bits_as(dtype, value) for value in values)))
 
@@ -186,7 +195,7 @@ def _updates(verb: str, kind: str) -> Callable[..., Any]:
     """Return an atomic operation on the word at an address."""
 
     def update(address: int, *values: Any) -> Any:
-        old = host_atomics.function(verb, kind)(address, *values)
+        old = host_atomic(verb, kind)(address, *values)
         return word_of(old) if kind == "u64" else old
 
     return update

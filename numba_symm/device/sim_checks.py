@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from numba_symm.device.sim import block_size, grid_index
 from numba_symm.device.sim_views import mailbox_of
 from numba_symm.errors import ArgumentError
+from numba_symm.waits import TABLE
 
 
 def _check_mapped(ctx: Any) -> None:
@@ -97,4 +99,45 @@ def check_mailbox(ctx: Any, mailbox: Any, nbytes: int) -> None:
             f"a copy by packets: expected a mailbox of at least {needed} elements, "
             f"aligned to 16 bytes, got {mailbox.size} elements {place} bytes after a "
             "multiple of 16; see mailbox_size; a GPU checks this in debug mode only"
+        )
+
+
+def _in_kernel(operation: int) -> str:
+    return TABLE[operation].words.partition(" ")[0]
+
+
+def check_exchange(ws: Any, operation: int, units: int, stride: int, root: int) -> None:
+    """Refuse a collective for which a workspace is too small, and a wrong root."""
+    _check_mapped(ws)
+    what = _in_kernel(operation)
+    if grid_index() >= ws.blocks or block_size() > ws.threads:
+        raise ArgumentError(
+            f"{what}: expected at most {ws.blocks} blocks of {ws.threads} threads, the "
+            f"workspace's, got block {grid_index()} of {block_size()} threads; a GPU "
+            "checks this in debug mode only"
+        )
+    vectors = (units + stride - 1) // stride
+    if vectors > ws.vectors:
+        raise ArgumentError(
+            f"{what}: expected at most {16 * ws.vectors} bytes of a thread for a rank, "
+            f"the workspace's, got {16 * vectors}; pass more bytes to "
+            "comm.device_workspace; a GPU checks this in debug mode only"
+        )
+    if not 0 <= root < ws.world_size:
+        raise ArgumentError(
+            f"{what}: expected a root from 0 to {ws.world_size - 1}, got {root}; a GPU "
+            "checks this in debug mode only"
+        )
+
+
+def check_shards(
+    ws: Any, operation: int, given: int, shards: int, out: int, gathered: int
+) -> None:
+    """Refuse arrays whose numbers of elements do not match."""
+    shard = given // shards
+    if given != shard * shards or out != shard * gathered:
+        raise ArgumentError(
+            f"{_in_kernel(operation)}: expected arrays of {shards} and {gathered} "
+            f"shards of equal size, got {given} and {out} elements; a GPU checks this "
+            "in debug mode only"
         )

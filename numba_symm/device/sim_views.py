@@ -1,9 +1,22 @@
-"""What copies need to know of arrays, in the simulator; see ``ptx_views.py``."""
+"""What copies and collectives need to know of arrays, in the simulator.
+
+``ptx_views.py`` has the same names.
+"""
 
 from typing import Any
 
 import numpy as np
 
+from numba_symm.device.sim import (
+    ld_u8,
+    ld_u16,
+    ld_u32,
+    ld_u64,
+    st_u8,
+    st_u16,
+    st_u32,
+    st_u64,
+)
 from numba_symm.errors import ArgumentError
 
 _SIZES = (1, 2, 4, 8, 16)
@@ -46,3 +59,23 @@ def mailbox_of(mailbox: Any) -> int:
             f"as the mailbox, got {_words(mailbox)}"
         )
     return int(mailbox.ctypes.data)
+
+
+_UNITS = {
+    1: (ld_u8, st_u8),
+    2: (ld_u16, st_u16),
+    4: (ld_u32, st_u32),
+    8: (ld_u64, st_u64),
+}
+
+
+def load_bits(array: Any, index: int) -> int:
+    """Return a contiguous array's element as bits; one of 16 bytes is two elements."""
+    unit = min(8, array.itemsize)
+    return _UNITS[unit][0](array.ctypes.data + unit * int(index))
+
+
+def store_bits(array: Any, index: int, bits: int) -> None:
+    """Store an element that is given as bits."""
+    unit = min(8, array.itemsize)
+    _UNITS[unit][1](array.ctypes.data + unit * int(index), bits)

@@ -152,6 +152,7 @@ def check_slot(*args) -> None:
 
 check_peer = check_buffer = check_comparison = check_slot
 check_team = check_grid = check_copy = check_mailbox = check_slot
+check_exchange = check_shards = check_slot
 
 
 def exit_thread() -> None:
@@ -256,6 +257,25 @@ class array_at:
         return st_u64(self._place(index), value)
 
 
+class _Local(list):
+    """An array in registers."""
+
+    @property
+    def size(self) -> int:
+        return len(self)
+
+
+def load_bits(array: Any, index: int) -> Any:
+    return array[index] if isinstance(array, _Local) else array.load(index)
+
+
+def store_bits(array: Any, index: int, bits: int) -> Any:
+    if not isinstance(array, _Local):
+        return array.store(index, bits)
+    array[index] = bits
+    return None
+
+
 _CHANGES = {
     "add": lambda old, value: old + value,
     "min": min,
@@ -318,6 +338,6 @@ cuda = SimpleNamespace(
     gridDim=_Index("thread_blocks"),
     syncthreads=syncthreads,
     jit=device_function,
-    local=SimpleNamespace(array=lambda size, dtype: [None] * size),
+    local=SimpleNamespace(array=lambda size, dtype: _Local([None] * size)),
 )
 """What kernels use of ``numba.cuda``."""

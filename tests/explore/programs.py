@@ -282,3 +282,40 @@ def pipeline_of_packets(
                 break
             if thread == 0:
                 signal_set(ctx, left, READ, epoch)  # explore: credit
+
+
+@device_function
+def collectives_of_blocks(ws: Any, arrays: Any, blocks: Any) -> None:
+    """Make collectives one after another, on arrays that a block uses again.
+
+    A thread stores the elements that other threads send, and reads their results. After
+    a failure, it goes on, but has no results.
+    """
+    thread, block = cuda.threadIdx.x, cuda.blockIdx.x
+    x, out = arrays[block]
+    for exchange, given, taken, in_place, root, result in blocks[block]:
+        there = x if in_place else out
+        for i in range(given[1]):
+            if (i // 2 + 1) % THREADS == thread:
+                st_u64(x + 8 * i, ld_u64(given[0] + 8 * i))
+        xs, outs = array_at(x, given[1], None), array_at(there, taken, None)
+        if not exchange(ws, xs, outs, root):
+            continue
+        for i in range(taken):
+            if (i // 2 + 1) % THREADS == thread:
+                st_u64(result + 8 * i, ld_u64(there + 8 * i))
+
+
+@device_function
+def collectives_of_items(ws: Any, blocks: Any) -> None:
+    """Make collectives of what each thread holds in registers."""
+    worker = THREADS * cuda.blockIdx.x + cuda.threadIdx.x
+    for exchange, given, taken, in_place, root, result in blocks:
+        xs = cuda.local.array(given[1], None)
+        outs = xs if in_place else cuda.local.array(taken, None)
+        for i in range(given[1]):
+            xs[i] = ld_u64(given[0] + 8 * (given[1] * worker + i))
+        if not exchange(ws, xs, outs, root):
+            continue
+        for i in range(taken):
+            st_u64(result + 8 * (taken * worker + i), outs[i])

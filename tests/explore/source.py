@@ -64,6 +64,8 @@ _MODULES = (
     "numba_symm.device.order",
     "numba_symm.device.packets",
     "numba_symm.device.packet_puts",
+    "numba_symm.device.block_workspace",
+    "numba_symm.device.block_exchange",
     "numba_symm.collectives.protocols.exchanges",
     "numba_symm.collectives.protocols.mailboxes",
     "numba_symm.collectives.protocols.flags",

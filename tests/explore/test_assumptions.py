@@ -7,6 +7,7 @@ are dropped together, it finds none.
 
 import pytest
 
+from explore.block_calls import collectives
 from explore.markers import replaced
 from explore.scenarios import (
     all_reduces,
@@ -73,6 +74,13 @@ PROTOCOLS = {
     "copies_in_kernels": (puts_and_gets_in_kernels, set()),
     "packets_in_kernels": (pipelines_of_packets, set()),
     "barriers_of_grids": (exchanges_of_grids, set()),
+    "collectives_in_a_kernel": (lambda code: collectives(code, kernels=1), set()),
+    "collectives_at_the_wrap": (
+        lambda code: collectives(code, kernels=1, steps=6, wrap=True),
+        set(),
+    ),
+    # The next kernel continues with the epochs.
+    "collectives_in_kernels": (lambda code: collectives(code, steps=2), SEES),
     # The program stores and loads in other kernels before and after.
     "barrier_in_a_kernel": (exchanges_between_barriers, INHERITS),
     "barrier_on_a_stream": (plain_stores_between_barriers, INHERITS),

@@ -11,6 +11,7 @@ more stores are buffered than in other tests. In any case:
 
 import pytest
 
+from explore.block_calls import collectives
 from explore.markers import removed, replaced, within
 from explore.scenarios import (
     all_reduces,
@@ -56,6 +57,7 @@ CALLS = {
     "signals": words_by_signals,
     "pipeline": pipelines,
     "grids": exchanges_of_grids,
+    "collectives_of_blocks": lambda code: collectives(code, steps=2),
 }
 
 AGREED = "syncthreads_or(failed)"
@@ -129,6 +131,27 @@ BROKEN = {
     "a barrier that returns only what its thread found": (
         ("barrier",),
         replaced("barriers", "agree", "syncthreads()\nreturn arrived"),
+    ),
+    "a result of packets that did not arrive": (
+        ("collectives_of_blocks",),
+        within("block_exchange", "arrived", "arrived", "True"),
+    ),
+    "a collective of a block that does not agree": (
+        ("collectives_of_blocks",),
+        within("block_exchange", "agree", AGREED, f"{AGREED} and failed"),
+    ),
+    "the next collective of a block": (
+        ("collectives_of_blocks",),
+        removed("block_exchange", "keep-failure"),
+    ),
+    "the next collective of another block": (
+        ("collectives_of_blocks",),
+        within(
+            "block_exchange",
+            "find",
+            "ld_relaxed_sys_u32(own + MARK * block) != 0",
+            "False",
+        ),
     ),
     "signals after giving up": (
         ("grids",),

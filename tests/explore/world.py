@@ -56,6 +56,7 @@ class World(Messages):
         self.owners = {}  # ranks, by the number of a region of memory
         self.equal = []  # addresses of words that must be equal on all ranks
         self.kept = set()  # addresses of words that only their own rank reads
+        self.marks = set()  # addresses of more words that show that a rank has failed
         self.shared = set()  # regions of arrays that other ranks may store in
         self.workspaces = self.map("workspace", self.layout.nbytes, self.initial)
         self.board = self.memory.map("board", 8 * self.size, fill=0)
@@ -344,7 +345,7 @@ class World(Messages):
             each for each in vars(self.layout).values() if hasattr(each, "slots")
         ]
         where = self.code.handshake.make_where(self.size)
-        marks = {
+        marks = self.marks | {
             base + at
             for base in self.workspaces
             for at in range(0, regions[0].epochs, 4)

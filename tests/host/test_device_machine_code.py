@@ -16,14 +16,17 @@ from numba.cuda import types
 from numba.cuda.typing.typeof import typeof
 
 from numba_symm import device as symm
+from numba_symm.bench.in_kernel import repeat
 from numba_symm.collectives.protocols import handshake
-from numba_symm.device import Context, Guard, Team, links
+from numba_symm.device import Context, Guard, Team, WorkspaceContext, links
+from numba_symm.device.block_workspace import CheckedWorkspaceContext
 from numba_symm.device.signals import CheckedContext
 from numba_symm.kernels import Kernel
 from numba_symm.pads import context_type
 from tests.machine_code import Code, opcodes
 from tests.ranks.memory import test_device_atomics as atomics
 from tests.ranks.memory import test_device_barriers as barriers
+from tests.ranks.memory import test_device_collectives as collectives
 from tests.ranks.memory import test_device_copies as copies
 from tests.ranks.memory import test_device_counting as counting
 from tests.ranks.memory import test_device_debug as debugging
@@ -256,3 +259,59 @@ REFUSED = [
 def test_copies_between_other_arrays_do_not_compile(arrays):
     with pytest.raises(TypingError, match="a copy: expected two arrays of one or two"):
         compiled(copy_a_matrix, *arrays)
+
+
+def workspace(kind=WorkspaceContext):
+    return typeof(kind(0, 2, (1 << 40, 2 << 40), Guard(5, 0, 2, 6), 8, 128, 1))
+
+
+def test_a_collective_in_a_kernel_is_its_packets():
+    """No fence, no barrier of the block but the one at its end, no local memory."""
+    code = compiled(repeat, FLOATS, FLOATS, types.int64, context=workspace())
+    (meeting,) = code.find(r"BAR\..*")
+    assert code.instructions[meeting].opcode.startswith("BAR.RED.OR")
+    packets = code.find(r"STG\.E\.128\.STRONG\.SYS")
+    posts = packets[:2]
+    # Each vector is two packets. The others clear mailboxes when the epochs overflow.
+    first, second = (code.instructions[place] for place in posts)
+    assert "+0x200]" in second.operands
+    assert "RZ" not in first.operands + second.operands
+    polls = code.find(r"LDG\.E\.128\.STRONG\.SYS")
+    assert posts[1] < polls[0] < polls[1] < meeting
+    # The loop passes the fences only when the epochs overflow.
+    fences = code.find(FENCE)
+    assert len(fences) == 2
+    assert not any(posts[0] < place < polls[1] for place in fences)
+    assert code.usage["LOCAL"] == code.usage["STACK"] == "0"
+
+
+def test_collectives_of_a_block_meet_twice():
+    kernel = collectives.reducing("sum")
+    rows, flags = types.Array(types.float16, 2, "C"), TABLE
+    plain, debug = (
+        compiled(kernel, rows, flags, context=workspace(kind))
+        for kind in (WorkspaceContext, CheckedWorkspaceContext)
+    )
+    meetings = [plain.instructions[place].opcode for place in plain.find(r"BAR\..*")]
+    assert len(meetings) == 2
+    assert sum(each.startswith("BAR.RED.OR") for each in meetings) == 1
+    assert plain.usage["LOCAL"] == "0"
+    # Of the grid, the bytes, the root and the arrays' sizes.
+    assert records(debug) - records(plain) >= 3
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (0, "all_reduce: expected the context of a workspace, got .*Context"),
+        (1, "all_reduce: expected an operator of float32, got op='band'"),
+        (2, "all_gather: expected an output of int64, got one of float32"),
+        (3, "all_reduce: expected contiguous arrays of a known dtype, got array"),
+        (4, "all_reduce: expected a constant name of an operator or a function"),
+    ],
+)
+def test_wrong_arguments_of_collectives_do_not_compile(what, text):
+    context = context_type(2) if what == 0 else workspace()
+    kernel = collectives.WRONG[what]
+    with pytest.raises(TypingError, match=text):
+        compiled(kernel, types.int64, WORDS, FLOATS, context=context)

@@ -163,6 +163,7 @@ def misuses(comm, world):
             "ops": ["sum"],
         },
         "Communicator.launch_limit": {"kernel": idle, "threads": 32},
+        "Communicator.device_workspace": {"blocks": 1, "threads": 4, "bytes": 64},
         "Event.from_ipc_handle": {"handle": event.ipc_handle()},
         "SymmetricMemoryAllocator.rendezvous": {"comm": comm},
         "open_shared": {"handle": handle},

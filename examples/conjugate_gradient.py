@@ -1,0 +1,129 @@
+"""Solve a linear system on all GPUs by conjugate gradients, in one launch.
+
+    numba-symm run -n 4 examples/conjugate_gradient.py
+
+The matrix has 2 + SHIFT on its diagonal and -1 beside it, and each rank has some of its
+rows. An iteration needs two dot products over all ranks and the neighbours' elements at
+the edges. Both are collectives within the kernel, so the host neither waits nor
+launches anything between two iterations. All ranks get the same bits of each product,
+so all of them end after the same iteration.
+
+Each rank uses one block here. Of several blocks, each would also need the products of
+the others: see ``grid_barrier``.
+"""
+
+import numpy as np
+from mpi4py import MPI
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm import device as symm
+from numba_symm.environment import SIMULATED
+
+THREADS = 8 if SIMULATED else 1024  # a power of 2
+ROWS = 12 if SIMULATED else 8192  # of each rank
+SHIFT = 1.0 if SIMULATED else 0.05
+MOST_RANKS = 64
+TOLERANCE = 1e-10
+MOST_ITERATIONS = 1000
+
+
+@cuda.jit(device=True)
+def dot(ws, a, b, partial):
+    """Return whether it succeeded, and the dot product of two arrays of all ranks."""
+    thread = cuda.threadIdx.x
+    total = 0.0
+    for i in range(thread, ROWS, THREADS):
+        total += a[i] * b[i]
+    cuda.syncthreads()  # the product before has been read
+    partial[thread] = total
+    cuda.syncthreads()
+    distance = THREADS // 2
+    while distance > 0:
+        if thread < distance:
+            partial[thread] += partial[thread + distance]
+        cuda.syncthreads()
+        distance //= 2
+    good = symm.all_reduce(ws, partial[:1])
+    return good, partial[0]
+
+
+@cuda.jit(device=True)
+def multiply(ws, p, q, edge, edges):
+    """Store A·p in q; return whether the neighbours' edges of p have arrived."""
+    thread, rank, size = cuda.threadIdx.x, ws.rank, ws.world_size
+    cuda.syncthreads()  # p is complete
+    if thread == 0:
+        edge[0], edge[1] = p[0], p[ROWS - 1]
+    if not symm.all_gather(ws, edge, edges[: 2 * size]):
+        return False
+    for i in range(thread, ROWS, THREADS):
+        before = after = 0.0
+        if i > 0:
+            before = p[i - 1]
+        elif rank > 0:
+            before = edges[2 * rank - 1]
+        if i < ROWS - 1:
+            after = p[i + 1]
+        elif rank < size - 1:
+            after = edges[2 * rank + 2]
+        q[i] = (2 + SHIFT) * p[i] - before - after
+    return True
+
+
+@cuda.jit
+def solve(ws, x, r, p, q, iterations):
+    """Solve A·x = r, from x = 0 on; store the number of iterations, or -1."""
+    thread = cuda.threadIdx.x
+    partial = cuda.shared.array(THREADS, np.float64)
+    edge = cuda.shared.array(2, np.float64)
+    edges = cuda.shared.array(2 * MOST_RANKS, np.float64)
+    for i in range(thread, ROWS, THREADS):
+        x[i] = 0.0
+        p[i] = r[i]
+    good, now = dot(ws, r, r, partial)
+    enough = now * TOLERANCE**2
+    count = 0
+    while good and now > enough and count < MOST_ITERATIONS:
+        good = multiply(ws, p, q, edge, edges)
+        if not good:
+            break  # in all threads of the block
+        good, curvature = dot(ws, p, q, partial)
+        if not good:
+            break
+        step = now / curvature
+        for i in range(thread, ROWS, THREADS):
+            x[i] += step * p[i]
+            r[i] -= step * q[i]
+        good, after = dot(ws, r, r, partial)
+        for i in range(thread, ROWS, THREADS):
+            p[i] = r[i] + after / now * p[i]
+        now = after
+        count += 1
+    if thread == 0:
+        iterations[0] = count if good else -1
+
+
+def main():
+    """Solve a system whose solution is known."""
+    with ns.Communicator(MPI.COMM_WORLD) as comm:
+        wanted = np.random.default_rng(2).standard_normal(ROWS * comm.size)
+        given = (2 + SHIFT) * wanted
+        given[1:] -= wanted[:-1]
+        given[:-1] -= wanted[1:]
+        mine = slice(comm.rank * ROWS, (comm.rank + 1) * ROWS)
+        r = cuda.to_device(given[mine])
+        x, p, q = (cuda.device_array_like(r) for _ in range(3))
+        iterations = cuda.to_device(np.zeros(1, np.int64))
+        ws = comm.device_workspace(1, THREADS, 16)  # the edges
+        solve[1, THREADS](ws.ctx, x, r, p, q, iterations)
+        comm.synchronize()
+        count = int(iterations.copy_to_host()[0])
+        error = abs(x.copy_to_host() - wanted[mine]).max()
+        assert 0 < count < MOST_ITERATIONS, count
+        assert error < 1e-6, error
+        print(f"rank {comm.rank} has its rows after {count} iterations, error {error}")
+
+
+if __name__ == "__main__":
+    main()

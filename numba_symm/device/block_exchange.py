@@ -1,0 +1,385 @@
+"""One exchange of a block with the blocks of the same index on all other ranks.
+
+It is the one-shot exchange of the library's own kernels, by packets of the LL protocol
+(``packets.py``), but may be repeated within a kernel. So nothing in it rests on the end
+of a kernel.
+
+Who writes what before whom. A thread exchanges data with the threads of its index only,
+one on every other rank. It counts the calls in which it does so: its epoch. In epoch k:
+
+1. It stores k as its epoch, and posts its vectors to every other rank, into the half of
+   k's parity. All packets contain k.
+2. It polls the packets of k from every other rank, in its own memory.
+3. It uses them. Nothing is cleared: packets of k are not taken for those of k + 2.
+
+A thread posts k + 2 into the half of k only after it has received k + 1 from every
+rank. Each of them has posted k + 1 after it had received everything of k. So no packet
+is overwritten before it was read, however often a kernel repeats that. It needs that
+each two ranks exchange at least one vector, both ways, in every epoch. In a broadcast,
+the ranks without data send a vector that says which root they expect.
+
+Epochs overflow after 2**32 calls, within a kernel perhaps after an hour. Then a mailbox
+that few calls use could hold a packet of 2**32 epochs ago. So a thread clears all its
+mailboxes in the last epoch of each half. A peer stores there next two epochs later. Two
+fences order that: of the thread that has cleared, before it posts the next epoch, and
+of the peer, after it has received that epoch. The calls may be of different kernels.
+
+The block synchronizes where its threads use what others of them have stored, and to
+agree whether a thread has failed. After a failure, every thread of the block keeps
+``FAILED`` as its epoch. All blocks of the rank find the failure in their marks. So no
+later call posts or stores anything, in this kernel or in the next one.
+
+Next kernels continue with the epochs and the mailboxes. For that, what a kernel stored
+must be visible to the stream's later kernels: ``starts_see`` in docs/architecture.md.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba.cuda import types
+
+from numba_symm.device.block_workspace import (
+    MARK,
+    PACKETS,
+    VECTOR,
+    box_of,
+    epoch_of,
+    rank_stride,
+    tile_stride,
+)
+from numba_symm.device.checks import check_exchange, check_shards
+from numba_symm.device.intrinsics import (
+    block_size,
+    cuda,
+    device_function,
+    fence_acq_rel_sys,
+    grid_index,
+    ld_relaxed_sys_u32,
+    ld_u32,
+    load_bits,
+    st_relaxed_sys_u32,
+    st_relaxed_sys_v2_u64,
+    st_u32,
+    store_bits,
+    syncthreads,
+    syncthreads_or,
+    thread_index,
+    word_of,
+)
+from numba_symm.device.lanes import make_lanes
+from numba_symm.device.order import make_in_rank_order, make_mirror, make_total
+from numba_symm.device.packets import make_poll, peek_packets, post_packets
+from numba_symm.device.polling import fail, wait_record
+from numba_symm.dtypes import Element, Op
+from numba_symm.waits import (
+    BLOCK_ALL_GATHER,
+    BLOCK_ALL_REDUCE,
+    BLOCK_ALL_TO_ALL,
+    BLOCK_BROADCAST,
+    BLOCK_REDUCE_SCATTER,
+    ROOT_MISMATCH,
+)
+
+LAST_EPOCH = 2**32 - 2  # explore: last-epoch
+"""The epoch after which 1 follows: even, so that halves continue to alternate."""
+
+FAILED = 2**32 - 1
+"""Kept instead of an epoch after a failure."""
+
+NO_DATA = 0x3F1B52C8D7E6490A
+"""The second word of a vector without data. Its first word is the expected root. Data
+has both with a probability of 2**-128."""
+
+EVERYONE = -1
+
+
+class Kind(NamedTuple):
+    """A collective within a kernel.
+
+    Attributes:
+        name: its name.
+        operation: the number in ``waits.py`` for a wait that is given up.
+        sends_shards: whether a rank sends a shard to each rank, else the same to all.
+        reduces: whether the vectors of all ranks are reduced.
+        gathers: whether they are stored by rank.
+        rooted: whether one rank's are stored.
+    """
+
+    name: str
+    operation: int
+    sends_shards: bool = False
+    reduces: bool = False
+    gathers: bool = False
+    rooted: bool = False
+
+
+ALL_REDUCE = Kind("all_reduce", BLOCK_ALL_REDUCE, reduces=True)
+REDUCE_SCATTER = Kind(
+    "reduce_scatter", BLOCK_REDUCE_SCATTER, sends_shards=True, reduces=True
+)
+ALL_GATHER = Kind("all_gather", BLOCK_ALL_GATHER, gathers=True)
+BROADCAST = Kind("broadcast", BLOCK_BROADCAST, rooted=True)
+ALL_TO_ALL = Kind("all_to_all", BLOCK_ALL_TO_ALL, sends_shards=True, gathers=True)
+
+
+@device_function
+def _peek(box: int, epoch: int) -> Any:
+    return peek_packets(box, PACKETS, epoch)
+
+
+@device_function
+def _next_epoch(epoch: int) -> int:
+    return 1 if epoch >= LAST_EPOCH else epoch + 1  # explore: next
+
+
+@functools.cache
+def make_access(unit: int) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Return device functions that load and store a vector of an array.
+
+    ``load(array, first, end)`` returns two words; ``store(array, first, end, low,
+    high)``. A vector begins at unit ``first``; from unit ``end`` on, there is nothing:
+    zeros. A unit is 1, 2, 4 or 8 bytes.
+    """
+    half, width = 8 // unit, 8 * unit
+
+    @device_function
+    def load_word(array: Any, first: int, end: int) -> int:
+        word = 0
+        for lane in range(half):
+            if first + lane < end:
+                word |= word_of(load_bits(array, first + lane)) << lane * width
+        return word_of(word)
+
+    @device_function
+    def store_word(array: Any, first: int, end: int, word: int) -> None:
+        for lane in range(half):
+            if first + lane < end:
+                store_bits(array, first + lane, word >> lane * width)
+
+    @device_function
+    def load(array: Any, first: int, end: int) -> Any:
+        low = load_word(array, first, end)
+        return low, load_word(array, first + half, end)
+
+    @device_function
+    def store(array: Any, first: int, end: int, low: int, high: int) -> None:
+        store_word(array, first, end, low)
+        store_word(array, first + half, end, high)
+
+    return load, store
+
+
+@functools.cache
+def make_post(size: int, unit: int, kind: Kind) -> Callable[..., None]:
+    """Return a device function that posts a vector to each other rank.
+
+    ``(ws, x, place, box, epoch, root)``; ``place`` is ``(first, count)``: the vector's
+    first unit in a shard, and the shard's units. ``box`` is the offset of its mailbox.
+    """
+    load, _ = make_access(unit)
+    mirror = make_mirror(size)
+    others, sends_shards, rooted = size - 1, kind.sends_shards, kind.rooted
+
+    @device_function
+    def post(ws: Any, x: Any, place: Any, box: int, epoch: int, root: int) -> None:
+        first, count = place
+        low = cuda.local.array(size, types.int64)
+        high = cuda.local.array(size, types.int64)
+        for k in range(others):
+            if sends_shards:
+                start = (ws.rank + 1 + k) % size * count
+                low[k], high[k] = load(x, start + first, start + count)
+            elif rooted and ws.rank != root:
+                low[k], high[k] = root, NO_DATA
+            else:
+                low[k], high[k] = load(x, first, count)
+        for k in range(others):
+            there = ws.ring[k] + box + mirror(k) * rank_stride(ws)
+            post_packets(there, PACKETS, low[k], high[k], epoch)
+
+    return post
+
+
+@functools.cache
+def make_use(
+    size: int, element: Element, op: Op, unit: int, kind: Kind
+) -> Callable[..., None]:
+    """Return a device function that reduces or stores the vectors of all ranks.
+
+    ``(rank, out, place, root, low, high)``: the own vector, and then the ring's.
+    """
+    _, store = make_access(unit)
+    in_rank_order = make_in_rank_order(size)
+    total = make_total(size, make_lanes(element, op, False, size))
+    reduces, rooted = kind.reduces, kind.rooted
+
+    @device_function
+    def use(rank: int, out: Any, place: Any, root: int, low: Any, high: Any) -> None:
+        first, count = place
+        if reduces:
+            spare = cuda.local.array(size, types.int64)
+            in_rank_order(rank, low, high, spare)
+            result = total(low, high, 0)
+            store(out, first, count, result[0], result[1])
+        elif rooted:
+            for k in range(1, size):
+                if k == (root - rank + size) % size:
+                    store(out, first, count, low[k], high[k])
+        else:
+            for k in range(size):
+                start = (rank + k) % size * count
+                store(out, start + first, start + count, low[k], high[k])
+
+    return use
+
+
+@functools.cache
+def make_roots_match(size: int) -> Callable[..., bool]:
+    """Return a device function that checks what the others send in a broadcast.
+
+    ``(ws, root, block, low, high)`` returns whether the root has sent data, and all
+    others that they expect the same root.
+    """
+
+    @device_function
+    def roots_match(ws: Any, root: int, block: int, low: Any, high: Any) -> bool:
+        other = 0
+        for k in range(1, size):
+            is_root = (ws.rank + k) % size == root
+            expected = high[k] == NO_DATA and low[k] == root
+            if expected == is_root:
+                other = k
+        if other != 0:
+            peer = (ws.rank + other) % size
+            fail(ws.guard, wait_record(ROOT_MISMATCH, ws.rank, peer, block, root))
+        return other == 0
+
+    return roots_match
+
+
+@device_function
+def _follows_wipe(epoch: int) -> bool:
+    return epoch >= LAST_EPOCH or epoch == 1
+
+
+@functools.cache
+def make_wipe(size: int) -> Callable[[Any, int, int], None]:
+    """Return a device function that clears a thread's mailboxes as epochs overflow.
+
+    ``(ws, box, epoch)``: those of the half that begins at the offset ``box``.
+    """
+
+    @device_function
+    def wipe(ws: Any, box: int, epoch: int) -> None:
+        if epoch >= LAST_EPOCH - 1:  # explore: wipe
+            for i in range((size - 1) * ws.vectors):
+                at = ws.ring[size - 1] + box + i * tile_stride(ws)
+                st_relaxed_sys_v2_u64(at, (0, 0))
+                st_relaxed_sys_v2_u64(at + PACKETS, (0, 0))  # explore: wipe-second
+
+    return wipe
+
+
+@device_function
+def _give_up(ws: Any, own: int, block: int, thread: int) -> None:
+    """Keep that the rank has failed; all threads of the block call it."""
+    st_u32(own + epoch_of(ws, block, thread), FAILED)  # explore: keep-failure
+    while thread < ws.blocks:
+        st_relaxed_sys_u32(own + MARK * thread, 1)
+        thread += block_size()
+
+
+@functools.cache
+def make_exchange(
+    size: int, element: Element, op: Op, kind: Kind, items: bool
+) -> Callable[..., bool]:
+    """Return the device function of a collective.
+
+    ``(ws, x, out, root)`` returns, in all threads of the block, whether it succeeded.
+
+    Args:
+        size: the number of ranks.
+        element: the elements' type.
+        op: the operator; any, if the collective has none.
+        kind: the collective.
+        items: whether arrays are each thread's own, or the block's.
+    """
+    unit = min(8, element.itemsize)  # an element of 16 bytes is two units
+    units, pieces = VECTOR // unit, element.itemsize // unit
+    load, _ = make_access(unit)
+    post = make_post(size, unit, kind)
+    poll = make_poll(size, _peek)
+    use = make_use(size, element, op, unit, kind)
+    roots_match, wipe = make_roots_match(size), make_wipe(size)
+    sends_shards, operation, rooted = kind.sends_shards, kind.operation, kind.rooted
+    shards = size if kind.sends_shards else 1
+    gathered = size if kind.gathers else 1
+
+    @device_function
+    def receive(
+        ws: Any, x: Any, out: Any, place: Any, box: int, epoch: int, root: int
+    ) -> bool:
+        """Wait for a vector of each rank, and use it."""
+        low = cuda.local.array(size, types.int64)
+        high = cuda.local.array(size, types.int64)
+        first, count = place
+        block = grid_index()
+        here = ws.ring[size - 1] + box
+        stride = rank_stride(ws)
+        arrived = poll(  # explore: wait
+            ws.guard, operation, here, stride, epoch, block, low, high, EVERYONE
+        )
+        if arrived and rooted:  # explore: roots
+            arrived = roots_match(ws, root, block, low, high)
+        if arrived:  # explore: arrived
+            start = ws.rank * count if sends_shards else 0
+            low[0], high[0] = load(x, start + first, start + count)
+            use(ws.rank, out, place, root, low, high)
+        return arrived
+
+    @device_function
+    def exchange(ws: Any, x: Any, out: Any, root: int) -> bool:
+        thread, block = thread_index(), grid_index()
+        count = x.size * pieces // shards
+        first, stride = (0, units) if items else (thread * units, block_size() * units)
+        check_exchange(ws, operation, count - first, stride, root)
+        check_shards(ws, operation, x.size, shards, out.size, gathered)
+        if not items:
+            # Other threads of the block have stored what this one loads.
+            syncthreads()  # explore: stored
+        own = ws.ring[size - 1]
+        epoch = word_of(ld_u32(own + epoch_of(ws, block, thread)))
+        # explore: find
+        failed = ld_relaxed_sys_u32(own + MARK * block) != 0 or epoch == FAILED
+        # A thread without data is without data on all ranks: its epoch stays.
+        if first < count and not failed:
+            epoch = _next_epoch(epoch)
+            st_u32(own + epoch_of(ws, block, thread), epoch)  # explore: keep
+            begin = box_of(ws, block, thread, epoch)
+            if _follows_wipe(epoch):
+                # The mailboxes are clear before this epoch is posted.
+                fence_acq_rel_sys()  # explore: wiped
+            box, at = begin, first
+            while at < count:
+                post(ws, x, (at, count), box, epoch, root)
+                at += stride
+                box += tile_stride(ws)
+            box, at = begin, first
+            while at < count and not failed:
+                failed = not receive(ws, x, out, (at, count), box, epoch, root)
+                at += stride
+                box += tile_stride(ws)
+            if not failed:
+                wipe(ws, begin, epoch)
+                if _follows_wipe(epoch):
+                    # The peers had cleared their mailboxes before they posted this
+                    # epoch, and so before this thread stores there again.
+                    fence_acq_rel_sys()  # explore: follows-wipe
+        # Their results, too, become visible to the whole block.
+        failed = syncthreads_or(failed)  # explore: agree
+        if failed:
+            _give_up(ws, own, block, thread)
+        return not failed
+
+    return exchange

@@ -1,0 +1,135 @@
+"""Scenarios of collectives within a kernel."""
+
+from explore.world import ALL_ONES, INT64, World, an_integer
+
+THREADS, VECTORS = 32, 2  # of a workspace
+KINDS = "ALL_REDUCE", "REDUCE_SCATTER", "ALL_GATHER", "BROADCAST", "ALL_TO_ALL"
+
+
+def wanted(name, words, rank, root):
+    """Return the words of a rank's result, of all ranks' ``words``."""
+    size = len(words)
+    count = len(words[0]) // size
+    mine = slice(rank * count, (rank + 1) * count)
+    total = [sum(column) & ALL_ONES for column in zip(*words, strict=True)]
+    return {
+        "ALL_REDUCE": total,
+        "REDUCE_SCATTER": total[mine],
+        "ALL_GATHER": [word for each in words for word in each],
+        "BROADCAST": words[root],
+        "ALL_TO_ALL": [word for each in words for word in each[mine]],
+    }[name]
+
+
+class Blocks:
+    """A world with a device workspace, and kernels that make collectives in it."""
+
+    def __init__(self, machine, code, epoch=0):
+        self.machine, self.code = machine, code
+        self.world = world = World(machine, code)
+        self.size, self.grid = world.size, world.blocks
+        made = code.block_workspace
+        sizes = self.grid, THREADS, VECTORS
+        addresses = world.map("workspace", made.nbytes(self.size, *sizes), 0)
+        self.contexts = []
+        for rank, address in enumerate(addresses):
+            ring = (addresses[(rank + 1 + k) % self.size] for k in range(self.size))
+            guard = world.contexts[rank].guard
+            ws = made.WorkspaceContext(rank, self.size, tuple(ring), guard, *sizes)
+            self.contexts.append(ws)
+            marks = range(address, address + made.MARK * self.grid, made.MARK)
+            end = marks.stop + 4 * THREADS * self.grid
+            world.marks |= set(marks)
+            world.kept |= {*marks, *range(marks.stop, end, 4)}
+            if epoch:
+                self._plant(marks.stop, end, address + made.nbytes(self.size, *sizes))
+                self._continue(marks.stop, epoch)
+
+    def _continue(self, epochs, epoch):
+        """Let all threads continue after an epoch."""
+        for block in range(self.grid):
+            for thread in range(self.code.shape.threads):
+                at = epochs + 4 * (THREADS * block + thread)
+                self.world.memory.plant(at, 4, epoch)
+
+    def _plant(self, epochs, boxes, end):
+        """Fill all mailboxes with packets of the first epochs of their half."""
+        random, half = self.machine.random, (end - boxes) // 2
+        for at in range(boxes, end, 8):
+            if (at - boxes) // 16 % 32 < self.code.shape.threads:
+                old = random.choice([2, 4]) - (at - boxes) // half
+                self.world.memory.plant(at, 8, old << 32 | random.getrandbits(32))
+
+    def steps(self, number, items, kinds):
+        """Return, by rank, collectives of random kinds; expect their results."""
+        world, random = self.world, self.machine.random
+        threads = self.code.shape.threads
+        most = 2 * VECTORS * (1 if items else threads)
+        workers = threads * self.grid if items else 1
+        found = [[] for _ in range(self.size)]
+        for _ in range(number):
+            name, root = random.choice(kinds), random.randrange(self.size)
+            kind = getattr(self.code.block_exchange, name)
+            count = random.randrange(1, most + 1) * (
+                self.size if kind.sends_shards else 1
+            )
+            sources, words = world.inputs(count * workers, an_integer)
+            sizes = self.size, INT64, "sum", kind, items
+            exchange = self.code.block_exchange.make_exchange(*sizes)
+            taken = len(wanted(name, [each[:count] for each in words], 0, 0))
+            results = world.map("result", 8 * taken * workers)
+            for rank, result in enumerate(results):
+                for worker in range(workers):
+                    mine = slice(worker * count, (worker + 1) * count)
+                    given = [each[mine] for each in words]
+                    found_there = wanted(name, given, rank, root)
+                    world.expect(result + 8 * taken * worker, found_there)
+                in_place = name in ("ALL_REDUCE", "BROADCAST")
+                step = exchange, (sources[rank], count), taken, in_place, root, result
+                found[rank].append(step)
+        return found
+
+    def launch(self, number, items, kinds):
+        """Launch a kernel that makes so many collectives, on each rank."""
+        programs, world = self.code.programs, self.world
+        if items:
+            for rank, steps in enumerate(self.steps(number, True, kinds)):
+                ws = self.contexts[rank]
+                world.launch(rank, programs.collectives_of_items, self.grid, ws, steps)
+            return
+        of_blocks = [self.steps(number, False, kinds) for _ in range(self.grid)]
+        nbytes = 8 * 2 * VECTORS * self.code.shape.threads * self.size
+        arrays = [(world.map("x", nbytes), world.map("y", nbytes)) for _ in of_blocks]
+        for address in (each for xs, _ in arrays for each in xs):
+            # The program stores there, whatever has failed.
+            world.kept |= set(range(address, address + nbytes, 8))
+        for rank, ws in enumerate(self.contexts):
+            mine = [(x[rank], y[rank]) for x, y in arrays]
+            steps = [each[rank] for each in of_blocks]
+            args = ws, mine, steps
+            world.launch(rank, programs.collectives_of_blocks, self.grid, *args)
+
+
+def collectives(code, items=None, kernels=2, steps=4, wrap=False, kinds=KINDS):
+    """Kernels that make several collectives each.
+
+    Args:
+        code: the device code.
+        items: whether of items or of a block's arrays; None: either.
+        kernels: the number of kernels.
+        steps: the number of collectives in each.
+        wrap: whether the epochs overflow meanwhile.
+        kinds: the names of collectives to choose from.
+    """
+
+    def scenario(machine):
+        epoch = 0
+        if wrap:
+            epoch = code.block_exchange.LAST_EPOCH - 2 - machine.random.randrange(3)
+        blocks = Blocks(machine, code, epoch)
+        for _ in range(kernels):
+            either = machine.random.random() < 0.5
+            blocks.launch(steps, either if items is None else items, kinds)
+        blocks.world.run()
+
+    return scenario

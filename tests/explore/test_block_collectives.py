@@ -1,0 +1,87 @@
+"""Collectives that kernels make, one right after the other."""
+
+import pytest
+
+from explore.block_calls import collectives
+from explore.markers import removed, replaced, within
+from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
+from explore.source import device_code
+
+IN_ORDER = "in_rank_order(rank, low, high, spare)"
+BROKEN = {
+    "one half": within("block_workspace", "half", "epoch & 1", "0"),
+    "epochs that do not advance": within("block_exchange", "next", "epoch + 1", "1"),
+    "epochs that are not kept": removed("block_exchange", "keep"),
+    "one epoch for all threads": within(
+        "block_workspace",
+        "epoch",
+        "ws.threads * block + thread",
+        "ws.threads * block",
+    ),
+    "one mailbox for all ranks": replaced("block_workspace", "ranks", "return 0"),
+    "one mailbox for all vectors": replaced("block_workspace", "vectors", "return 0"),
+    "one mailbox for all blocks": within("block_workspace", "line", "block", "0"),
+    "no wait for packets": within("block_exchange", "wait", "EVERYONE", "0"),
+    "loads before all threads have stored": removed("block_exchange", "stored"),
+    "results before all threads have stored": removed("block_exchange", "agree"),
+}
+"""Of a block's arrays; two of them need no other rank."""
+
+ONE_WAY = (
+    within("block_exchange", "wait", "EVERYONE", "1 << (root - ws.rank) % size >> 1"),
+    removed("block_exchange", "roots"),
+)
+"""Without what a rank receives from those that have no data for it."""
+
+AT_THE_WRAP = {
+    "nothing wiped": removed("block_exchange", "wipe"),
+    "half a vector wiped": removed("block_exchange", "wipe-second"),
+    "one half wiped": within(
+        "block_exchange", "wipe", "epoch >= LAST_EPOCH - 1", "epoch >= LAST_EPOCH"
+    ),
+    "the other half wiped": within(
+        "block_exchange", "wipe", "epoch >= LAST_EPOCH - 1", "epoch == LAST_EPOCH - 1"
+    ),
+    "no fence before the next epoch": removed("block_exchange", "wiped"),
+    "no fence after the next epoch": removed("block_exchange", "follows-wipe"),
+    "an odd last epoch": replaced(
+        "block_exchange", "last-epoch", "LAST_EPOCH = 2**32 - 3"
+    ),
+}
+
+
+@worlds
+@pytest.mark.parametrize("items", [False, True], ids=["blocks", "items"])
+def test_collectives(items, ranks):
+    holds(collectives(device_code(), items), ranks, 60 // ranks)
+
+
+@worlds
+@pytest.mark.parametrize("enough", ["starts_inherit", "ends_count"])
+def test_collectives_as_the_epochs_overflow(ranks, enough):
+    """What one kernel has cleared and the next one posts, either assumption orders."""
+    names = {"starts_inherit", "copies_end", "ends_count", "fences_carry"} - {enough}
+    dropped = dict.fromkeys(names, False)
+    scenario = collectives(device_code(), steps=3, wrap=True)
+    holds(scenario, ranks, 40 // ranks, **dropped)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_is_broken_is_found(what, races):
+    breaks(collectives(device_code(BROKEN[what]), items=False), 3, races=races)
+
+
+@worlds
+@by_anything_and_by_result
+def test_broadcasts_in_one_direction_are_found(races, ranks):
+    scenario = collectives(device_code(*ONE_WAY), items=True, kinds=["BROADCAST"])
+    breaks(scenario, ranks, races=races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", AT_THE_WRAP)
+def test_what_is_broken_at_the_wrap_is_found(what, races):
+    code = device_code(AT_THE_WRAP[what])
+    scenario = collectives(code, kernels=1, steps=6, wrap=True)
+    breaks(scenario, 3, races=races)

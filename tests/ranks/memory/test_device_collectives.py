@@ -1,0 +1,366 @@
+"""Collectives that a user's own kernels call, many times within one kernel."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm import device as symm
+from numba_symm.environment import SIMULATED
+from tests import operators
+from tests.ranks.helpers import get, of_one_island, put, same
+
+pytestmark = of_one_island
+
+BLOCKS, THREADS, STEPS = 2, 4, 5
+COUNT = 5  # elements of a shard, which are not whole vectors
+
+
+@cuda.jit(device=True)
+def farthest(a, b):
+    """Not commutative: of two elements equally far from 0 the first one."""
+    return a if abs(a) >= abs(b) else b
+
+
+def exchanging(size):
+    """Return a kernel that makes all collectives of a block's arrays, again and again.
+
+    Each step's inputs are the step before's outputs.
+    """
+
+    @cuda.jit
+    def exchange_all(ws, given, out, steps, ok):
+        block, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        mine = cuda.shared.array(COUNT, np.float32)
+        every = cuda.shared.array(COUNT * size, np.float32)
+        sent = cuda.shared.array(COUNT * size, np.float32)
+        for i in range(thread, COUNT, cuda.blockDim.x):
+            mine[i] = given[block, i]
+        good = True
+        for step in range(steps):
+            good = symm.all_reduce(ws, mine) and good
+            if thread == 0:  # threads see each other's elements, in both directions
+                for i in range(COUNT):
+                    mine[i] = mine[i] / 2 + 10 * ws.rank + i
+            good = symm.all_gather(ws, mine, every) and good
+            good = symm.all_to_all(ws, every, sent) and good
+            good = symm.reduce_scatter(ws, sent, mine, farthest) and good
+            good = symm.broadcast(ws, mine, step % size) and good
+        for i in range(thread, COUNT, cuda.blockDim.x):
+            out[block, i] = mine[i]
+        ok[block, thread] = good
+
+    return exchange_all
+
+
+def steps_by_numpy(given, steps):
+    """Return what each rank's block has after so many steps of that kernel."""
+    size = len(given)
+    mine = [np.array(each) for each in given]
+    for step in range(steps):
+        total = mine[0]
+        for each in mine[1:]:
+            total = total + each
+        places = np.arange(COUNT)
+        added = [(10 * rank + places).astype(np.float32) for rank in range(size)]
+        mine = [total / np.float32(2) + each for each in added]
+        every = np.concatenate(mine)  # the same on all ranks
+        shards = [np.tile(every.reshape(size, COUNT)[r], size) for r in range(size)]
+        found = []
+        for rank in range(size):
+            result = shards[0].reshape(size, COUNT)[rank]
+            for other in shards[1:]:
+                theirs = other.reshape(size, COUNT)[rank]
+                result = np.where(abs(result) >= abs(theirs), result, theirs)
+            found.append(result)
+        mine = [found[step % size]] * size
+    return mine
+
+
+@cuda.jit
+def repeat_items(ws, given, out, times, ok):
+    """Each thread reduces elements of its own and gets rank 0's, again and again."""
+    block, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    held = cuda.local.array(6, np.int64)
+    one = cuda.local.array(1, np.int64)
+    for i in range(6):
+        held[i] = given[block, thread, i]
+    good = True
+    for step in range(times):
+        good = symm.all_reduce(ws, held, "max", items=True) and good
+        for i in range(6):
+            held[i] += (ws.rank + i) * (step + 1)
+        one[0] = held[5]
+        good = symm.broadcast(ws, one, 0, items=True) and good
+        held[5] += one[0]
+    for i in range(6):
+        out[block, thread, i] = held[i]
+    ok[block, thread] = good
+
+
+def items_by_numpy(given, times):
+    held = given.copy()  # [rank, block, thread, element]
+    for step in range(times):
+        held[:] = held.max(0)
+        ranks = np.arange(len(held))[:, None, None, None]
+        held += (ranks + np.arange(6)) * (step + 1)
+        held[..., 5] += held[0, ..., 5]
+    return held
+
+
+def reducing(op):
+    """Return a kernel that reduces the row of each block."""
+
+    @cuda.jit
+    def reduce_rows(ws, rows, ok):
+        good = symm.all_reduce(ws, rows[cuda.blockIdx.x], op)
+        ok[cuda.blockIdx.x, cuda.threadIdx.x] = good
+
+    return reduce_rows
+
+
+def flags(value=0):
+    return cuda.to_device(np.full((BLOCKS, THREADS), value))
+
+
+def random(comm, *shape):
+    lot = np.random.default_rng(7)
+    return lot.standard_normal((comm.size, *shape)).astype(np.float32)
+
+
+def test_collectives_are_repeated_within_a_kernel(comm, world):
+    """The second launch continues with the epochs, in kernels of fewer threads, too."""
+    nbytes = 4 * COUNT * comm.size
+    ws = comm.device_workspace(BLOCKS, THREADS, nbytes).ctx
+    kernel = exchanging(comm.size)
+    for seed, threads in ((0, THREADS), (1, THREADS), (2, THREADS // 2)):
+        given = random(comm, BLOCKS, COUNT) + seed
+        if threads < THREADS:
+            ws = comm.device_workspace(BLOCKS, THREADS, 2 * nbytes).ctx
+        x, out, ok = cuda.to_device(given[comm.rank]), flags(), flags()
+        out = cuda.to_device(np.zeros((BLOCKS, COUNT), np.float32))
+        kernel[BLOCKS, threads](ws, x, out, STEPS, ok)
+        comm.synchronize()
+        assert get(ok)[:, :threads].all()
+        for block in range(BLOCKS):
+            wanted = steps_by_numpy(given[:, block], STEPS)[comm.rank]
+            assert get(out)[block].tobytes() == wanted.tobytes()
+    world.barrier()
+
+
+def test_each_thread_has_items_of_its_own(comm, world):
+    ws = comm.device_workspace(BLOCKS, THREADS, 48 * THREADS).ctx
+    lot = np.random.default_rng(3)
+    given = lot.integers(-99, 99, (comm.size, BLOCKS, THREADS, 6))
+    x, ok = cuda.to_device(given[comm.rank]), flags()
+    out = cuda.to_device(np.zeros_like(given[0]))
+    repeat_items[BLOCKS, THREADS](ws, x, out, STEPS, ok)
+    comm.synchronize()
+    assert get(ok).all()
+    assert get(out).tolist() == items_by_numpy(given, STEPS)[comm.rank].tolist()
+    world.barrier()
+
+
+NAMES = list(operators.ELEMENTS)
+OPS = [
+    (name, operators.dtypes.operators(kind)[i % len(operators.dtypes.operators(kind))])
+    for i, (name, kind) in enumerate(operators.ELEMENTS.items())
+]
+
+
+@pytest.mark.parametrize(("name", "op"), OPS)
+def test_the_bits_are_those_of_the_hosts_calls(comm, world, name, op):
+    count = 3 if SIMULATED else 37
+    kind = operators.ELEMENTS[name]
+    if kind.narrow and not SIMULATED and comm.device.compute_capability < (8, 9):
+        pytest.skip("8-bit floats need compute capability 8.9")
+    inputs = [operators.random(name, BLOCKS * count, rank) for rank in range(comm.size)]
+    ws = comm.device_workspace(BLOCKS, THREADS, kind.itemsize * count).ctx
+    rows, x = (cuda.device_array((BLOCKS, count), kind.dtype) for _ in range(2))
+    for array in (rows, x):
+        put(array, inputs[comm.rank].reshape(BLOCKS, count))
+    ok = flags()
+    with np.errstate(all="ignore"):
+        reducing(op)[BLOCKS, THREADS](ws, rows, ok)
+        wanted = get(comm.all_reduce(x, op=op))
+        comm.synchronize()
+    assert get(ok).all()
+    parts = np.float64 if name == "complex128" else kind.dtype
+    found, called, total = (
+        array.reshape(-1).view(parts)
+        for array in (get(rows), wanted, operators.wanted(inputs, op))
+    )
+    assert same(found, called)
+    assert same(called, total)
+    world.barrier()
+
+
+@cuda.jit
+def call_alone(ws, out, ok):
+    """Two calls of rank 0 alone: neither succeeds, in any thread."""
+    block, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    one = cuda.shared.array(1, np.int64)
+    if thread == 0:
+        one[0] = 5
+    if ws.rank == 0:
+        first = symm.all_reduce(ws, one)
+        second = symm.broadcast(ws, one, 0)
+        ok[block, thread] = 10 * first + second
+    out[block] = one[0]
+
+
+def test_calls_without_counterparts_end_by_the_deadline(world):
+    """They store nothing, and so do those of the next launch."""
+    comm = ns.Communicator(world, timeout=0.3)
+    ws = comm.device_workspace(BLOCKS, THREADS, 8).ctx
+    ok, out = flags(7), cuda.to_device(np.zeros(BLOCKS, np.int64))
+    for _ in range(2):
+        call_alone[BLOCKS, THREADS](ws, out, ok)
+    text = r"waited for rank \d in all_reduce in a kernel, block \d, epoch 1"
+    if comm.size > 1:
+        world.barrier()
+        with pytest.raises(ns.CollectiveTimeout, match=text):
+            comm.synchronize()
+        assert (get(ok) == (7 if comm.rank else 0)).all()
+        assert (get(out) == 5).all()
+    world.barrier()
+    comm.close()
+
+
+@cuda.jit
+def broadcast_from(ws, root, ok):
+    one = cuda.shared.array(1, np.int64)
+    one[0] = 5
+    ok[0, cuda.threadIdx.x] = symm.broadcast(ws, one, root)
+
+
+def test_roots_that_differ_are_found(world):
+    if world.size == 1:
+        return
+    comm = ns.Communicator(world, timeout=5)
+    ws, ok = comm.device_workspace(1, THREADS, 8).ctx, flags(7)
+    broadcast_from[1, THREADS](ws, 1 if comm.rank == 1 else 0, ok)
+    world.barrier()
+    text = r"expects rank \d to be the root of a broadcast in a kernel"
+    with pytest.raises(ns.CallMismatch, match=text):
+        comm.synchronize()
+    assert get(ok)[0].tolist() == [0] * THREADS
+    world.barrier()
+    comm.close()
+
+
+@cuda.jit
+def misuse(ws, what, out):
+    """Make one mistake, or none."""
+    few = cuda.shared.array(4, np.int64)
+    many = cuda.shared.array(64, np.int64)
+    if what == 3:
+        symm.all_reduce(ws, many)
+    elif what == 4:
+        symm.broadcast(ws, few, -1)
+    elif what == 5:
+        symm.all_gather(ws, few, many)
+    else:
+        symm.all_reduce(ws, few)
+    out[0] = 1
+
+
+MISTAKES = [  # the launch; the simulator's text; that of a GPU in debug mode
+    ((1, 4), "", ""),
+    ((3, 4), "expected at most 2 blocks of 32 threads", "a collective in block 2 of 4"),
+    ((1, 64), "expected at most 2 blocks of 32", "a collective in block 0 of 64"),
+    ((1, 4), "expected at most 16 bytes of a thread", "thread has 8 vectors"),
+    ((1, 4), "expected a root from 0 to 0, got -1", "a broadcast from rank 16777215"),
+    ((1, 4), r"1 shards of equal size, got 4 and 64", "of 4 elements with an output"),
+]
+
+
+@pytest.mark.parametrize("what", range(len(MISTAKES)))
+def test_mistakes_are_found(world, what):
+    if world.rank > 0:
+        world.barrier()
+        return
+    launch, simulated, on_gpu = MISTAKES[what]
+    with ns.Communicator(MPI.COMM_SELF, timeout=5, debug=True) as comm:
+        ws, out = comm.device_workspace(2, 4, 64).ctx, flags()
+        if what == 0:
+            misuse[launch](ws, what, out[0])
+            comm.synchronize()
+            assert get(out)[0, 0] == 1
+        elif SIMULATED:
+            with pytest.raises(ns.ArgumentError, match=simulated):
+                misuse[launch](ws, what, out[0])
+        else:
+            misuse[launch](ws, what, out[0])
+            with pytest.raises(ns.CollectiveError, match=on_gpu):
+                comm.synchronize()
+    world.barrier()
+
+
+@cuda.jit
+def reduce_words(ws, op, x, floats):
+    symm.all_reduce(ws, x)
+
+
+@cuda.jit
+def reduce_bits_of_floats(ws, op, x, floats):
+    symm.all_reduce(ws, floats, "band")
+
+
+@cuda.jit
+def gather_into_another_type(ws, op, x, floats):
+    symm.all_gather(ws, x, floats)
+
+
+@cuda.jit
+def reduce_with_gaps(ws, op, x, floats):
+    symm.all_reduce(ws, x[::2])
+
+
+@cuda.jit
+def reduce_by_a_number(ws, op, x, floats):
+    symm.all_reduce(ws, x, op)
+
+
+WRONG = [
+    *(reduce_words, reduce_bits_of_floats, gather_into_another_type),
+    *(reduce_with_gaps, reduce_by_a_number),
+]
+
+
+REFUSED = [  # the first one with another context
+    (ns.ArgumentError, "all_reduce: expected the context of a workspace, got Context"),
+    (ns.ArgumentError, "all_reduce: expected an operator of float32, got op='band'"),
+    (ns.ArgumentError, "all_gather: expected an output of int64, got one of float32"),
+    (ns.ArgumentError, "expected contiguous arrays of at least one dimension, got one"),
+    (ns.ArgumentError, "all_reduce: expected an operator, got op=7"),
+]
+
+
+@pytest.mark.skipif(not SIMULATED, reason="such kernels do not compile")
+def test_wrong_arguments_are_refused(comm, world):
+    ctx = comm.rendezvous(comm.zeros(1)).ctx
+    made = comm.device_workspace(blocks=1, threads=1, bytes=64)
+    x, floats = (cuda.to_device(np.zeros(4, kind)) for kind in (np.int64, np.float32))
+    for what, (kind, text) in enumerate(REFUSED):
+        ws = ctx if what == 0 else made.ctx
+        with pytest.raises(kind, match=text):
+            WRONG[what][1, 1](ws, 7, x, floats)
+    with pytest.raises(ns.ArgumentError, match="got DeviceWorkspace; pass its attribu"):
+        reduce_words[1, 1](made, 7, x, floats)
+    for wrong in ((0, 4, 8), (1, 1025, 8), (1, 4, 0), (1.5, 4, 8)):
+        with pytest.raises(ns.ArgumentError, match=r"device_workspace: .* from 1 to"):
+            comm.device_workspace(*wrong)
+    if comm.size > 1:
+        with pytest.raises(ns.ArgumentError, match="every rank must pass the same"):
+            comm.device_workspace(1, 4, 8 + comm.rank)
+    closing = comm.dup()
+    kept = closing.device_workspace(1, 1, 64)
+    ctx = kept.ctx
+    closing.close()
+    with pytest.raises(ns.ClosedError):
+        reduce_words[1, 1](ctx, 7, x, floats)
+    with pytest.raises(ns.ClosedError):
+        _ = kept.ctx
+    world.barrier()
