@@ -168,6 +168,7 @@ class StoreExchange:
         if self._meeting is not None:
             self._meeting.abandon(cause, self.call)
         elif cause is not self._reported:  # otherwise they raise when they read that
+            self._reported = cause
             waiting.leave(self._comm, cause, self.call)
 
     def all_gather(self, value: T, what: str, wait: Wait | None = None) -> list[T]:

@@ -276,9 +276,14 @@ def all_gather(comm: Comm | TaggedComm, value: T, wait: Wait) -> list[T]:
             except CollectiveError:  # also of a rank that left after this step
                 if receive():
                     raise
-        while not mpi.Request.testall(sends)[0]:
-            if wait.pause(()):
-                raise wait.error(())
+        # This rank has all values, so the step has succeeded. A rank that has received
+        # this one's value may be past the step, and may have failed since.
+        with suppress(CollectiveError, ExchangeError):
+            while not mpi.Request.testall(sends)[0]:
+                if wait.pause(()):
+                    break
+        if not mpi.Request.testall(sends)[0]:
+            _unfinished.extend(sends)
     except BaseException:
         _unfinished.extend(sends)
         for requests in receives.values():

@@ -350,11 +350,21 @@ class Board:
         It is for waits that are not at this board. It does not matter where the ranks
         are.
         """
-        for rank in range(self._size):
-            if rank == self._rank or self.alive.runs(rank):
-                continue
-            if not self._closed[rank]:  # a rank stores it before it drops its lock
-                self._report(self._ended(rank), what)
+        for rank in self.ended():
+            self._report(self._ended(rank), what)
+
+    def ended(self) -> list[int]:
+        """Return the ranks whose processes have ended without a close."""
+        alive = self.alive
+        if alive is None:  # the board was closed
+            return []
+        return [
+            rank
+            for rank in range(self._size)
+            if rank != self._rank
+            and not alive.runs(rank)
+            and not self._closed[rank]  # a rank stores it before it drops its lock
+        ]
 
     def _ended(self, rank: int) -> int:
         return waits.ENDED << 56 | self._rank << 48 | rank << 40

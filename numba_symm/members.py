@@ -202,6 +202,12 @@ class Members(ABC):
         """Whether it has failed or was closed; reads host memory only."""
         return self.closed or self.board.failure() is not None
 
+    def ended(self) -> list[int]:
+        """Return the ranks of this island whose processes ended without a close."""
+        rank = self.world.rank
+        mine = next(part for part in self.parts if rank in part)
+        return [mine[number] for number in self.board.ended()]
+
     def check_open(self) -> None:
         """Raise ClosedError if the communicator was closed."""
         if self.closed:

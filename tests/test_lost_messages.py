@@ -13,20 +13,23 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from numba_symm.command import cli
 from tests.interrupts import Interrupt
+from tests.test_lost_islands import possible
 from tests.test_mpirun import environment, run
 
 TIMEOUT = 1.0
 
 
-def played(name, folder):
-    """Return what rank 0 of a program of two ranks has written."""
-    command = cli.mpirun_command(2, [__file__, name, str(folder)], cli.find_mpirun())
+def played(name, folder, ranks=2):
+    """Return what rank 0 of a program has written."""
+    program = [__file__, name, str(folder)]
+    command = cli.mpirun_command(ranks, program, cli.find_mpirun())
     command.insert(1, "--continuous")  # after a rank has died
     log = folder / "mpirun.txt"
-    code = run(command, environment(2), log, 100)
+    code = run(command, environment(ranks), log, 100)
     assert code is not None, log.read_text()
     return json.loads((folder / "0.json").read_text())
 
@@ -80,6 +83,60 @@ def holds(world):
         time.sleep(0.01)
     yield attempted(accumulate)
     yield attempted(accumulate)
+
+
+ENDED = [
+    ("Comm", "rank 1 has ended without closing the communicator; rank 0 waited for it"),
+    ("Dup", "rank 1 has ended without closing its communicators"),
+    ("Allocate", "rank 1 has ended without closing the communicator; rank 0 waited"),
+    ("Recv", "rank 1 has ended without closing the communicator; rank 0 waited for it"),
+]
+
+
+def test_a_rank_that_dies_while_others_wait_for_it(tmp_path):
+    """Rank 1 ends within ``Comm``, and rank 2 within ``Dup``."""
+    if not possible(3):
+        pytest.skip("needs 3 GPUs")
+    for (call, expected), found in zip(ENDED, played("dies", tmp_path, 3), strict=True):
+        kind, text, seconds = found
+        assert kind == "RankLeft", (call, text)
+        assert text.startswith(expected), call
+        assert seconds < 10, call
+
+
+def dies(world):
+    from numba import cuda
+
+    from numba_symm import mpi
+    from numba_symm.launch.store import StoreExchange
+    from numba_symm.mpi import messages
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def made(other):
+        pair = world.Create_group(world.group.Incl([0, other]))
+        return mpi.Comm(pair, timeout=60)
+
+    barrier = StoreExchange.barrier
+
+    def die_at(exchange, what):
+        if what == "end":
+            die()
+        barrier(exchange, what)
+
+    if world.rank == 1:
+        StoreExchange.barrier = die_at
+        made(1)
+    elif world.rank == 2:
+        comm = made(2)
+        messages.apart = die
+        comm.Dup()
+    yield attempted(lambda: made(1))
+    comm, x = made(2), cuda.to_device(np.ones(1))
+    yield attempted(comm.Dup)
+    yield attempted(lambda: mpi.Win.Allocate_device(8, 8, comm=comm))
+    yield attempted(lambda: comm.Recv(x, 1))
 
 
 def attempted(call):

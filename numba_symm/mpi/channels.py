@@ -1,18 +1,18 @@
 """Communicators of this library's own messages: envelopes, receipts and data."""
 
+import math
 import operator
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from numba_symm import environment
-from numba_symm.launch import tagged, waiting
+from numba_symm.launch import waiting
 from numba_symm.launch.waiting import Wait, begin
 from numba_symm.mpi.rooms import Room
-
-T = TypeVar("T")
 
 SMALL = 1 << 16
 """Bytes of a message whose receipt may be sent later, with those of other messages."""
@@ -21,30 +21,50 @@ MOST = 16
 """The number of messages in one receipt, at most."""
 
 
-def apart(host: Any, number: int, check: Callable[[], object]) -> list[Any]:
+def apart(host: Any, number: int, look: Callable[[], bool]) -> list[Any]:
     """Return duplicates of mpi4py's communicator, for channels. Collective.
 
     Args:
         host: the communicator.
         number: how many.
-        check: raises if the communicator has failed.
+        look: what the wait calls, see :func:`after_messages`.
 
     Raises:
         CollectiveTimeout: not all ranks have come within the set-up timeout.
     """
-
-    def look() -> bool:
-        check()
-        return False
-
+    wait = Wait("Comm", host.rank, environment.chosen_setup_timeout())
     with waiting.watching(look):
-        made = waiting.duplicates(host, number, _wait(host))
+        made = waiting.duplicates(host, number, wait)
     waiting.claim(made[0])
     return made
 
 
-def _wait(comm: Any) -> Wait:
-    return Wait("Comm", comm.rank, environment.chosen_setup_timeout())
+def after_messages(
+    failed: Callable[[], bool], check: Callable[[], object]
+) -> Callable[[], bool]:
+    """Return what a wait for messages of all ranks calls to look for failures.
+
+    A rank may fail after it has sent its message. The message may arrive later than the
+    report of the failure, but before this raises.
+
+    Args:
+        failed: returns whether the communicator has failed.
+        check: raises if it has.
+    """
+    known = math.inf
+
+    def look() -> bool:
+        nonlocal known
+        if failed():
+            known = min(known, time.monotonic())
+            if time.monotonic() - known >= _ARRIVES:
+                check()
+        return False
+
+    return look
+
+
+_ARRIVES = 1.0  # seconds after a report, in which messages that were sent before arrive
 
 
 class Channel:
@@ -67,11 +87,6 @@ class Channel:
         self.taken = 0
         self._kept: list[tuple[list[MPI.Request], Any]] = []
         self._looks = MOST
-
-    def gather(self, value: T) -> list[T]:
-        """Return every rank's value, before there are any messages. Collective."""
-        comm = tagged.whole(self.comm, owned=False)
-        return waiting.all_gather(comm, value, _wait(self.comm))
 
     @property
     def sends(self) -> bool:
@@ -175,7 +190,7 @@ class Receipts(Channel):
         """Return the messages whose receipts have arrived: numbers and memory."""
         found: list[tuple[int, Room | None]] = []
         status = MPI.Status()
-        while self.comm.Iprobe(status=status):
+        while self.comm.Iprobe(tag=0, status=status):  # others are of set-up calls
             numbers = np.empty(status.Get_count(MPI.INT64_T), np.int64)
             requests: list[MPI.Request] = []
             self.receive(requests, numbers, status.source)

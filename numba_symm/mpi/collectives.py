@@ -19,6 +19,7 @@ from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Items, in_place, message, on_device
 from numba_symm.mpi.errors import refusal
 from numba_symm.mpi.jobs import Job
+from numba_symm.mpi.messages import Post
 from numba_symm.own_arrays import Memory
 
 
@@ -38,8 +39,8 @@ class Ranks(Protocol):
         """The communicator, made by all ranks together when first needed."""
 
     @property
-    def host(self) -> Any:
-        """The mpi4py communicator."""
+    def post(self) -> Post:
+        """The messages of this rank."""
 
 
 def barrier(comm: Ranks) -> Job:

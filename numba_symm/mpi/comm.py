@@ -3,7 +3,6 @@
 import atexit
 import sys
 import warnings
-from contextlib import suppress
 from typing import Any, Self
 
 from mpi4py import MPI
@@ -11,10 +10,8 @@ from mpi4py import MPI
 from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.errors import ClosedError, CollectiveError
-from numba_symm.failures import Failure
 from numba_symm.launch import devices
 from numba_symm.launch.tagged import TaggedComm
-from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import (
     collectives,
     jobs,
@@ -27,37 +24,26 @@ from numba_symm.mpi import (
 )
 from numba_symm.mpi.errors import FREED, MPIError, refusal, translated
 from numba_symm.mpi.forms import forms, of_objects
+from numba_symm.mpi.life import Life
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.p2p import Messages
 from numba_symm.streams import SideStream
+
+
+def _numbers(comm: MPI.Comm, there: MPI.Comm) -> list[int]:
+    """Return the number in another communicator of each rank of ``comm``. Local."""
+    group, other = comm.Get_group(), there.Get_group()
+    found = MPI.Group.Translate_ranks(group, range(group.size), other)
+    group.Free()
+    other.Free()
+    return list(found)
+
 
 _open: list["Device"] = []
 """Those with a communicator that the end of the program closes, in order."""
 
 SHARED = ("_given", "_life", "_options", "host", "post", "shortcuts", "synchronizes")
 """What all objects of one communicator have."""
-
-
-class Life:
-    """What changes in a communicator's life, for all objects of it.
-
-    Attributes:
-        owned: whether ``Free`` frees mpi4py's communicator, too.
-        name: that of mpi4py's constant in whose place it is, such as ``COMM_WORLD``.
-        made: the library's communicator, once it is needed.
-        side: the stream of nonblocking collectives, once it is needed.
-        freed: whether it was freed.
-        wraps: calls of ``Comm``, or of the method that made it, less those of ``Free``.
-        watched: the library's communicator whose failures count while this one has
-            none: the parent's, or after ``Free`` the one that was closed.
-    """
-
-    def __init__(self, owned: bool):
-        self.owned, self.name = owned, ""
-        self.made: Communicator | None = None
-        self.side: SideStream | None = None
-        self.freed, self.wraps = False, 0
-        self.watched: Communicator | None = None
 
 
 class Device(Messages):
@@ -81,18 +67,26 @@ class Device(Messages):
         options: dict[str, Any],
         synchronize: bool,
         owned: bool,
-        allocator: SymmetricMemoryAllocator | None = None,
+        parent: "Device | None" = None,
     ) -> None:
         self._given = {**options, "synchronize": synchronize}
         self._options = dict(options)
         self.synchronizes = synchronize
-        self._life = Life(owned)
+        self._life = life = Life(owned)
         self.shortcuts = Cache(shortcuts.MOST)
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
         origin = self.host
-        if allocator is None:  # before MPI duplicates anything, because it may fail
+        if parent is not None:
+            allocator, islands = parent.post.allocator, parent.post.islands
+            numbers = _numbers(origin, parent.host)
+            life.descend(parent._life, numbers)
+            islands = [islands[number] for number in numbers]
+        else:  # before MPI duplicates anything, because it may fail
             allocator = self.communicator.allocator
+            parts = enumerate(self.communicator.islands)
+            of = {rank: number for number, part in parts for rank in part}
+            islands = [of[rank] for rank in range(self.size)]
             # If this fails, all ranks make another communicator before they repeat
             # this. So they then duplicate the same one, although some may not have
             # begun to duplicate this one.
@@ -100,8 +94,9 @@ class Device(Messages):
             assert isinstance(own, TaggedComm)  # because ``host`` is mpi4py's
             origin = own.mpi
         stream = options.get("stream")
-        given = stream, self._check, self._enter, options.get("timeout")
-        self.post = Post(origin, allocator, *given)
+        checks = life.check, life.has_failed
+        given = stream, *checks, self._enter, options.get("timeout")
+        self.post = Post(origin, allocator, islands, *given)
 
     def __getattr__(self, name: str) -> Any:
         """Refuse a call of a null communicator, which has no attributes."""
@@ -139,31 +134,11 @@ class Device(Messages):
             self._life.side = SideStream(1)
         return self._life.side
 
-    def _check(self) -> None:
-        """Raise if the library's communicator has failed.
-
-        Until it is made, the parent's counts in its place, if ``watched`` is set.
-        Otherwise a rank would wait for a message of a rank that has left.
-        """
-        life = self._life
-        if life.made is not None:
-            life.made.check()
-        elif life.watched is not None:
-            with suppress(ClosedError):  # the program may close the parent first
-                life.watched.check()
-            if self._failure is not None:  # the parent failed before it was closed
-                raise self._failure.exception()
-
-    @property
-    def _failure(self) -> Failure | None:
-        """The failure that :meth:`_check` raises, if this rank knows of one."""
-        found = self._life.made or self._life.watched
-        return None if found is None else inside(found).ranks.known_failure
-
     def _enter(self, what: str) -> None:
         """Make the rank's GPU current in this thread, or raise."""
         devices.enter_thread(self._options["device"], what)
 
+    @translated
     def _wrapped(self, comm: Any, owned: bool = True, kind: Any = None) -> Any:
         """Return a communicator of mpi4py as one of this module; ``Free`` frees both.
 
@@ -179,12 +154,15 @@ class Device(Messages):
         if comm.is_inter:
             made._begin_inter(self)
             return made
-        options, allocator = dict(self._options), self.post.allocator
-        made._begin(options, self.synchronizes, owned, allocator)
+        made._begin(self._options, self.synchronizes, owned, self)
         made._given = self._given
-        own, failed = self.post.islands[self.rank], self._failure is not None
-        if not made._find_islands(own, failed):
-            made._life.watched = self._life.made or self._life.watched
+        life = self._life
+        with made.post.set_up("Comm") as exchange:
+            failed = exchange.all_gather(life.failure is not None, "failures")
+        # If a rank knows of a failure of the parent, its failures count on no rank,
+        # because a rank that raises would leave others waiting.
+        if not any(failed):
+            made._life.watched = life.made or life.watched
         made._life.wraps = 1
         wraps.note(made)
         return made
@@ -206,16 +184,6 @@ class Device(Messages):
             return False
         self._life.wraps += 1
         return True
-
-    def _find_islands(self, own: int, failed: bool = False) -> bool:
-        """Find the islands of all ranks, from this rank's. Collective.
-
-        Return whether any rank knows of a failure of the parent. If so, its failures
-        count on no rank, because a rank that raises would leave others waiting.
-        """
-        found = self.post.gather((own, failed))
-        self.post.islands = [each for each, _ in found]
-        return any(failed for _, failed in found)
 
     def __copy__(self) -> Self:
         return self
@@ -291,15 +259,15 @@ class Device(Messages):
         if life.made is not None:
             life.watched = life.made
         try:
-            if self._failure is None:
+            if life.failure is None:
                 progress.hurry_all(self.post)  # a peer may still receive these
             self._close()
-            if self._failure is None:
+            if life.failure is None:
                 self.post.free()
         finally:
-            if self._failure is not None:
+            if life.failure is not None:
                 self.post.give_up()
-        if self._failure is not None:
+        if life.failure is not None:
             return
         if life.owned:
             type(self.host).Free(self)

@@ -7,10 +7,11 @@ from mpi4py import MPI
 
 from numba_symm.mpi import reductions, wraps
 from numba_symm.mpi.buffers import of_host
-from numba_symm.mpi.comm import Device, Life, add_kinds, kind_of
+from numba_symm.mpi.comm import Device, add_kinds, kind_of
 from numba_symm.mpi.errors import refusal, translated
 from numba_symm.mpi.forms import forms, of_objects
 from numba_symm.mpi.kinds import Kind
+from numba_symm.mpi.life import Life
 
 _stray: Device | None = None
 """Makes objects of communicators that no method of a communicator here has made."""
@@ -88,9 +89,8 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
             return made
         made = MPI.Comm.__new__(kind_of(comm) if cls is Comm else cls, comm)
         made._begin(options, synchronize, owned=False)
-        parts = made.communicator.islands
-        own = [number for number, part in enumerate(parts) if made.rank in part]
-        made._find_islands(own[0])
+        with made.post.set_up("Comm") as exchange:
+            exchange.barrier("end")  # no later call fails before all ranks return
         made._life.wraps = 1
         wraps.note(made)
         return made

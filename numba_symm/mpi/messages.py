@@ -12,7 +12,9 @@ communicators of their own, so host messages do not meet them.
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,12 +23,14 @@ from mpi4py import MPI
 from numba_symm import environment, streams
 from numba_symm.collectives.checks import check_writable
 from numba_symm.events import Event
+from numba_symm.launch import tagged, waiting
+from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.calls import waited
-from numba_symm.mpi.channels import MOST, Channel, Receipts, apart
+from numba_symm.mpi.channels import MOST, Channel, Receipts, after_messages, apart
 from numba_symm.mpi.copies import CopyStream
 from numba_symm.mpi.crossings import Coming, Copying, Crossing, Data
 from numba_symm.mpi.envelopes import Envelope, Posted, items_of, nothing, place_in
@@ -47,8 +51,10 @@ class Post(Sends):
     Args:
         host: the communicator of mpi4py, which is duplicated. Collective.
         allocator: allocates the memory through which messages pass.
+        islands: by rank, the number of its island.
         stream: the stream of arrays that name none.
         check: raises if the communicator has failed.
+        failed: returns whether it has, without making the failure known.
         enter: makes the rank's GPU current in this thread, for a named call.
         timeout: seconds that a send waits for its receiver, as of a communicator.
     """
@@ -57,21 +63,25 @@ class Post(Sends):
         self,
         host: Any,
         allocator: SymmetricMemoryAllocator,
+        islands: list[int],
         stream: Any,
         check: Callable[[], None],
+        failed: Callable[[], bool],
         enter: Callable[[str], None],
         timeout: float | None = None,
     ):
         # Not every communicator has this attribute in Open MPI.
         most: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         self._tags: int = most + 1
-        own = apart(host, 3, check)
+        self._look = partial(after_messages, failed, check)
+        own = apart(host, 3, self._look())
         self._envelopes, self._receipts = Channel(own[0]), Receipts(own[1])
-        self._data, self.gather = Data(own[2], self._tags), self._receipts.gather
+        self._data = Data(own[2], self._tags)
+        # Its messages have another tag than receipts.
+        self._exchange = StoreExchange(tagged.whole(own[1], owned=False), "Comm")
         self._freed = False
         self.allocator = allocator
-        self.islands = [0] * host.size
-        """The number of each rank's island; ``Comm`` finds them."""
+        self.islands = islands
         self._rank: int = host.rank
         self._lock = threading.RLock()
         self._stream = stream
@@ -86,6 +96,22 @@ class Post(Sends):
         self._probed: list[Envelope] = []
         self._open: set[Posted] = set()
         _posts.add(self)
+
+    @contextmanager
+    def set_up(self, what: str) -> Iterator[StoreExchange]:
+        """Yield an exchange of values between all ranks, for one call of all of them.
+
+        It raises if a rank has left. If this rank is interrupted, the others raise.
+        """
+        self._exchange.call = what
+        try:
+            with waiting.watching(self._look()):
+                yield self._exchange
+        except BaseException as error:
+            # All ranks raise other errors, because they compare what each has caught.
+            if not isinstance(error, Exception):
+                self._exchange.leave(error)
+            raise
 
     def free(self) -> None:
         """Free the duplicates. Collective.

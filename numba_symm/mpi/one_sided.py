@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from numba_symm import arrays, dtypes, own_arrays, streams
 from numba_symm.collectives.checks import check_writable
+from numba_symm.launch.store import StoreExchange
 from numba_symm.mpi import buffers, operators, packing
 from numba_symm.mpi.buffers import Items, message
 from numba_symm.mpi.errors import refusal, translated
@@ -104,7 +105,7 @@ def _itemsize(array: Any, datatype: Any) -> int:
 
 
 def mapped_by_all(
-    host: Any, what: str, make: Callable[[], Any], unit: int
+    exchange: StoreExchange, what: str, make: Callable[[], Any], unit: int
 ) -> tuple[Any, list[int], list[Any]]:
     """Return this rank's memory, which ``make`` returns, and what all ranks have.
 
@@ -115,11 +116,11 @@ def mapped_by_all(
     try:
         memory = make()
         if memory is not None:
-            own = _shared(memory, host.size, what)
+            own = _shared(memory, exchange.size, what)
     except Exception as caught:
         error = caught
     handle = b"" if own is None else own.to_bytes()
-    everyone = host.allgather((handle, unit, error is None))
+    everyone = exchange.all_gather((handle, unit, error is None), "handles")
     try:
         if all(fine for *_, fine in everyone):
             for handle, *_ in everyone:
@@ -127,7 +128,7 @@ def mapped_by_all(
                 mapped.append(None if of is None else open_shared(of))
     except Exception as caught:
         error = caught
-    causes = host.allgather(None if error is None else str(error))
+    causes = exchange.all_gather(None if error is None else str(error), "outcome")
     failed = [rank for rank, cause in enumerate(causes) if cause is not None]
     if not failed:
         return memory, [unit for _, unit, _ in everyone], mapped

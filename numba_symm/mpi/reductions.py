@@ -99,7 +99,8 @@ def reduce_scatter(
             MPI.ERR_COUNT, f"{what}: pass recvcounts in a call with MPI.IN_PLACE"
         )
     else:
-        counts = comm.host.allgather(into.number)
+        with comm.post.set_up(what) as exchange:
+            counts = exchange.all_gather(into.number, "counts")
     of = into if in_place(sendbuf) else message(sendbuf)
     if len(counts) != comm.size or of.number != sum(counts):
         raise refusal(

@@ -98,7 +98,8 @@ class Win(MPI.Win, metaclass=Kind):
             return cls(MPI.Win.Create(memory, disp_unit, info, comm))
         nowhere = memory is None or buffers.is_bottom(memory)
         where = "nowhere" if nowhere else _where(memory)
-        everywhere = set(comm.host.allgather(where))
+        with comm.post.set_up("Win.Create") as exchange:
+            everywhere = set(exchange.all_gather(where, "memory"))
         if "device" not in everywhere:
             return cls(MPI.Win.Create(memory, disp_unit, info, comm.host))
         if "host" in everywhere:
@@ -191,9 +192,9 @@ class Win(MPI.Win, metaclass=Kind):
                 "comm.Split"
             )
         seconds = environment.chosen_timeout(comm._options.get("timeout"))
-        with ExitStack() as undo:
-            found = undo.enter_context(closing(WindowLocks(comm.host, what, seconds)))
-            memory, units, mapped = mapped_by_all(comm.host, what, make, unit)
+        with comm.post.set_up(what) as exchange, ExitStack() as undo:
+            found = undo.enter_context(closing(WindowLocks(exchange, what, seconds)))
+            memory, units, mapped = mapped_by_all(exchange, what, make, unit)
             # Memory of MPI's own, so that its locks need nothing of their target.
             made: Win = cls(MPI.Win.Allocate(1, 1, info, comm.host))
             undo.pop_all()

@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import numpy as np
 
@@ -31,32 +30,21 @@ _LOCKS = 1 << 40  # locked by the rank that changes its memory
 _ALIVE = 1 << 41  # locked by the rank itself while it uses the window
 
 
-class _HostRanks:
-    """The ranks of a communicator of mpi4py, in calls that all of them make."""
-
-    def __init__(self, host: Any):
-        self.rank, self.size = host.rank, host.size
-        self.allgather, self.barrier = host.allgather, host.Barrier
-
-
 class WindowLocks:
     """The locks of one window, one for the memory of each rank. Collective.
 
     Args:
-        host: the communicator of mpi4py.
+        exchange: the ranks.
         what: the call that makes the window.
         seconds: how long a rank waits for a lock; 0: indefinitely.
     """
 
-    def __init__(self, host: Any, what: str, seconds: float):
-        self._rank, self._seconds = host.rank, seconds
+    def __init__(self, exchange: StoreExchange, what: str, seconds: float):
+        self._rank, self._seconds, size = exchange.rank, seconds, exchange.size
         self._fd = -1
         open_files.note(self, what)
         self._threads = threading.RLock()  # threads of one process share its locks
-        self._inside = [False] * host.size  # whether this rank is in ``held``
-        exchange = StoreExchange(_HostRanks(host), "window")
-        exchange.call = what
-        size = host.size
+        self._inside = [False] * size  # whether this rank is in ``held``
         with ExitStack() as undo:
             channel, fd = undo.enter_context(IpcChannel(exchange)), -1
             with exchange.agreed("making the locks of a window"):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from numba_symm import environment
-from numba_symm.errors import ArgumentError, CollectiveTimeout
+from numba_symm.errors import ArgumentError, CollectiveError, CollectiveTimeout
 from numba_symm.launch import nodes, ranks, tagged, waiting
 from numba_symm.launch.division import among, divide
 from numba_symm.launch.nodes import World
@@ -304,6 +304,42 @@ def test_a_duplicate_that_is_not_used_is_kept_until_mpi_has_made_it(mpi, monkeyp
     later = waiting.duplicates(world, 1, Wait("Comm", 0, 9))
     waiting.claim(later[0])
     assert not waiting._unfinished
+
+
+@pytest.mark.parametrize("ends", ["report", "deadline"])
+def test_a_step_succeeds_once_a_rank_has_all_values(mpi, monkeypatch, ends):
+    """Others may be past it, and may have failed since, while MPI still sends."""
+
+    def failed():
+        raise CollectiveError("a later call")
+
+    class Pending:
+        @staticmethod
+        def testall(_):
+            return False, None
+
+    class Peers(FakeMPI.Comm):
+        size, arrived = 2, False
+
+        def isend(self, *_):
+            return "send"
+
+        def improbe(self, *_):
+            return SimpleNamespace(irecv=lambda: self)
+
+        def test(self):
+            return self.arrived, "its value"
+
+    comm = tagged.whole(Peers("world"), owned=False)
+    monkeypatch.setattr(mpi, "Request", Pending)
+    wait = Wait("a call", 0, 0.01)
+    with waiting.watching(failed if ends == "report" else lambda: False):
+        with pytest.raises(CollectiveError):
+            waiting.all_gather(comm, "mine", wait)
+        assert waiting._unfinished == ["send", comm.mpi]
+        monkeypatch.setattr(comm.mpi, "arrived", True)
+        assert waiting.all_gather(comm, "mine", wait) == ["mine", "its value"]
+    assert waiting._unfinished == ["send", comm.mpi, "send"]
 
 
 def test_nothing_is_made_once_mpi_has_finalized(mpi):

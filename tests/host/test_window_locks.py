@@ -10,6 +10,7 @@ import pytest
 
 from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft, SymmError
 from numba_symm.launch import locks
+from numba_symm.launch.store import StoreExchange
 from numba_symm.mpi import window_locks
 from numba_symm.mpi.window_locks import WindowLocks
 from tests.interrupts import Interrupt, interrupted
@@ -17,8 +18,8 @@ from tests.interrupts import Interrupt, interrupted
 
 @pytest.fixture
 def made():
-    host = SimpleNamespace(rank=0, size=1, allgather=lambda x: [x], Barrier=None)
-    made = WindowLocks(host, "Win.Allocate_device", 0.2)
+    comm = SimpleNamespace(rank=0, size=1, allgather=lambda x: [x], barrier=None)
+    made = WindowLocks(StoreExchange(comm, "Comm"), "Win.Allocate_device", 0.2)
     yield made
     made.close()
 
