@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from numba_symm.command import cli
+from numba_symm.command import cli, launcher
 from numba_symm.errors import DeviceError
 from tests.test_mpirun import environment, run
 
@@ -37,7 +37,7 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
     if how == "ended" and RANKS == 2:
         pytest.skip("needs another rank of the island, which notices it")
     program = [__file__, how, str(tmp_path)]
-    command = cli.mpirun_command(RANKS, program, cli.find_mpirun())
+    command = launcher.mpirun_command(RANKS, program, launcher.find_mpirun())
     command.insert(1, "--continuous")  # after a rank has died
     environ = environment(RANKS) | {"NUMBA_SYMM_ISLAND_SIZE": str(RANKS // 2)}
     code = run(command, environ, tmp_path / "mpirun.txt", 100)
@@ -72,7 +72,7 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
 def test_a_rank_that_dies_before_its_vote_ends_the_wait(tmp_path):
     """All ranks have arrived, so the others wait for its vote only."""
     program = [__file__, "no vote", str(tmp_path)]
-    command = cli.mpirun_command(2, program, cli.find_mpirun())
+    command = launcher.mpirun_command(2, program, launcher.find_mpirun())
     command.insert(1, "--continuous")
     environ = environment(2) | {"NUMBA_SYMM_ISLAND_SIZE": "1"}
     environ["NUMBA_SYMM_TIMEOUT"] = str(TIMEOUT)
@@ -100,7 +100,7 @@ def test_a_rank_that_dies_in_construction_ends_the_wait(tmp_path):
     if not possible(ranks):
         pytest.skip("needs 4 GPUs")
     program = [__file__, "dies", str(tmp_path)]
-    command = cli.mpirun_command(ranks, program, cli.find_mpirun())
+    command = launcher.mpirun_command(ranks, program, launcher.find_mpirun())
     command.insert(1, "--continuous")
     environ = environment(ranks) | {"NUMBA_SYMM_ISLAND_SIZE": "1"}
     environ |= {"NUMBA_SYMM_SETUP_TIMEOUT": "1", "NUMBA_SYMM_ENGINE": "mpi"}
@@ -178,7 +178,7 @@ def does_not_vote(folder):
 
 def test_mpi_may_be_finalized_before_the_communicator_is_closed(tmp_path):
     program = [__file__, "finalized", str(tmp_path)]
-    command = cli.mpirun_command(2, program, cli.find_mpirun())
+    command = launcher.mpirun_command(2, program, launcher.find_mpirun())
     environ = environment(2) | {"NUMBA_SYMM_ISLAND_SIZE": "1"}
     code = run(command, environ, tmp_path / "mpirun.txt", 100)
     assert code == 0, (tmp_path / "mpirun.txt").read_text()

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from numba_symm.command import cli
+from numba_symm.command import launcher
 from tests.interrupts import Interrupt
 from tests.test_lost_islands import possible
 from tests.test_mpirun import environment, run
@@ -26,7 +26,7 @@ TIMEOUT = 1.0
 def played(name, folder, ranks=2):
     """Return what rank 0 of a program has written."""
     program = [__file__, name, str(folder)]
-    command = cli.mpirun_command(ranks, program, cli.find_mpirun())
+    command = launcher.mpirun_command(ranks, program, launcher.find_mpirun())
     command.insert(1, "--continuous")  # after a rank has died
     log = folder / "mpirun.txt"
     code = run(command, environment(ranks), log, 100)

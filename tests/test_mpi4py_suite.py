@@ -13,7 +13,7 @@ import tarfile
 
 import pytest
 
-from numba_symm.command import cli
+from numba_symm.command import launcher
 from tests import test_mpirun
 from tests.patience import patient
 from tests.test_mpirun import ROOT
@@ -73,7 +73,9 @@ def outcomes(folder, tmp_path_factory):
     kept = tmp_path_factory.mktemp("mpi4py")
     results, log = kept / "results.json", kept / "log.txt"
     program = [ROOT / "tests/mpi4py_suite.py", folder, results, *PASSED]
-    mpirun = cli.mpirun_command(RANKS, [*map(str, program)], cli.find_mpirun())
+    mpirun = launcher.mpirun_command(
+        RANKS, [*map(str, program)], launcher.find_mpirun()
+    )
     code = test_mpirun.run(mpirun, test_mpirun.environment(RANKS), log, patient(240))
     assert code == 0, log.read_text()[-5000:]
     return json.loads(results.read_text())

@@ -4,7 +4,7 @@ import difflib
 
 import pytest
 
-from numba_symm.command import cli
+from numba_symm.command import launcher
 from tests import test_mpirun
 from tests.test_mpirun import ROOT
 
@@ -39,7 +39,7 @@ def test_both_have_the_same_results(tmp_path):
     for spelling in ["with_mpi4py"] * simulated + ["with_numba_symm"]:
         program = [str(ROOT / "tests/run_programs.py"), str(FOLDER / spelling)]
         log = tmp_path / f"{spelling}.txt"
-        mpirun = cli.mpirun_command(2, program, cli.find_mpirun())
+        mpirun = launcher.mpirun_command(2, program, launcher.find_mpirun())
         code = test_mpirun.run(mpirun, environ, log, 120)
         assert code == 0, log.read_text()
         lines = log.read_text().splitlines()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from numba_symm.command import cli
+from numba_symm.command import cli, launcher
 from numba_symm.errors import DeviceError
 from tests.kernels import every_call, every_kernel
 from tests.patience import patient
@@ -31,7 +31,7 @@ TOGETHER = [
     ("all_reduce",),
     ("communicators", "misuse", "test_set_up_calls.py"),
     ("memory", "mpi", "test_launch.py"),
-    ("test_bench.py", "test_prepare.py", "islands"),
+    ("test_bench.py", "test_doctor.py", "test_prepare.py", "islands"),
 ]
 """Files and folders of tests/ranks, by jobs of about the same length.
 
@@ -104,7 +104,7 @@ def check(job, ranks, tmp_path, runner=()):
     dump = deadline - min(15, deadline / 4)  # time enough to write it
     program = [*runner, str(ROOT / "tests/rank.py"), str(tmp_path), str(dump), *PYTEST]
     program += map(str, job)
-    command = cli.mpirun_command(ranks, program, cli.find_mpirun())
+    command = launcher.mpirun_command(ranks, program, launcher.find_mpirun())
     code = run(command, environ, tmp_path / "mpirun.txt", deadline)
     for names in tmp_path.glob("*.bound"):
         BOUND.setdefault(job, set()).update(read(names).splitlines())
@@ -131,7 +131,7 @@ def environment(ranks):
         if ASKED:
             raise
         pytest.skip(str(error))
-    job = cli.job_environment(os.environ, simulate=simulate)
+    job = launcher.job_environment(os.environ, simulate=simulate)
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Other packages' plugins double the time that four ranks need to start.
     job["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from numba_symm.command import cli
+from numba_symm.command import launcher
 from tests.test_mpirun import ROOT, deadline_of, environment, run
 
 PAGES = ROOT / "docs"
@@ -38,7 +38,9 @@ def outputs(ranks, folder):
     every = [*PROGRAMS, *EXAMPLES]
     programs = [str(each) for each in every if each.stem not in left_out]
     runner = ["-m", "mpi4py", str(ROOT / "tests/page_programs.py"), str(folder)]
-    command = cli.mpirun_command(ranks, [*runner, *programs], cli.find_mpirun())
+    command = launcher.mpirun_command(
+        ranks, [*runner, *programs], launcher.find_mpirun()
+    )
     log = folder / "mpirun.txt"
     assert run(command, environ, log, deadline_of(environ)) == 0, log.read_text()
     return folder

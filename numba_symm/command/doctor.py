@@ -1,0 +1,285 @@
+"""``numba-symm doctor``: what is wrong with this machine, and what to do.
+
+Alone, it checks the node, and starts a job with a rank for each GPU. Under mpirun, the
+ranks check their nodes, compare them, and check each other.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from numba_symm.command import launcher, node_checks, pair_checks
+from numba_symm.command.node_checks import FITS, LOOK, WRONG, Finding
+from numba_symm.engines import nccl
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import SymmError
+from numba_symm.launch import info, ranks
+
+PATIENCE = 25.0
+"""Seconds that the job may take."""
+
+COMPARED = ("system", "python", "packages", "driver", "gpus", "variables")
+"""The facts that should be equal on all nodes."""
+
+_STYLES = {FITS: "green", LOOK: "yellow", WRONG: "bold red"}
+
+
+def checked(options: Any) -> dict[str, Any] | None:
+    """Return the report; under mpirun None on all ranks but rank 0. Collective.
+
+    Args:
+        options: of the command line: ``ranks``, ``simulate``.
+    """
+    if ranks.launched_size() > 1:
+        return of_ranks()
+    try:
+        mpirun = launcher.find_mpirun()
+    except SymmError:
+        mpirun = None
+    facts = info.facts(mpirun)
+    findings = node_checks.all_of(facts)
+    measured: dict[str, Any] = {}
+    if mpirun is not None and not any(
+        each.state == WRONG and each.check in ("MPI", "packages") for each in findings
+    ):
+        found, measured = _of_a_job(options, mpirun, len(facts["gpus"]))
+        findings += found
+    return report(findings, measured)
+
+
+def report(findings: Sequence[Finding], measured: dict[str, Any]) -> dict[str, Any]:
+    """Return the report, of the types that JSON has."""
+    fits = all(each.state != WRONG for each in findings)
+    return {
+        "fits": fits,
+        "findings": [each._asdict() for each in findings],
+        **measured,
+    }
+
+
+def of_ranks() -> dict[str, Any] | None:
+    """Check the nodes of a job and its ranks; return the report on rank 0."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    first = node.rank == 0
+    facts = info.facts(None) if first else {}
+    if first:  # the launcher has started this process, whatever is on PATH
+        facts["mpirun"] = {"path": "mpirun", "version": facts["mpi"]["library"]}
+        facts["nccl"] = nccl.found().version
+    own = node_checks.all_of(facts) if first else []
+    node.Free()
+    moment = world.bcast(time.time())  # later than sent by a message's time
+    gathered = world.gather(
+        (MPI.Get_processor_name(), facts, own, time.time() - moment)
+    )
+    findings, measured = pair_checks.all_of(world)
+    if gathered is None:
+        return None
+    nodes = [each for each in gathered if each[1]]
+    return report(of_nodes(nodes) + findings, measured)
+
+
+Node = tuple[str, dict[str, Any], list[Finding], float]
+"""Its name, its facts, its findings, and how far its clock is ahead in seconds."""
+
+
+def of_nodes(nodes: Sequence[Node]) -> list[Finding]:
+    """Return the findings of all nodes, and where nodes differ."""
+    by_finding: dict[Finding, list[str]] = {}
+    for name, _, own, _ in nodes:
+        for finding in own:
+            by_finding.setdefault(finding, []).append(name)
+    found = [
+        finding
+        if len(names) == len(nodes)
+        else finding._replace(text=f"on {', '.join(names)}: {finding.text}")
+        for finding, names in by_finding.items()
+    ]
+    found += _differences(nodes)
+    return found
+
+
+def _differences(nodes: Sequence[Node]) -> list[Finding]:
+    found = []
+    for fact in COMPARED:
+        texts: dict[str, list[str]] = {}
+        for name, facts, _, _ in nodes:
+            texts.setdefault(json.dumps(_comparable(fact, facts[fact])), []).append(
+                name
+            )
+        if len(texts) > 1:
+            words = "; ".join(f"{', '.join(n)}: {text}" for text, n in texts.items())
+            found.append(
+                Finding(
+                    "nodes",
+                    LOOK if fact == "system" else WRONG,
+                    f"{fact} differ between nodes: {words}",
+                    "start all ranks with one environment and on equal nodes",
+                )
+            )
+    ahead = {name: seconds for name, _, _, seconds in nodes if abs(seconds) > 1}
+    if ahead:
+        text = ", ".join(f"{name} by {each:.1f} s" for name, each in ahead.items())
+        advice = "synchronize the nodes' clocks (chrony)"
+        found.append(
+            Finding("clock", LOOK, f"clocks differ from rank 0's: {text}", advice)
+        )
+    return found
+
+
+def _comparable(fact: str, value: Any) -> Any:
+    """Return what should be equal on all nodes."""
+    if fact == "gpus":
+        return sorted(gpu["name"] for gpu in value)
+    if fact == "variables":
+        shared = ("NUMBA_", "NCCL_", "CUDA_MODULE_", "UCX_", "FI_", "OMPI_MCA_")
+        return {k: v for k, v in value.items() if k.startswith(shared)}
+    return value
+
+
+def _of_a_job(
+    options: Any, mpirun: str, seen: int
+) -> tuple[list[Finding], dict[str, Any]]:
+    """Start a job of this node's ranks; return its findings and measurements."""
+    simulate = options.simulate or SIMULATED or not seen
+    number = options.ranks or (2 if simulate else seen)
+    command = launcher.mpirun_command(
+        number, ["-m", "numba_symm.command.doctor"], mpirun, ()
+    )
+    environ = launcher.job_environment(os.environ, simulate=simulate)
+    job = subprocess.Popen(
+        command,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, errors = job.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+        return [_lost(command, f"has not ended after {PATIENCE:g} s")], {}
+    except BaseException:
+        os.killpg(job.pid, signal.SIGKILL)
+        raise
+    try:
+        found = json.loads(output.splitlines()[-1])
+        findings = [Finding(**each) for each in found.pop("findings")]
+    except (IndexError, ValueError, KeyError, TypeError):
+        lines = [each for each in (errors + output).splitlines() if each.strip()]
+        last = lines[-1] if lines else "nothing was printed"
+        return [_lost(command, f"ended with code {job.returncode}: {last}")], {}
+    del found["fits"]
+    # This process has checked the node.
+    new = [each for each in findings if each.check in _OF_JOBS or each.state == WRONG]
+    text = f"{number} ranks started{' in the simulator' * simulate}"
+    return [Finding("job", FITS, text), *new], found
+
+
+_OF_JOBS = ("islands", pair_checks.CHECK, "links")
+
+
+def _lost(command: Sequence[str], how: str) -> Finding:
+    return Finding(
+        "job",
+        WRONG,
+        f"`{' '.join(command[:3])} …` {how}",
+        "run `numba-symm run -n 2 --simulate` with a small program of mpi4py, and "
+        "correct what it prints",
+    )
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print a report."""
+    table = Table("", "Check", "Found", title="numba-symm doctor", title_justify="left")
+    for each in map(lambda one: Finding(**one), found["findings"]):
+        text = escape(each.text)
+        if each.advice:
+            text += f"\n[bold]→ {escape(each.advice)}[/]"
+        table.add_row(f"[{_STYLES[each.state]}]{each.state}[/]", each.check, text)
+    console.print(table)
+    for name, unit in (("latency", "µs"), ("bandwidth", "GB/s")):
+        rows = found.get(name, [])
+        if len(rows) > 1:
+            console.print(_matrix(rows, f"{name.capitalize()} in {unit}"))
+    states = [each["state"] for each in found["findings"]]
+    wrong, look = states.count(WRONG), states.count(LOOK)
+    verdict = "fits" if found["fits"] else "does not fit"
+    console.print(f"This machine {verdict}: {wrong} wrong, {look} to look at.")
+
+
+def _matrix(rows: Sequence[Sequence[float | None]], title: str) -> Table:
+    table = Table("from \\ to", *map(str, range(len(rows))), title=title)
+    for rank, row in enumerate(rows):
+        table.add_row(str(rank), *("-" if x is None else f"{x:.1f}" for x in row))
+    return table
+
+
+def check_drawable(file: str) -> None:
+    """Raise SymmError if a picture cannot be drawn into a file."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise SymmError(
+            'doctor: --plot needs matplotlib; pip install "numba-symm[bench]"'
+        ) from error
+    if not os.access(Path(file).resolve().parent, os.W_OK):
+        raise SymmError(f"doctor: --plot={file}: its folder cannot be written")
+
+
+def draw(found: dict[str, Any], file: Path) -> None:
+    """Draw the latency and the bandwidth of every pair.
+
+    Raises:
+        SymmError: there are less than two ranks.
+    """
+    from matplotlib.figure import Figure
+
+    if len(found.get("bandwidth", [])) < 2:
+        raise SymmError("doctor: --plot needs measurements of 2 ranks or more")
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    for axes, (name, unit, colors) in zip(
+        figure.subplots(1, 2),
+        (("latency", "µs", "viridis_r"), ("bandwidth", "GB/s", "viridis")),
+        strict=True,
+    ):
+        values = [
+            [float("nan") if x is None else x for x in row] for row in found[name]
+        ]
+        image = axes.imshow(values, cmap=colors)
+        for one, row in enumerate(found[name]):
+            for other, value in enumerate(row):
+                if value is not None:
+                    axes.text(
+                        *(other, one, f"{value:.1f}"),
+                        ha="center",
+                        va="center",
+                        bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0},
+                    )
+        axes.set(title=f"{name} in {unit}", xlabel="to rank", ylabel="from rank")
+        numbers = range(len(values))
+        axes.set_xticks(numbers)
+        axes.set_yticks(numbers)
+        figure.colorbar(image, ax=axes)
+    figure.savefig(file)
+
+
+if __name__ == "__main__":  # a rank of the job that the command has started
+    result = of_ranks()
+    if result is not None:
+        print(json.dumps(result), flush=True)
+    sys.exit(0)

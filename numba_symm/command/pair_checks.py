@@ -1,0 +1,208 @@
+"""What ``numba-symm doctor`` checks between the ranks of a job. Collective.
+
+Every pair of an island stores to each other's memory, from kernels and by copy engines,
+and the receiver compares what arrived. One pair at a time is measured.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from numba_symm import device as symm
+from numba_symm.collectives.communicator import Communicator, inside
+from numba_symm.command.node_checks import FITS, LOOK, WRONG, Finding
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import SymmError
+from numba_symm.launch import devices, ranks
+
+COUNT = 1 << 10 if SIMULATED else 4 << 20
+"""Elements of 8 bytes that a rank has for each sender."""
+
+ROUNDS = 3 if SIMULATED else 200
+"""Signals there and back in a measurement."""
+
+COPIES = 1 if SIMULATED else 4
+SLOW = 0.7
+"""A bandwidth below this part of the median is reported."""
+
+DEADLINE = 10.0
+"""Seconds that a kernel waits for its peer."""
+
+CHECK = "peer access"
+
+_STEP = 0x9E3779B97F4A7C15 >> 1  # between the numbers that a rank stores
+_BLOCKS, _THREADS = (1, 8) if SIMULATED else (32, 256)
+
+
+@cuda.jit  # type: ignore[untyped-decorator]
+def _store(ctx: Any, peer: int, count: int, seed: int) -> None:
+    """Store numbers into this rank's part of a peer's memory."""
+    there = symm.peer_array(ctx, peer, (ctx.world_size, count), np.int64)
+    i = cuda.grid(1)
+    while i < count:
+        there[ctx.rank, i] = seed + i
+        i += cuda.gridsize(1)
+
+
+@cuda.jit  # type: ignore[untyped-decorator]
+def _ping(ctx: Any, peer: int, begins: int, rounds: int, took: Any) -> None:
+    """Send signals there and back, and store the nanoseconds."""
+    started = symm.globaltimer()
+    for _ in range(rounds):
+        if begins:
+            symm.put_signal(ctx, peer, 0)
+            symm.wait_signal(ctx, peer, 0)
+        else:
+            symm.wait_signal(ctx, peer, 0)
+            symm.put_signal(ctx, peer, 0)
+    took[0] = symm.globaltimer() - started
+
+
+def all_of(comm: Any) -> tuple[list[Finding], dict[str, Any]]:
+    """Return the findings about a job's ranks, and what was measured. Collective.
+
+    Args:
+        comm: mpi4py's communicator.
+
+    Returns:
+        The findings and a dict: ``islands`` in words, and of each pair of ranks
+        ``latency`` in µs and ``bandwidth`` in GB/s, by sender and receiver. None: this
+        pair has no peer access.
+    """
+    if ranks.launched_size() != comm.size:
+        text = f"the launcher has {ranks.launched_size()} ranks, and MPI {comm.size}"
+        advice = "use the mpirun of mpi4py's MPI library"
+        return [Finding("MPI", WRONG, text, advice)], {}
+    try:
+        with Communicator(comm, timeout=DEADLINE) as communicator:
+            return _measured(communicator)
+    except SymmError as error:
+        # Every rank raises it, so every rank returns here.
+        return [Finding(CHECK, WRONG, str(error), "see docs/troubleshooting.md")], {}
+
+
+def _measured(comm: Communicator) -> tuple[list[Finding], dict[str, Any]]:
+    members = inside(comm).ranks
+    islands = members.described()
+    findings = [Finding("islands", FITS, islands)]
+    if max(devices.sharers(members.gpus).values()) > 1:
+        findings.append(
+            Finding("islands", LOOK, "ranks share a GPU", "start a rank for each GPU")
+        )
+    latency, bandwidth, broken = _pairs(comm)
+    measured = {"islands": islands, "latency": latency, "bandwidth": bandwidth}
+    if broken:
+        texts = [f"{one} to {other}: {how}" for one, other, how in broken]
+        findings.append(
+            Finding(
+                CHECK,
+                WRONG,
+                f"what arrived differs from what was stored, from rank {texts[0]}"
+                + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""),
+                "update the driver; in a virtual machine, disable ACS and check the "
+                "IOMMU; NUMBA_SYMM_ISLAND_SIZE=1 avoids peer access",
+            )
+        )
+    elif comm.size > 1:
+        findings.append(
+            Finding(CHECK, FITS, "every pair stores to each other's memory correctly")
+        )
+    findings += slow_links(bandwidth)
+    return findings, measured
+
+
+def slow_links(bandwidth: list[list[float | None]]) -> list[Finding]:
+    """Return a finding for the pairs that are slower than most."""
+    pairs = {
+        (one, other): speed
+        for one, row in enumerate(bandwidth)
+        for other, speed in enumerate(row)
+        if speed
+    }
+    if len(pairs) < 4 or SIMULATED:  # of two, no pair is slower than most
+        return []
+    usual = statistics.median(pairs.values())
+    slow = {pair: speed for pair, speed in pairs.items() if speed < SLOW * usual}
+    if not slow:
+        return []
+    (one, other), speed = min(slow.items(), key=lambda item: item[1])
+    return [
+        Finding(
+            "links",
+            LOOK,
+            f"{len(slow)} of {len(pairs)} pairs have less than {SLOW:.0%} of the "
+            f"median bandwidth of {usual:.1f} GB/s; from rank {one} to {other} it is "
+            f"{speed:.1f}",
+            "compare nvidia-smi topo -m and nvidia-smi nvlink -s on that node",
+        )
+    ]
+
+
+def _pairs(comm: Communicator) -> tuple[Any, Any, list[tuple[int, int, str]]]:
+    """Measure all pairs of each island, one after another. Collective."""
+    size, rank = comm.size, comm.rank
+    exchange = inside(comm).ranks.exchange
+    inbox = comm.zeros((size, COUNT), np.int64)
+    mem = comm.rendezvous(inbox)
+    mine = cuda.to_device(np.arange(COUNT) + _seed(rank, by_kernel=False))
+    took = cuda.to_device(np.zeros(1, np.int64))
+    mine_latency: list[float | None] = [None] * size
+    mine_bandwidth: list[float | None] = [None] * size
+    broken: list[tuple[int, int, str]] = []
+    ours = next(island for island in comm.islands if rank in island)
+    for one in range(size):
+        for other in range(size):
+            both = one in ours and other in ours and one != other
+            if both and rank == one:
+                _store[_BLOCKS, _THREADS](
+                    mem.ctx, other, COUNT, _seed(rank, by_kernel=True)
+                )
+            comm.synchronize()
+            exchange.barrier(f"doctor: stores of {one} to {other}")
+            if both and rank == other and not _arrived(inbox, one, by_kernel=True):
+                broken.append((one, other, "a kernel's stores"))
+            exchange.barrier(f"doctor: {other} has read")
+            if both and rank == one:
+                mine_bandwidth[other] = _copied(comm, mem, mine, other)
+            exchange.barrier(f"doctor: copies of {one} to {other}")
+            if both and rank == other and not _arrived(inbox, one, by_kernel=False):
+                broken.append((one, other, "a copy"))
+            if both and rank in (one, other):
+                peer = other if rank == one else one
+                for rounds in (1, ROUNDS):  # the first one compiles
+                    _ping[1, 1](mem.ctx, peer, int(rank == one), rounds, took)
+                    comm.synchronize()
+                if rank == one:
+                    nanoseconds = int(took.copy_to_host()[0])
+                    mine_latency[other] = nanoseconds / ROUNDS / 2000
+            exchange.barrier(f"doctor: signals of {one} and {other}")
+    everyone = exchange.all_gather((mine_latency, mine_bandwidth, broken), "doctor")
+    return (
+        [latency for latency, _, _ in everyone],
+        [bandwidth for _, bandwidth, _ in everyone],
+        [each for _, _, found in everyone for each in found],
+    )
+
+
+def _seed(rank: int, *, by_kernel: bool) -> int:
+    return _STEP // (2 * rank + 1 + by_kernel)
+
+
+def _arrived(inbox: Any, sender: int, *, by_kernel: bool) -> bool:
+    """Return whether this rank has what a sender has stored."""
+    wanted = np.arange(COUNT) + _seed(sender, by_kernel=by_kernel)
+    return bool(np.array_equal(inbox[sender].copy_to_host(), wanted))
+
+
+def _copied(comm: Communicator, mem: Any, mine: Any, peer: int) -> float:
+    """Copy to a peer, and return the bandwidth in GB/s."""
+    mem.put(mine, peer, comm.rank * COUNT)
+    comm.synchronize()
+    started = time.perf_counter()
+    for _ in range(COPIES):
+        mem.put(mine, peer, comm.rank * COUNT)
+    comm.synchronize()
+    return COPIES * 8 * COUNT / (time.perf_counter() - started) / 1e9
