@@ -5,6 +5,7 @@ simulator's. Conditions: no element narrower than 4 bytes; in arrays over addres
 each element takes 8 bytes, whatever its dtype, and has an integer value.
 """
 
+import math
 from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
@@ -240,6 +241,7 @@ class array_at:
 
     def __init__(self, address: int, shape: Any, dtype: Any):
         self.shape = shape if isinstance(shape, tuple) else (shape,)
+        self.size = math.prod(self.shape)
         self._address = address
 
     def _place(self, index: Any) -> int:
