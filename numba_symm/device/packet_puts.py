@@ -185,7 +185,7 @@ def _get(
     while k * _VECTOR < nbytes and arrived:
         box = mailbox_of(mailbox) + _PACKETS * k
         low, high, arrived = _receive(ctx.guard, box, epoch, record, lost)
-        if arrived:
+        if arrived:  # explore: received
             _store_word(layout, size, 2 * k, units, low)
             _store_word(layout, size, 2 * k + 1, units, high)
         k += lanes

@@ -30,6 +30,7 @@ from explore.source import device_code
 from explore.test_barriers import exchanges as exchanges_of_grids
 from explore.test_copies import calls_by_copies
 from explore.test_counting import pipelines
+from explore.test_device_copies import pipelines as pipelines_of_packets
 from explore.test_operations import calls_of_pairs
 from explore.world import ALGORITHMS
 
@@ -56,6 +57,7 @@ CALLS = {
     "barrier": exchanges_between_barriers,
     "signals": words_by_signals,
     "pipeline": pipelines,
+    "packets": pipelines_of_packets,
     "grids": exchanges_of_grids,
     "collectives_of_blocks": lambda code: collectives(code, steps=2),
 }
@@ -82,6 +84,10 @@ BROKEN = {
     "shards of other owners that did not arrive": (
         ("relayed",),
         removed("two_shot_broadcast", "give-up-relay"),
+    ),
+    "data of packets that did not arrive": (
+        ("packets",),
+        within("packet_puts", "received", "arrived", "True"),
     ),
     "a mailbox is cleared before data arrives": (
         ("one_shot_sentinel",),
