@@ -6,18 +6,20 @@ It makes the same code as ``cuda.compile`` does, in about two thirds of the time
   they need no passes for these. A user's operator has all of Numba's passes.
 - Numba hashes and compares all its options whenever it types a call of its own. Here,
   the options are one object.
-- The LLVM text of a device function is made once, and not for each kernel that calls
-  it.
+- A function that differs from a compiled one only in the device functions that it calls
+  is not compiled again: see ``models.py``.
+- The LLVM text of a function is made once, and not for each kernel that calls it.
 - NVVM does not verify the code separately before it compiles it.
 """
 
 import functools
-import weakref
+import operator
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from numba.core.errors import TypingError
 from numba.cuda import compiler, types
+from numba.cuda.core import typed_passes, untyped_passes
 from numba.cuda.core.callconv import CUDACallConv
 from numba.cuda.core.compiler_lock import global_compiler_lock
 from numba.cuda.core.compiler_machinery import PassManager
@@ -25,8 +27,10 @@ from numba.cuda.cudadrv import nvrtc, nvvm
 from numba.cuda.descriptor import cuda_target
 from numba.cuda.extending import overload
 from numba.cuda.flags import CUDAFlags
-from numba.cuda.target import CUDATypingContext
+from numba.cuda.target import CUDATargetContext, CUDATypingContext
 from numba.cuda.utils import numba_target_override
+
+from numba_symm.device import models
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,9 +38,12 @@ OLDEST = (8, 0)
 """The lowest compute capability of the GPUs that kernels run on."""
 
 _UNNEEDED = (
-    compiler.WithLifting,
-    compiler.InlineClosureLikes,
-    compiler.NopythonRewrites,
+    untyped_passes.WithLifting,
+    untyped_passes.InlineClosureLikes,
+    untyped_passes.IRProcessing,
+    typed_passes.InlineOverloads,
+    typed_passes.NopythonRewrites,
+    typed_passes.AnnotateTypes,
 )
 
 
@@ -64,25 +71,49 @@ class _Typing(CUDATypingContext):  # type: ignore[misc]
 
     def resolve_function_type(self, func: Any, args: Any, kws: Any) -> Any:
         """Return the signature of a call, or None."""
+        named = getattr(func, "typing_key", func)  # Numba's type of a function, or it
         if (
-            getattr(func, "__module__", None) != "_operator"
+            not (named is bool or getattr(named, "__module__", None) == "_operator")
             or kws
             or not all(isinstance(each, _NUMBERS) for each in args)
         ):
             return super().resolve_function_type(func, args, kws)
-        key = func, tuple(args)
+        if named not in _POWERS:
+            args = tuple(map(types.unliteral, args))  # the value does not matter
+        key = named, tuple(args)
         if key not in _operators:
             _operators[key] = super().resolve_function_type(func, args, kws)
         return _operators[key]
 
 
-_NUMBERS = types.Number, types.Boolean
+_NUMBERS = types.Number, types.Boolean, types.IntegerLiteral, types.BooleanLiteral
+_POWERS = operator.pow, operator.ipow
 _operators: dict[tuple[Any, tuple[Any, ...]], Any] = {}
 
 
 @functools.cache
 def _typing() -> _Typing:
     return _Typing(cuda_target.typing_context)
+
+
+class _Target(CUDATargetContext):  # type: ignore[misc]
+    """Numba's target, which remembers the sizes of LLVM's types.
+
+    Otherwise, LLVM parses a module whenever Numba asks for one.
+    """
+
+    def __init__(self, shared: Any):
+        self.__dict__ = shared.__dict__  # one state
+
+    @functools.cache  # noqa: B019  # of the one object
+    def get_abi_sizeof(self, ty: Any) -> int:
+        """Return the bytes of an LLVM type."""
+        return int(super().get_abi_sizeof(ty))
+
+
+@functools.cache
+def _target() -> _Target:
+    return _Target(cuda_target.target_context)
 
 
 class _Flags(CUDAFlags):  # type: ignore[misc]
@@ -140,46 +171,56 @@ def compiled(
         args: Numba's types of its arguments.
         return_type: what it returns; None: Numba finds it.
     """
-    return _compiled(function, args, return_type, inlined=True)
+    return _compiled(function, args, return_type)
 
 
 @global_compiler_lock  # type: ignore[untyped-decorator]
 def _compiled(
-    function: Callable[..., Any], args: tuple[Any, ...], return_type: Any, inlined: bool
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    return_type: Any,
+    bounds: tuple[int, int] | None = None,
 ) -> Any:
+    """Return Numba's result for a kernel with such bounds, or a device function."""
     own = function.__module__.partition(".")[0] == __name__.partition(".")[0]
+    given = function, args, return_type, bounds
+    if not own:
+        return _compiled_anew(*given, False)
+    return models.compiled_like_another(
+        function, given[1:], lambda: _compiled_anew(*given, True)
+    )
+
+
+def _compiled_anew(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    return_type: Any,
+    bounds: tuple[int, int] | None,
+    own: bool,
+) -> Any:
+    """Compile a function by Numba."""
     with numba_target_override():
         result = compiler.compile_extra(
             typingctx=_typing(),
-            targetctx=cuda_target.target_context,
+            targetctx=_target(),
             func=function,
             args=args,
             return_type=return_type,
-            flags=_flags(inlined, own),
+            flags=_flags(bounds is None, own),
             locals={},
             pipeline_class=_Compiler if own else compiler.CUDACompiler,
-            call_conv=CUDACallConv(cuda_target.target_context),
+            call_conv=CUDACallConv(_target()),
             abi_info={},
         )
-    result.library.finalize()
+    library = result.library
+    library.finalize()
+    entry = library.get_function(result.fndesc.llvm_func_name)
+    if bounds is None:
+        entry.linkage = "linkonce_odr"  # Numba sets it when it compiles a caller
+    else:
+        compiler.kernel_fixup(entry, False)
+        nvvm.set_launch_bounds(entry, bounds)
     return result
-
-
-_texts: "weakref.WeakKeyDictionary[Any, bytes]" = weakref.WeakKeyDictionary()
-"""The texts of device functions, by their modules."""
-
-
-def _text(module: Any) -> bytes:
-    """Return the text of a module for NVVM."""
-    return bytes(nvvm.llvm_replace(str(module)).encode())
-
-
-def _text_once(module: Any) -> bytes:
-    """Return the text of a module that does not change any more."""
-    found = _texts.get(module)
-    if found is None:
-        found = _texts[module] = _text(module)
-    return found
 
 
 @global_compiler_lock  # type: ignore[untyped-decorator]
@@ -197,15 +238,11 @@ def kernel_ptx(
         cc: the compute capability.
         bounds: the most threads of a block, and the fewest blocks of a multiprocessor.
     """
-    result = _compiled(function, args, types.void, inlined=False)
-    library, name = result.library, result.fndesc.llvm_func_name
-    entry = library.get_function(name)
-    compiler.kernel_fixup(entry, False)
-    nvvm.set_launch_bounds(entry, bounds)
+    library = _compiled(function, args, types.void, bounds).library
     unit = nvvm.CompilationUnit({"opt": 3, "arch": nvrtc.get_arch_option(*cc)})
-    own, *called = library.modules
-    for text in (_text(own), *map(_text_once, called)):
-        unit.add_module(text)
+    # Each once, after all that call it: NVVM drops what no module before it calls.
+    for module in reversed(dict.fromkeys(reversed(library.modules))):
+        unit.add_module(models.text_of(module))
     unit.lazy_add_module(nvvm.LibDevice().get())
     return str(unit.compile().decode().strip("\0").strip())
 

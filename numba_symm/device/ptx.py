@@ -16,12 +16,11 @@ from numba import cuda
 from numba.core.errors import NumbaError, TypingError
 from numba.cuda import cgutils, types
 from numba.cuda.core.ir_utils import alias_func_extensions
-from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.extending import intrinsic
 from numba.cuda.np.arrayobj import np_cfarray
 from numba.cuda.nvvmutils import call_sreg
 
-from numba_symm.device import compiler, links
+from numba_symm.device import compiler, links, models
 from numba_symm.device.instructions import (
     ATOMIC_ORDERS,
     ATOMICS,
@@ -62,7 +61,7 @@ is_stopped: ContextVar[Callable[[], bool]] = ContextVar(
 """Whether to compile no further device function, but raise :class:`Stopped`."""
 
 
-class _DeviceFunction(CUDADispatcher):  # type: ignore[misc]
+class _DeviceFunction(models.DeviceFunction):
     """A device function that Numba compiles without a GPU.
 
     Numba's own asks the current GPU for its compute capability.
@@ -74,6 +73,7 @@ class _DeviceFunction(CUDADispatcher):  # type: ignore[misc]
         A constant's value is not part of its type here. LLVM finds it when it inlines.
         """
         args = tuple(map(types.unliteral, args))
+        models.note_call(self, args)
         if args not in self.overloads:
             if is_stopped.get()():
                 raise Stopped

@@ -1,11 +1,13 @@
 """What Numba compiles once a process, and what again for each kernel."""
 
+import operator
 import re
 
 import numpy as np
 import pytest
 from numba import cuda
 from numba.cuda import types
+from numba.cuda.utils import numba_target_override
 
 from numba_symm import dtypes
 from numba_symm.collectives.kernels import (
@@ -16,7 +18,7 @@ from numba_symm.collectives.kernels import (
     two_shot,
 )
 from numba_symm.collectives.operations import OPERATIONS
-from numba_symm.device import compiler
+from numba_symm.device import compiler, models, ptx
 
 FLOAT32 = dtypes.element(np.float32, "test")
 INT64 = dtypes.element(np.int64, "test")
@@ -125,10 +127,167 @@ def test_the_code_is_numbas_own():
 
 
 def renamed(ptx):
-    """Return PTX with numbers in place of mangled names, which have the options."""
+    """Return PTX with numbers in place of mangled names, which have the options.
+
+    Variables that Numba adds for functions are dropped.
+    """
     names = {}
 
     def number(name):
         return names.setdefault(name[0], f"name{len(names)}")
 
+    ptx = re.sub(r"\.common \.global .*NumbaEnv.*\n", "", ptx)
     return re.sub(r"_Z\w+", number, ptx)
+
+
+@pytest.fixture
+def anew(monkeypatch):
+    """Return the names of the functions that Numba compiles from now on."""
+    found = []
+    compile_it = compiler._compiled_anew
+
+    def noting(function, *args):
+        found.append(function.__name__)
+        return compile_it(function, *args)
+
+    monkeypatch.setattr(compiler, "_compiled_anew", noting)
+    return found
+
+
+def ptx_of_each(monkeypatch, *functions, signature):
+    """Return the PTX of functions, and then what each is if compiled by itself."""
+    called = []
+    note = models.note_call
+
+    def noting(function, args):
+        called.append(function)
+        note(function, args)
+
+    monkeypatch.setattr(models, "note_call", noting)
+    monkeypatch.setattr(models, "_models", {})
+    given = signature, (9, 0), (128, 4)
+    shared = [renamed(compiler.kernel_ptx(each, *given)) for each in functions]
+    for function in called:  # forget them
+        function.overloads.clear()
+        function._templates.clear()
+    monkeypatch.setattr(models, "_shape", lambda function: None)
+    return shared, [renamed(compiler.kernel_ptx(each, *given)) for each in functions]
+
+
+def test_a_kernel_that_differs_in_what_it_calls_is_not_compiled_again(
+    anew, monkeypatch
+):
+    first, second = (
+        one_shot.kernel(14, element, "sum", False, "marked", 1, kind)
+        for element, kind in ((FLOAT32, ALL), (INT64, ALL))
+    )
+    shared, alone = ptx_of_each(
+        monkeypatch, first.function, second.function, signature=first.signature
+    )
+    assert anew.count("one_shot") == 3  # the first, and each by itself
+    assert anew.count("use") == 3
+    assert shared == alone
+    assert shared[0] != shared[1]
+
+
+@ptx.device_function
+def plus(a, b):
+    return a + b
+
+
+@ptx.device_function
+def minus(a, b):
+    return a - b
+
+
+@ptx.device_function
+def both(a, b):
+    return a & b
+
+
+@ptx.device_function
+def last(a, b):
+    return b
+
+
+@ptx.device_function
+def ratio(a, b):
+    return a / b  # of another type
+
+
+@ptx.array_function
+def with_plus(a, b):
+    return plus(a, b)
+
+
+@ptx.device_function
+def applied(function, a, b):
+    return function(a, b)
+
+
+def make_passing(first):
+    def caller(out, a, b):
+        out[0] = first(a, b)
+        out[1] = applied(first, a, b)
+
+    caller.__module__ = "numba_symm.test"
+    return caller
+
+
+def make_caller(first, second, third=last):
+    def caller(out, a, b):
+        out[0] = first(a, b) * second(b, a)
+        out[1] = plus(a, second(a, b))
+        out[2] = third(a, b)
+
+    caller.__module__ = "numba_symm.test"  # as one of the library's
+    return caller
+
+
+@pytest.mark.parametrize(
+    ("make", "model", "other", "compiled_again"),
+    [
+        (make_caller, (minus, minus), (both, both), False),
+        (make_caller, (minus, minus), (ratio, ratio), True),  # other types of results
+        (make_caller, (minus, minus), (minus, both), True),  # two in place of one
+        (
+            make_caller,
+            (plus, minus),
+            (both, minus),
+            True,
+        ),  # plus is global, too
+        (
+            make_caller,
+            (minus, minus, with_plus),
+            (both, both, with_plus),
+            True,
+        ),  # inlined
+        (make_passing, (minus,), (both,), True),
+    ],
+)
+def test_functions_are_compiled_again_if_more_differs(
+    anew, monkeypatch, make, model, other, compiled_again
+):
+    out = types.Array(types.float64, 1, "C")
+    shared, alone = ptx_of_each(
+        monkeypatch,
+        make(*model),
+        make(*other),
+        signature=(out, types.int64, types.int64),
+    )
+    assert shared == alone
+    assert anew.count("caller") == 3 + compiled_again
+
+
+def test_the_types_of_operators_do_not_depend_on_values():
+    context = compiler._typing()
+    numbas = super(type(context), context)
+    for named in (operator.add, operator.floordiv, operator.lt, bool):
+        for kind in (types.int8, types.uint32, types.int64, types.float32):
+            for value in (1, -1, 255, 1 << 31, 1 << 40):
+                args = kind, types.literal(value)
+                args = args[-1:] if named is bool else args
+                with numba_target_override():
+                    expected = numbas.resolve_function_type(named, args, {})
+                    found = context.resolve_function_type(named, args, {})
+                assert found == expected
