@@ -50,6 +50,7 @@ from numba_symm.collectives.vector_forms import (
     SCATTER_V,
 )
 from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
 from numba_symm.launch import devices, ranks, tagged
 from numba_symm.launch.devices import GPU
 from numba_symm.members import Members
@@ -1292,6 +1293,28 @@ class Communicator(Persistent, OthersNames):
                 self._calls.requests.settle()
         self.check()
         self._calls.members.compare_calls()
+
+    def abort(self, reason: str = "") -> None:
+        """End the communicator on all ranks. Local, from any thread.
+
+        Kernels that wait end within 100 ms, and hosts in set-up calls within a second.
+        The next call of every rank raises :class:`~numba_symm.Aborted`, with this rank
+        and the reason. If the communicator has failed before, the first failure stays.
+        Close it on every rank afterwards.
+
+        Args:
+            reason: a text for the errors of all ranks.
+
+        Raises:
+            ArgumentError: ``reason`` is not a str.
+            ClosedError: the communicator was closed.
+        """
+        if not isinstance(reason, str):
+            raise ArgumentError(
+                f"abort: expected reason to be a str, got {shown(reason)}; pass a text "
+                "for the errors of all ranks"
+            )
+        self._calls.members.abort(reason)
 
     def close(self) -> None:
         """Wait for this GPU's work, unmap all peers, and free unused memory.

@@ -27,6 +27,7 @@ from numba_symm.collectives.requests import Request
 from numba_symm.device import Context
 from numba_symm.environment import allow_overlapping_devices
 from numba_symm.errors import (
+    Aborted,
     ArgumentError,
     ArraysDiffer,
     BackendError,
@@ -60,6 +61,7 @@ except PackageNotFoundError:  # run from a checkout
 
 __all__ = [
     "GPU",
+    "Aborted",
     "ArgumentError",
     "ArraysDiffer",
     "BackendError",

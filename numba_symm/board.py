@@ -21,44 +21,24 @@ from typing import Any
 
 from numba_symm import call_table, driver, environment, forks, loads, waits
 from numba_symm.backends.host import mapped, memory_file
+from numba_symm.board_memory import FILE, NOTE, PIECE, BoardMemory, nbytes_of
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import (
     CallMismatch,
     ClosedError,
     CollectiveError,
-    CollectiveTimeout,
     left,
 )
-from numba_symm.failures import Failure, describe
+from numba_symm.failures import Failure
 from numba_symm.launch import locks, waiting
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
-from numba_symm.record import Record, place
+from numba_symm.record import Record
 
-_WORDS = 1024  # bytes of each rank's text, the reason why it leaves
-_NAMES = 200  # of these, bytes for the numbers of ranks, as many as fit
-_PIECE = 2048  # bytes that a rank passes at a time, with the total number first
-_NOTE = 112  # bytes of the text about what a rank loads
 _LOCKS = 1 << 40  # beyond the file's end: one byte for each rank, locked while it lives
 _UNSURE = 0.01  # seconds after which a waiting rank checks whether the others live
 _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
-
-
-class _LoadNote(ctypes.Structure):
-    """A kernel that a rank loads, or was loading when the communicator failed.
-
-    Attributes:
-        began: nanoseconds of the clock that all processes of a node share; 0: nothing.
-        ended: the same; 0: it is still being loaded.
-        what: the call and the kernel, for :func:`loads.words`.
-    """
-
-    _fields_ = (
-        ("began", ctypes.c_uint64),
-        ("ended", ctypes.c_uint64),
-        ("what", ctypes.c_char * _NOTE),
-    )
 
 
 class Board:
@@ -79,11 +59,11 @@ class Board:
 
     alive: Any = None
     record: Record | None = None
-    _records: Any
-    _steps: Any
-    _closed: Any
-    _words: Any
-    _loads: Any
+    _memory: BoardMemory | None = None
+    _records: Any = None
+    _steps: Any = None
+    _pieces = memoryview(b"")
+    _reopened: int | None = None
 
     def __init__(
         self,
@@ -102,20 +82,14 @@ class Board:
         self._reporting = threading.RLock()
         self._step = 0
         self._turn = 0
-        self._records = self._steps = self._closed = self._words = self._loads = None
-        self._pieces = memoryview(b"")
         self.address = 0
-        words_at = mmap.PAGESIZE
-        loads_at = words_at + self._size * _WORDS
-        pieces_at = loads_at + self._size * ctypes.sizeof(_LoadNote)
-        pieces_end = pieces_at + 2 * self._size * _PIECE
-        record_at, nbytes = place(pieces_end, self._size)
+        nbytes = nbytes_of(self._size)
         with ExitStack() as files:
             fd = -1
             # Sent within this step, so that no rank waits for it after a failure.
             with exchange.agreed("making the status board"):
                 if self._rank == 0:
-                    fd = memory_file("numba_symm board", nbytes)
+                    fd = memory_file(FILE, nbytes)
                     files.callback(os.close, fd)
                     for rank in range(1, self._size):
                         channel.send_fd(rank, fd)
@@ -127,21 +101,17 @@ class Board:
                     undo_map.callback(self._let_go_of_lock)
                     own = fd, _LOCKS, self._size, self._rank
                     self.alive = presence() if presence else locks.Presence(*own)
+                    if presence is not None and self._rank == 0:
+                        self._reopened = locks.reopened(fd)  # for numba-symm status
                     memory = mapped(fd, nbytes)
                     undo_map.callback(_unmap, memory)
                     undo_map.callback(self._let_go)
-                    numbers = ctypes.c_uint64 * self._size
-                    self._records = numbers.from_buffer(memory)
-                    self._steps = numbers.from_buffer(memory, 8 * self._size)
-                    self._closed = numbers.from_buffer(memory, 16 * self._size)
-                    texts = ctypes.c_char * _WORDS * self._size
-                    self._words = texts.from_buffer(memory, words_at)
-                    several = _LoadNote * self._size
-                    self._loads = several.from_buffer(memory, loads_at)
-                    self._pieces = memoryview(memory)[pieces_at:pieces_end]
+                    made = self._memory = BoardMemory(memoryview(memory), self._size)
+                    self._records, self._steps = made.failures, made.steps
+                    self._pieces = made.pieces
                     if environment.records_calls():
                         self.record = Record(
-                            memoryview(memory)[record_at:],
+                            self._memory.calls,
                             self._rank,
                             self._exchange.names[self._rank],
                             "".join(self._exchange.nodes[self._rank :][:1]),
@@ -166,40 +136,22 @@ class Board:
 
     def _failure_of(self, rank: int) -> Failure | None:
         """Return the failure in a rank's record, or None."""
-        record = self._records[rank]
-        if not record:
-            return None
-        words = self._words[record >> 48 & 0xFF].value
         named = self._exchange.names, self._exchange.nodes
-        failure = describe(record, words.decode(errors="ignore"), *named)
-        found = self._loading() if failure.error is CollectiveTimeout else ""
-        if not found:
-            return failure
-        return failure._replace(text=f"{failure.text}; {found}", hint="")
-
-    def _loading(self) -> str:
-        """Return which ranks load kernels, or did when the communicator failed."""
-        now, found = time.monotonic_ns(), []
-        for rank, load in enumerate(self._loads):
-            if load.began:
-                seconds = ((load.ended or now) - load.began) / 1e9
-                what = load.what.decode(errors="ignore")
-                name = f"rank {self._exchange.names[rank]}"
-                found.append(loads.words(what, name, seconds))
-        return "; ".join(found)
+        assert self._memory is not None  # otherwise it is closed
+        return self._memory.failure_of(rank, *named)
 
     def note_load(self, what: str) -> None:
         """Note that this rank is loading something. Local."""
-        if self._loads is not None and not self._records[self._rank]:
-            mine = self._loads[self._rank]
-            mine.what = what.encode(errors="replace")[: _NOTE - 1]
+        if self._memory is not None and not self._records[self._rank]:
+            mine = self._memory.notes[self._rank]
+            mine.what = what.encode(errors="replace")[: NOTE - 1]
             mine.ended = 0
             mine.began = time.monotonic_ns()  # last, because it makes the note valid
 
     def end_load(self) -> None:
         """Clear the note, unless the communicator has failed meanwhile. Local."""
-        if self._loads is not None:
-            mine = self._loads[self._rank]
+        if self._memory is not None:
+            mine = self._memory.notes[self._rank]
             if not self._records[self._rank]:
                 mine.began = 0
             elif not mine.ended:
@@ -230,6 +182,11 @@ class Board:
             f"and {there}"
         )
         self.fail(CallMismatch(text, ranks=tuple(names)))
+
+    def describe_others(self, text: str) -> None:
+        """Note which ranks are on other islands, for ``numba-symm status``."""
+        if self.record is not None:
+            self.record.others_text = text
 
     def look(self) -> None:
         """Raise CollectiveError if the communicator has failed."""
@@ -278,7 +235,7 @@ class Board:
         Raises:
             CollectiveError: a rank did not arrive in time, has left, or has ended.
         """
-        room = _PIECE - 8
+        room = PIECE - 8
         gathered = [b""] * self._size
         longest, start = 1, 0
         while start < longest:
@@ -300,7 +257,7 @@ class Board:
         return gathered
 
     def _place(self, rank: int) -> int:
-        return (self._turn * self._size + rank) * _PIECE
+        return (self._turn * self._size + rank) * PIECE
 
     def _meet(self, wait: Wait) -> None:
         """Wait until every rank has reached the next step, or raise the failure."""
@@ -355,15 +312,15 @@ class Board:
 
     def ended(self) -> list[int]:
         """Return the ranks whose processes have ended without a close."""
-        alive = self.alive
-        if alive is None:  # the board was closed
+        alive, memory = self.alive, self._memory
+        if alive is None or memory is None:  # the board was closed
             return []
         return [
             rank
             for rank in range(self._size)
             if rank != self._rank
             and not alive.runs(rank)
-            and not self._closed[rank]  # a rank stores it before it drops its lock
+            and not memory.closed[rank]  # a rank stores it before it drops its lock
         ]
 
     def _ended(self, rank: int) -> int:
@@ -405,36 +362,19 @@ class Board:
 
         Does nothing if the communicator has failed before, or the board was closed.
         """
-        named = " ".join(map(str, error.ranks))
-        if len(named) > _NAMES:
-            named = named[: named.rindex(" ", 0, _NAMES + 1)]
-        # The text is last, because it may be cut off, or have several lines.
-        kind = type(error).__name__
-        words = "\n".join([error.operation, kind, named, error.hint, str(error)])
-        self._report(waits.AFAR << 56 | self._rank << 48, words)
+        with self._reporting:
+            if self._memory is not None:
+                self._memory.fail(self._rank, error)
 
     def _report(self, record: int, words: str = "") -> None:
         with self._reporting:
-            if self._records is None:  # closed
-                return
-            packed = words.encode(errors="replace")[: _WORDS - 1]
-            # A report that was interrupted, or that this one has overtaken, stays.
-            begun = [each for each in self._records if self._is_mine(each)]
-            if begun:
-                record = begun[0]
-            else:
-                self._words[self._rank].value = packed  # a record will refer to it
-            for rank in range(self._size):
-                if not self._records[rank]:
-                    self._records[rank] = record
-
-    def _is_mine(self, record: int) -> bool:
-        return record != 0 and record >> 48 & 0xFF == self._rank
+            if self._memory is not None:  # otherwise it is closed
+                self._memory.report(self._rank, record, words)
 
     def close(self) -> None:
         """Unmap the board, which no kernel may use any more. Local and idempotent."""
-        if self._closed is not None:
-            self._closed[self._rank] = 1
+        if self._memory is not None:
+            self._memory.closed[self._rank] = 1
         self._undo.close()
 
     def disown(self) -> None:
@@ -449,16 +389,21 @@ class Board:
 
     def _let_go(self) -> None:
         """Drop the objects that prevent the mapping from being closed."""
-        self._pieces.release()
         record, self.record = self.record, None
         if record is not None:
             record.close()
-        self._records = self._steps = self._closed = self._words = self._loads = None
+        memory, self._memory = self._memory, None
+        self._records = self._steps = None
+        if memory is not None:
+            memory.close()
 
     def _let_go_of_lock(self) -> None:
         alive, self.alive = self.alive, None
         if alive is not None:
             alive.close()
+        reopened, self._reopened = self._reopened, None
+        if reopened is not None:
+            os.close(reopened)
 
 
 def _unmap(memory: mmap.mmap) -> None:

@@ -101,6 +101,13 @@ class CallMismatch(CollectiveError):
     """The calls of two ranks differ; the text names the ranks and possible causes."""
 
 
+class Aborted(CollectiveError):
+    """``Communicator.abort``, or ``numba-symm status --abort``, ended the communicator.
+
+    The text has the rank that called it, and its reason.
+    """
+
+
 class RankLeft(CollectiveError):
     """A rank left by an exception, was interrupted, or ended without ``close``.
 

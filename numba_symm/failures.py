@@ -50,16 +50,16 @@ def describe(
         nodes: by rank, the name of its node; empty: texts name no nodes.
     """
     number, rank, peer = record >> 56, record >> 48 & 0xFF, record >> 40 & 0xFF
-    where = f" on {nodes[peer]}" if nodes else ""
-    if names is not None:
-        rank, peer = names[rank], names[peer]
-    place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
-    two: tuple[int, ...] = (rank, peer)
     if number == waits.AFAR:
         operation, kind, named, hint, text = words.split("\n", 4)
         error = errors.named(kind)
         found = error if issubclass(error, CollectiveError) else CollectiveError
         return Failure(found, text, hint, tuple(map(int, named.split())), operation)
+    where = f" on {nodes[peer]}" if nodes else ""
+    if names is not None:
+        rank, peer = names[rank], names[peer]
+    place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
+    two: tuple[int, ...] = (rank, peer)
     operation, cause, limit = [*words.split("\n"), "", ""][:3]
     if number == waits.ABANDONED:
         return Failure(RankLeft, f"rank {rank} {cause}", "", (rank,), operation)

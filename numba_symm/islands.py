@@ -108,6 +108,7 @@ class Islands(Members):
             f"{described(others, self.nodes)}"
         )
         self.channel, self.board = self.inner.channel, self.inner.board
+        self.board.describe_others(described(others, self.nodes))
         self.backend, self.refused = self.inner.backend, self.inner.refused
         self.guard = self.inner.guard
         self._across = _Across(self)

@@ -10,6 +10,7 @@ from numba_symm.backends.protocol import Backend
 from numba_symm.board import Board
 from numba_symm.device.polling import Guard
 from numba_symm.errors import (
+    Aborted,
     ArgumentError,
     CallMismatch,
     ClosedError,
@@ -299,6 +300,18 @@ class Members(ABC):
         if not self.failed:
             self.board.abandon(cause, operation)
             self.known_failure = self.board.failure()
+
+    def abort(self, reason: str) -> None:
+        """Make the communicator fail on every rank, from any thread."""
+        self.check_open()
+        rank = self.world.rank
+        text = f"rank {rank} aborted the communicator" + (reason and f": {reason}")
+        self.fail(Aborted(text, ranks=(rank,)))
+        self.known_failure = self.board.failure()
+
+    def fail(self, error: CollectiveError) -> None:
+        """Make the communicator fail by an error that has named the ranks."""
+        self.board.fail(error)
 
     def _end(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """End the block in which this was made."""

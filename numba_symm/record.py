@@ -112,7 +112,12 @@ class Head(ctypes.Structure):
     )
 
 
-_TOP = 4096  # bytes before the ranks' places: the magic word, and the number of ranks
+_TOP = 4096
+"""Bytes before the ranks' places.
+
+They are the magic word, the time, and a text of the ranks on other islands.
+"""
+
 _RING = CALLS * _ENTRY.size
 _CALLS_AT = ctypes.sizeof(Head)
 _OTHERS_AT = _CALLS_AT + _RING
@@ -136,15 +141,31 @@ class Records:
 
     Args:
         memory: from the start of the records on.
-        size: the number of ranks; 0: it is in the memory.
+        size: the number of ranks; 0: nothing is recorded.
     """
 
-    def __init__(self, memory: memoryview, size: int = 0):
+    def __init__(self, memory: memoryview, size: int):
         self._memory = memory
-        self.size = size or int.from_bytes(memory[8:16], "little")
+        self.size = size
         self.heads = [
             Head.from_buffer(memory, _TOP + rank * _PLACE) for rank in range(self.size)
         ]
+
+    @property
+    def began(self) -> int:
+        """When the board was made, in nanoseconds; 0: nothing is recorded."""
+        return int.from_bytes(self._memory[8:16], "little")
+
+    @property
+    def others_text(self) -> str:
+        """The ranks of other islands, as a text; "" if there are none."""
+        text = bytes(self._memory[16:_TOP]) if self.size else b""
+        return text.partition(b"\0")[0].decode(errors="ignore")
+
+    @others_text.setter
+    def others_text(self, text: str) -> None:
+        packed = text.encode(errors="replace")[: _TOP - 17]
+        self._memory[16 : 16 + len(packed)] = packed
 
     def close(self) -> None:
         """Drop the memory."""
@@ -228,8 +249,8 @@ class Record(Records):
         self.own.pid, self.own.name = os.getpid(), name
         self.own.node = node.encode()[:63]
         if rank == 0:
-            memory[8:16] = size.to_bytes(8, "little")
-            memory[:8] = MAGIC
+            memory[8:16] = time.monotonic_ns().to_bytes(8, "little")
+            memory[: len(MAGIC)] = MAGIC
 
     def close(self) -> None:
         """Drop the memory."""

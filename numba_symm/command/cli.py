@@ -4,6 +4,7 @@
 - ``bench`` measures collectives.
 - ``compile`` compiles kernels into the disk cache.
 - ``tune`` measures which algorithms are the fastest here.
+- ``status`` shows what the ranks of running jobs do, and can abort them.
 - ``info`` shows what a bug report needs: versions, GPUs, MPI, settings.
 - ``doctor`` checks this machine, and says what to do.
 """
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _info(options)
         if options.command == "doctor":
             return _doctor(options)
+        if options.command == "status":
+            return _status(options)
         if options.command == "tune":
             return _tune(options)
         return _run(options, flags)
@@ -120,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     shown.add_argument("--json", action="store_true", help="print one object of JSON")
     _add_doctor(commands)
+    _add_status(commands)
     commands.add_parser(
         "compile", help="compile kernels into the disk cache, with or without a GPU"
     )
@@ -182,6 +186,57 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument(
         "--plot", metavar="FILE", help="draw the pairs, into pairs.png for example"
     )
+
+
+def _add_status(commands: Any) -> None:
+    status = commands.add_parser(
+        "status",
+        help="show what the ranks of running jobs do, without stopping them",
+        description="Show for each communicator and rank the last call, for how long "
+        "the rank has made no other one, which ranks are behind, and failures. It "
+        "reads the memory of running jobs of the same user on this node, and does not "
+        "stop them.",
+        allow_abbrev=False,
+    )
+    status.add_argument(
+        "pid",
+        nargs="?",
+        type=_positive,
+        metavar="PID",
+        help="a process of the job: a rank, mpirun, or `numba-symm run`",
+    )
+    status.add_argument(
+        "--all", action="store_true", help="all jobs of this user, as without PID"
+    )
+    status.add_argument("--json", action="store_true", help="print an array of JSON")
+    status.add_argument(
+        "--watch", action="store_true", help="look each second, until an interrupt"
+    )
+    status.add_argument(
+        "--abort",
+        action="store_true",
+        help="end the communicators of the job, on all ranks: their next calls raise",
+    )
+    status.add_argument(
+        "--reason", metavar="TEXT", help="with --abort, a text for the errors"
+    )
+
+
+def _status(options: argparse.Namespace) -> int:
+    from numba_symm.command import status  # imports many packages
+
+    if options.pid is not None and options.all:
+        raise SymmError(f"status: expected PID or --all, got {options.pid} and --all")
+    if options.abort and options.pid is None:
+        raise SymmError(
+            "status: expected the number of a process with --abort, got none; pass a "
+            "rank's, or mpirun's"
+        )
+    if options.reason is not None and not options.abort:
+        raise SymmError("status: expected --reason with --abort only, got it alone")
+    reason = (options.reason or "no reason was given") if options.abort else None
+    status.run(options.pid, options.json, options.watch, reason, Console())
+    return 0
 
 
 def _bench(argv: Sequence[str]) -> int:

@@ -203,7 +203,7 @@ class Disturbed:
 
     def __init__(self, made, number, happens):
         self.records, self.number, self.happens = made._records, number, happens
-        made._records = self
+        made._memory.failures = self
 
     def __getitem__(self, rank):
         self.number -= 1

@@ -193,11 +193,11 @@ def test_a_duplicate_works_beside_the_original(comm, world):
 
 @of_one_island
 def test_duplicates_use_the_sockets_and_locks_of_the_original(comm, world):
-    """The simulator keeps a descriptor of each allocation."""
+    """The simulator keeps a descriptor of each allocation, rank 0 one of the board."""
     gc.collect()
     before = open_fds()
     many = [comm.dup() for _ in range(5)]
-    assert open_fds() - before <= len(many)
+    assert open_fds() - before <= len(many) * (2 if comm.rank == 0 else 1)
     for each in many:
         each.rendezvous(each.empty(3, np.float32)).barrier()
         each.close()
