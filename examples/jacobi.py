@@ -98,15 +98,16 @@ def relax_all(ctx, steps, before):
 def in_the_kernel(comm, planes):
     """Return a function that makes steps by one launch."""
     ctx, before = comm.rendezvous(planes).ctx, 0
+    relax_all[1, THREADS](ctx, 0, 0)  # compiles it
+    # All blocks wait, so they must fit on the GPU. All ranks have as many.
+    most = comm.launch_limit(relax_all, THREADS)
+    blocks = MPI.COMM_WORLD.allreduce(min(BLOCKS, most), MPI.MIN)
 
     def run(steps):
         nonlocal before
-        relax_all[BLOCKS, THREADS](ctx, steps, before)
+        relax_all[blocks, THREADS](ctx, steps, before)
         before += steps
 
-    relax_all[1, THREADS](ctx, 0, 0)  # compiles it
-    if comm.launch_limit(relax_all, THREADS) < BLOCKS:
-        raise SystemExit(f"{BLOCKS} blocks of {THREADS} threads do not fit on the GPU")
     return run
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import runpy
 
 import pytest
 
@@ -59,6 +60,13 @@ def test_a_program_prints_what_its_page_shows(job, program):
 def test_an_example_ends_on_every_rank(job, program):
     for rank in range(RANKS):
         assert f"rank {rank} " in (job / f"{program.stem}.{rank}").read_text()
+
+
+def test_an_example_draws_its_field(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw = runpy.run_path(str(ROOT / "examples/jacobi.py"))["draw"]
+    draw([[0, 1], [2, 3]], tmp_path / "field.png")
+    assert (tmp_path / "field.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_program_runs_on_one_rank(tmp_path):

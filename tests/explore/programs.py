@@ -281,7 +281,7 @@ def pipeline_of_packets(
             if not get_packets_block(ctx, left, out, mailbox, epoch):
                 break
             if thread == 0:
-                signal_set(ctx, left, READ, epoch)  # explore: credit
+                signal_set(ctx, left, READ, epoch)
 
 
 @device_function
