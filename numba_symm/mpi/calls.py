@@ -141,8 +141,9 @@ class Call:
         self._ended, self._active = None, False
 
     def free(self) -> None:
-        """Do as :meth:`Free`."""
-        self.Free()
+        """Do as :meth:`Free`, but nothing for a null request."""
+        if self:
+            self.Free()
 
 
 def status_at(statuses: list[MPI.Status] | None, index: int) -> MPI.Status | None:

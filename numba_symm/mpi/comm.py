@@ -195,7 +195,8 @@ class Device(Messages):
         name = self._life.name if "_life" in vars(self) else "COMM_NULL"
         if not name:
             raise ValueError("cannot pickle a communicator; make one in each process")
-        return _named, (type(self), name)
+        constant = _named(name)
+        return (_named, (name,)) if self is constant else (type(self), (constant,))
 
     # Communicators.
 
@@ -245,7 +246,7 @@ class Device(Messages):
         life = self._life
         if life.freed:
             raise MPIError(MPI.ERR_COMM, FREED)
-        if life.name and life.wraps == 1:
+        if life.name and (life.wraps == 1 or self is _named(life.name)):
             raise refusal(
                 MPI.ERR_COMM,
                 f"Free: expected a communicator that the program made, got {life.name},"
@@ -274,6 +275,11 @@ class Device(Messages):
             self.host = type(self.host)()  # it had the handle that was freed
 
     Disconnect = Free
+
+    def free(self) -> None:
+        """Do as :meth:`Free`, but nothing for a null or a predefined communicator."""
+        if self and not self._life.name:
+            self.Free()
 
     def _close(self) -> None:
         life = self._life
@@ -347,10 +353,9 @@ def kind_of(comm: Any) -> Any:
     return next(_KINDS[each] for each in type(comm).__mro__ if each in _KINDS)
 
 
-def _named(kind: Any, name: str) -> Any:
+def _named(name: str) -> Any:
     """Return what has the name of one of mpi4py's constants in this process."""
-    found = getattr(sys.modules["mpi4py.MPI"], name)
-    return found if type(found) is kind else kind(found)
+    return getattr(sys.modules["mpi4py.MPI"], name)
 
 
 def close_all() -> None:

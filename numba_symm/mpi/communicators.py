@@ -5,10 +5,11 @@ from typing import Any
 
 from mpi4py import MPI
 
+from numba_symm.arguments import shown
 from numba_symm.mpi import reductions, wraps
 from numba_symm.mpi.buffers import of_host
 from numba_symm.mpi.comm import Device, add_kinds, kind_of
-from numba_symm.mpi.errors import refusal, translated
+from numba_symm.mpi.errors import MPITypeError, translated
 from numba_symm.mpi.forms import forms, of_objects
 from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.life import Life
@@ -26,6 +27,30 @@ def adopt_strays(world: Device) -> None:
 def _adopted(comm: Any) -> Any:
     """Return an object for a new communicator of ranks of this program."""
     return comm if _stray is None else _stray._wrapped(comm)
+
+
+def _known(comm: Any) -> Any:
+    """Return an object of a communicator of mpi4py, if one was made of it."""
+    if comm and comm.is_inter:
+        return Intercomm(comm)
+    found = wraps.find(comm)
+    return comm if found is None else _another(found, type(found))
+
+
+def _another(first: Any, cls: Any) -> Any:
+    """Return another object of a communicator of this module. Local.
+
+    After ``install``, ``Comm(comm)`` returns one, too. A program that was ported calls
+    ``Free`` as often as ``Comm``, and one of mpi4py does not, so it counts.
+    """
+    if cls is Comm:
+        first._life.wraps += 1
+    kind = type(first) if cls is Comm else cls
+    if issubclass(kind._plain, MPI.Topocomm):
+        kind._plain(first)  # mpi4py's error, if it has another topology
+    made = MPI.Comm.__new__(kind, first)
+    made._share(first)
+    return made
 
 
 class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
@@ -67,26 +92,32 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
     @translated
     def __new__(cls, comm: Any = None, synchronize: bool = True, **options: Any) -> Any:
         """Return an object with the communicator's handle, if possible the first."""
-        if comm is None or (isinstance(comm, MPI.Comm) and not comm):
-            return MPI.Comm.__new__(cls, comm)
-        if isinstance(comm, MPI.Comm) and comm.is_inter:
-            raise refusal(
+        if comm is not None and not isinstance(comm, MPI.Comm):
+            raise MPITypeError(
                 MPI.ERR_COMM,
-                "Comm: expected an intracommunicator, got an intercommunicator; pass "
-                "comm.Merge()",
+                f"{cls.__name__}: expected a communicator of mpi4py, got {shown(comm)};"
+                " pass MPI.COMM_WORLD, for example",
+            )
+        if not comm:
+            return MPI.Comm.__new__(cls, comm)
+        if comm.is_inter:
+            raise MPITypeError(
+                MPI.ERR_COMM,
+                f"{cls.__name__}: expected an intracommunicator, got an "
+                "intercommunicator; pass comm.Merge()",
             )
         given = {**options, "synchronize": synchronize}
         found = wraps.find(comm)
-        if found is not None and cls is Comm:
+        if found is not None and cls is Comm and _stray is None:
             if found._serves_again(given):
                 return found
         elif isinstance(comm, Device) or found is not None:
             first = comm if isinstance(comm, Device) else found
             if options or not synchronize:
                 wraps.check_equal(first._given, given)
-            made = MPI.Comm.__new__(cls, comm)
-            made._share(first)
-            return made
+            return _another(first, cls)
+        if issubclass(cls._plain, MPI.Topocomm):
+            cls._plain(comm)  # mpi4py's error, if it has another topology
         made = MPI.Comm.__new__(kind_of(comm) if cls is Comm else cls, comm)
         made._begin(options, synchronize, owned=False)
         with made.post.set_up("Comm") as exchange:
@@ -94,6 +125,21 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
         made._life.wraps = 1
         wraps.note(made)
         return made
+
+    @classmethod
+    def fromhandle(cls, handle: int) -> Any:
+        """Return the communicator of a handle."""
+        return _known(MPI.Comm.fromhandle(handle))
+
+    @classmethod
+    def fromint(cls, arg: int) -> Any:
+        """Return the communicator of an integer of MPI's ABI."""
+        return _known(MPI.Comm.fromint(arg))
+
+    @classmethod
+    def f2py(cls, arg: int) -> Any:
+        """Return the communicator of a handle of Fortran."""
+        return _known(MPI.Comm.f2py(arg))
 
 
 class Intracomm(Comm, MPI.Intracomm):  # type: ignore[misc]
@@ -182,10 +228,16 @@ class Intercomm(Comm, MPI.Intercomm):  # type: ignore[misc]
     @translated
     def __new__(cls, comm: Any = None) -> Any:
         """Return an object with the communicator's handle."""
+        if comm is not None and comm != MPI.COMM_NULL and not comm.is_inter:
+            raise MPITypeError(
+                MPI.ERR_COMM,
+                "Intercomm: expected an intercommunicator, got an intracommunicator; "
+                "pass a result of Create_intercomm",
+            )
         made = MPI.Comm.__new__(cls, comm)
         if isinstance(comm, Intercomm) and isinstance(comm, Device):
             made._begin_inter(comm)
-        elif comm:
+        elif comm:  # of mpi4py's
             made._begin_inter(None)
         return made
 
@@ -215,7 +267,7 @@ class Intercomm(Comm, MPI.Intercomm):  # type: ignore[misc]
 
 _MADE_HERE = (
     *("Free", "Disconnect", "Dup", "Clone", "Dup_with_info", "Idup", "Idup_with_info"),
-    *("Create", "Split", "Split_type"),
+    *("Create", "Split", "Split_type", "free"),
 )
 
 for _name in dir(Device):

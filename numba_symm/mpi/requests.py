@@ -32,6 +32,14 @@ class Request(Call, metaclass=Kind):
         super().__init__(active=bool(request))
         self._of = request
 
+    def __eq__(self, other: object) -> bool:
+        of = other._of if type(other) is Request and other._of is not None else other
+        if self._of is not None:
+            return bool(self._of == of)
+        return super().__eq__(of)
+
+    __hash__ = Call.__hash__
+
     def _finish(self, status: MPI.Status | None) -> None:
         self._of.Wait(status)
 
@@ -273,6 +281,8 @@ class Request(Call, metaclass=Kind):
 
 class Own(Request):
     """The base class of requests of device arrays; their calls are active."""
+
+    _of = None
 
     def __init__(self) -> None:
         Call.__init__(self)

@@ -235,6 +235,11 @@ class Win(MPI.Win, metaclass=Kind):
         with closing(self._locks):  # the owner may free its memory afterwards
             self._locks.meet("Win.Free", environment.chosen_setup_timeout())
 
+    def free(self) -> None:
+        """Do as :meth:`Free`, but nothing for a null window."""
+        if self:
+            self.Free()
+
     # Calls on the memory of a rank.
 
     def _check_target(self, rank: int, what: str) -> None:

@@ -133,7 +133,20 @@ def test_another_object_of_a_communicator_is_the_same_communicator():
     other = {"timeout": 3}
     with pytest.raises(MPI.Exception, match="expected the options of the first MPI"):
         MPI.Intracomm(comm, **other)
-    same.Free()
+    for handle in (comm.py2f(), comm.handle):
+        found = MPI.Comm.f2py if handle == comm.py2f() else MPI.Comm.fromhandle
+        assert found(handle).communicator is comm.communicator
+    for wrong, kind, text in (
+        ((1, 2), MPI.Comm, "Comm: expected a communicator of mpi4py, got"),
+        (comm, MPI.Intercomm, "Intercomm: expected an intercommunicator"),
+        (comm, MPI.Cartcomm, "expecting a topology communicator"),
+        (OWN.COMM_SELF, MPI.Graphcomm, "expecting a topology communicator"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            kind(wrong)
+    MPI.COMM_WORLD.free()  # does nothing, as mpi4py's
+    same.free()
+    same.free()
     with pytest.raises(MPI.Exception, match="Free was called"):
         comm.Allreduce(MPI.IN_PLACE, ones())
     with pytest.raises(MPI.Exception, match="got COMM_WORLD, which lives as long"):
@@ -157,6 +170,9 @@ def test_methods_read_from_a_class_take_objects_of_both_kinds():
 def test_named_objects_are_pickled_by_name():
     for each in (MPI.COMM_WORLD, MPI.COMM_SELF, MPI.COMM_NULL, MPI.SUM, MPI.DOUBLE):
         assert pickle.loads(pickle.dumps(each)) is each
+    same = pickle.loads(pickle.dumps(MPI.Intracomm(MPI.COMM_WORLD)))
+    assert same == MPI.COMM_WORLD
+    assert same is not MPI.COMM_WORLD
     found = pickle.loads(pickle.dumps(Plain(MPI.COMM_WORLD)))
     assert type(found) is Plain
     assert is_sum(found)
@@ -201,6 +217,9 @@ def test_intercommunicators_take_host_arrays_and_merge_for_others():
     if half.rank == 0:
         inter.Sendrecv(np.full(1, comm.rank, "i4"), 0, 0, received, 0)
         assert received[0] == 1 - side
+    with pytest.raises(TypeError, match=r"pass comm\.Merge\(\)"):
+        MPI.Intracomm(inter)
+    assert type(MPI.Comm.fromhandle(inter.handle)) is MPI.Intercomm
     copy = inter.Dup()
     assert type(copy) is MPI.Intercomm
     whole = copy.Merge(side)

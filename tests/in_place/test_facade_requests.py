@@ -118,6 +118,9 @@ def test_another_object_of_a_request():
         request = comm.Irecv(array, 0)
         same = MPI.Request(request)
         assert same
+        assert same == request
+        assert same == MPI.Request(request)
+        assert request != MPI.Request(comm.Isend(x, MPI.PROC_NULL))
         assert not same.Test()
         comm.Send(other, 0)
         same.Wait()
