@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-from numba_symm import arrays, dtypes, loads, own_arrays, streams
+from numba_symm import arrays, dtypes, libraries, loads, own_arrays, streams
 from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives import staging
@@ -129,7 +129,7 @@ class Calls:
         gaps = source[3] is None
         if out is None and has_output and not gaps:
             like = arrays.dense(ArrayView(*source), what)
-            out = self.new(like, operation.shape(like, self.size), chosen[0], what)
+            out = self.new(x, like, operation.shape(like, self.size), chosen[0], what)
         target = None
         if out is not None:
             target = source if out is x else arrays.fields(out, f"{what}: out")
@@ -227,15 +227,22 @@ class Calls:
         return view
 
     def new(
-        self, like: ArrayView, shape: tuple[int, ...], handle: int, what: str
+        self, x: Any, like: ArrayView, shape: tuple[int, ...], handle: int, what: str
     ) -> Any:
-        """Return a new array of ``like``'s type and order, for work on a stream."""
+        """Return a new array for work on a stream, of the library that ``x`` is of.
+
+        ``like`` has its type and its order.
+        """
         if not SIMULATED and streams.is_capturing(handle):
             raise ArgumentError(
                 f"{what}: pass out= while a stream is being captured into a "
                 "graph; memory cannot be allocated then"
             )
-        return own_arrays.empty(shape, like.dtype, what, like.order or "C")
+        order = like.order or "C"
+        made = libraries.empty(x, shape, order, handle, what)
+        return (
+            own_arrays.empty(shape, like.dtype, what, order) if made is None else made
+        )
 
     def disown(self) -> None:
         """In a forked child, release nothing when the communicator is dropped."""

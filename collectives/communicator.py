@@ -226,28 +226,46 @@ class Communicator(Persistent, OthersNames):
         return self._calls.heap.allocator
 
     @by_one_thread
-    def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
+    def empty(
+        self,
+        shape: int | tuple[int, ...],
+        dtype: Any = np.float32,
+        *,
+        like: Any = None,
+    ) -> Any:
         """Return a new symmetric array with undefined contents.
 
         Collective: every rank passes the same shape and dtype.
 
+        Args:
+            shape: the length of each axis.
+            dtype: of NumPy or ml_dtypes.
+            like: ``cupy``, ``torch``, or an array of theirs, for one of these. Each
+                rank may pass another one.
+
         Returns:
-            A C-contiguous Numba device array, whose memory every rank has mapped. Drop
-            it when you no longer need it. When every rank has dropped its array, the
-            memory is freed at a later allocation, or at ``close``. An array that is
-            dropped after ``close`` is freed at a later allocation, or ``close``, of any
-            communicator.
+            A C-contiguous device array, by default Numba's, whose memory every rank has
+            mapped. Drop it when you no longer need it. When every rank has dropped its
+            array, the memory is freed at a later allocation, or at ``close``. An array
+            that is dropped after ``close`` is freed at a later allocation, or
+            ``close``, of any communicator.
 
         Raises:
             ArgumentError: shape or dtype are wrong, or differ between ranks.
             BackendError: a rank does not have enough memory.
         """
-        return self._calls.heap.array(shape, dtype, "empty")
+        return self._calls.heap.array(shape, dtype, "empty", like)
 
     @by_one_thread
-    def zeros(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
+    def zeros(
+        self,
+        shape: int | tuple[int, ...],
+        dtype: Any = np.float32,
+        *,
+        like: Any = None,
+    ) -> Any:
         """Return a new symmetric array of zeros. See :meth:`empty`."""
-        return self._calls.heap.array(shape, dtype, "zeros")
+        return self._calls.heap.array(shape, dtype, "zeros", like)
 
     @by_one_thread
     def rendezvous(self, array: Any) -> SymmetricMemory:

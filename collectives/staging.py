@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from numba_symm import arrays, own_arrays, streams
+from numba_symm import arrays, libraries, own_arrays, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives.call_streams import CallStreams, HeldStream
 from numba_symm.collectives.checks import check_writable
@@ -213,7 +213,7 @@ class Replaced:
         stream: int,
         message: bool = False,
     ):
-        self._out = out
+        self._x, self._out = x, out
         self.x, self.out = x, out
         self.before: list[Enqueue] = []
         self.after: list[Enqueue] = []
@@ -239,7 +239,9 @@ class Replaced:
 
     def result(self, made: Any) -> Any:
         """Return what the call returns, of what it would with contiguous memory."""
-        return self._out if made is self.out and self._out is not None else made
+        if self._out is None:  # it is of Numba's, because the contiguous input is
+            return made if self.x is self._x else libraries.as_that_of(self._x, made)
+        return self._out if made is self.out else made
 
 
 def bound(

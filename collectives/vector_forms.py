@@ -134,7 +134,7 @@ def _formed(calls: Calls, given: FormCall) -> Prepared:
     if source is not None and out is None and lacks != "out":
         new = given._replace(x=source, stream=None)
         shape = calls.remembered(form.shape, new)
-        out = calls.new(source, shape, chosen[0], what)
+        out = calls.new(x, source, shape, chosen[0], what)
     target = None if lacks == "out" else arrays.view(out, f"{what}: out")
     read = given._replace(x=source, out=target, stream=None)
     return Prepared(calls.remembered(form.transfers, read), chosen, (x, out), out)
@@ -203,7 +203,7 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
     first, count = places[calls.rank]
     chosen = calls.streams.of(stream, x)
     if out is None:
-        out = calls.new(source, (count,), chosen[0], what)
+        out = calls.new(x, source, (count,), chosen[0], what)
     target = flat(calls, arrays.view(out, f"{what}: out"), f"{what}: out", True)
     check_length(target, count, f"{what}: out", "counts[rank]")
     check_type(target, source, what)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from numba_symm import arguments, arrays, deferred, dtypes, pads
+from numba_symm import arguments, arrays, deferred, dtypes, libraries, pads
 from numba_symm.backends import ipc
 from numba_symm.backends.peers import Peers, map_peers
 from numba_symm.environment import SIMULATED
@@ -95,17 +95,22 @@ class Heap:
         self._arenas: list[_Entry] = []
         self._free_pads: list[_Pad] = []
 
-    def array(self, shape: Any, dtype: Any, what: str) -> Any:
-        """Return a new symmetric array of zeros. Collective."""
+    def array(self, shape: Any, dtype: Any, what: str, like: Any = None) -> Any:
+        """Return a new symmetric array of zeros, as ``like`` is. Collective."""
         exchange = self._members.exchange
         with self._members.set_up(what):
             with exchange.agreed(what):
                 dtype = dtypes.checked(dtype, what)
                 shape = arrays.checked_shape(shape, dtype, what)
+                library = libraries.named(like, what)
+                libraries.check_type(library, dtype, what)
             exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
             with self._of_islands(what):
                 memory, _ = self.allocate(math.prod(shape) * dtype.itemsize, what)
-            return memory.array(shape, dtype)
+            if library is None:
+                return memory.array(shape, dtype)
+            nbytes = math.prod(shape) * dtype.itemsize
+            return library.over(Memory(memory.address, nbytes, memory), shape, dtype)
 
     @contextmanager
     def _of_islands(self, what: str) -> Iterator[None]:

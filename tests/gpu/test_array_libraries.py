@@ -1,14 +1,16 @@
 """Arrays of Numba, CuPy and torch are used in place; others are refused."""
 
+from contextlib import suppress
+
 import ml_dtypes
 import numpy as np
 import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import arrays
+from numba_symm import arrays, dtypes
 from tests.gpu.helpers import Pointer, of_ranks, optional, to_device
-from tests.ranks.helpers import bits, check_works, refused
+from tests.ranks.helpers import check_works, refused
 
 
 @pytest.fixture
@@ -33,7 +35,8 @@ def test_cupy_arrays(comm, cupy, dtype, algorithm):
     comm.all_reduce(x, out=x, algorithm=algorithm)
     cupy.cuda.Device().synchronize()
     comm.check()
-    for found in (x.get(), y.get(), z.copy_to_host()):
+    assert type(z) is cupy.ndarray
+    for found in (x.get(), y.get(), z.get()):
         assert found.shape == (30, 50)
         assert found.dtype == dtype
         assert (found == of_ranks(comm)).all()
@@ -49,12 +52,55 @@ def test_torch_tensors(comm, torch, dtype, algorithm):
     comm.all_reduce(x, out=x, algorithm=algorithm)
     torch.cuda.synchronize()
     comm.check()
-    assert x.shape == y.shape == tuple(z.shape) == (30, 50)
-    assert z.dtype.name == dtype
-    assert (x.cpu() == of_ranks(comm)).all()
-    assert (y.cpu() == of_ranks(comm)).all()
-    numbers = bits(z).copy_to_host().view(z.dtype).astype(np.float64)
-    assert (numbers == of_ranks(comm)).all()
+    assert type(z) is torch.Tensor
+    assert x.shape == y.shape == z.shape == (30, 50)
+    assert x.dtype == z.dtype
+    for found in (x, y, z):
+        assert (found.cpu() == of_ranks(comm)).all()
+
+
+def test_new_outputs_on_another_stream_and_of_arrays_with_gaps(comm, cupy, torch):
+    """They are the caller's library's, which may use dropped memory again."""
+    aside = cupy.cuda.Stream(non_blocking=True)
+    tensor, array = torch.ones(64, device="cuda"), cupy.ones((8, 8), "f4")
+    torch.cuda.synchronize()
+    cupy.cuda.Device().synchronize()
+    for x, kind in (
+        (tensor, torch.Tensor),
+        (tensor[::2], torch.Tensor),
+        (array, cupy.ndarray),
+        (array[:, 2:4], cupy.ndarray),
+    ):
+        for _ in range(50):  # drops each output
+            found = comm.all_gather(x, stream=aside.ptr)
+            assert type(found) is kind
+            later = comm.gather(x, root=0, stream=aside.ptr)
+            assert (type(later) is kind) == (comm.rank == 0)
+        aside.synchronize()
+        comm.check()
+        assert tuple(found.shape) == (comm.size * x.shape[0], *x.shape[1:])
+        assert float(found.sum()) == comm.size * float(x.sum())
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int64", "bool"])
+def test_symmetric_arrays_of_other_libraries(comm, cupy, torch, name):
+    for library in (cupy, torch):
+        dtype = dtypes.checked(getattr(ml_dtypes, name, name), "here")
+        if library is cupy and name == "bfloat16":
+            with suppress(ns.ArgumentError):  # as recent versions of CuPy have it
+                comm.empty(4, dtype, like=cupy)
+            continue
+        x = comm.zeros((3, 4), dtype, like=library)
+        assert type(x) is (cupy.ndarray if library is cupy else torch.Tensor)
+        assert tuple(x.shape) == (3, 4)
+        x[...] = 1
+        assert comm.rendezvous(x).buffer_ptrs[comm.rank] == arrays.view(x, "").address
+        found = comm.all_reduce(x, op="max")
+        assert type(found) is type(x)
+        assert bool((found == 1).all())
+        same = comm.empty(4, dtype, like=x)
+        assert type(same) is type(x)
+        comm.synchronize()
 
 
 def test_torch_tensors_of_odd_views(comm, torch):
@@ -223,9 +269,8 @@ def test_torch_s_eight_bit_floats(comm, torch):
         x = torch.ones(64, device="cuda").to(getattr(torch, name))
         found = comm.all_gather(x)
         torch.cuda.synchronize()
-        assert found.dtype.name == name
-        numbers = bits(found).copy_to_host().view(found.dtype)
-        assert (numbers.astype(np.float32) == 1).all()
+        assert found.dtype == x.dtype
+        assert (found.to(torch.float32) == 1).all()
 
 
 def lazy_tensors(torch):

@@ -11,8 +11,8 @@ from cuda.bindings import driver
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from numba.cuda.cudadrv.driver import MemoryPointer
 
-from numba_symm import arrays
-from numba_symm.collectives import select, spelling
+from numba_symm import arrays, libraries, streams
+from numba_symm.collectives import select, spelling, staging
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.invocation import Invocation
@@ -171,6 +171,43 @@ def test_other_arrays_are_worked_out_again(calls, bound, x, out):
     call(calls, array(X), array(Y))
     call(calls, array(**{"address": X} | x), array(**{"address": Y} | out))
     assert len(bound) == 2
+
+
+class Theirs:
+    """An array of another library."""
+
+    def __init__(self, address, shape, order):
+        self.fields = address, shape, np.dtype("f4"), order, False
+
+
+def test_a_new_output_is_of_the_callers_library(calls, launched, monkeypatch):
+    def empty(like, shape, order, stream):
+        return Theirs(Y, shape, order)
+
+    def over(memory, shape, dtype):
+        return Theirs(memory.address, shape, "C")
+
+    read = arrays._ArrayClass(lambda x, what: x.fields, None, None)
+    monkeypatch.setitem(arrays._KINDS, Theirs, read)
+    library = libraries.Library("theirs", empty, over, None)
+    monkeypatch.setitem(libraries._KNOWN, Theirs, library)
+    monkeypatch.setattr(streams, "is_capturing", lambda stream: False)
+    found = call(calls, Theirs(X, (8, 4), "F"), None)
+    assert found.fields == (Y, (8, 4), np.float32, "F", False)
+    found = call(calls, Theirs(X, (8, 4), "C"), None, operation=ALL_GATHER)
+    assert found.fields == (Y, (2, 8, 4), np.float32, "C", False)
+    assert launched == [(X, Y, 32)] * 2
+    monkeypatch.setattr(streams, "is_capturing", lambda stream: True)
+    with pytest.raises(ArgumentError, match="pass out= while a stream is being capt"):
+        call(calls, Theirs(X, (8, 4), "C"), None)
+    # Of an input with gaps, which is replaced by an array of Numba's.
+    dense = staging.Replaced.__new__(staging.Replaced)
+    dense._x, dense._out = Theirs(X, (8, 4), None), None
+    dense.x = dense.out = array(X)
+    assert dense.result(array(Y)).fields == (Y, (8, 4), np.float32, "C", False)
+    dense._x = array(X)
+    made = array(Y)
+    assert dense.result(made) is made
 
 
 def test_another_option_is_worked_out_again(calls, bound):
