@@ -1,14 +1,16 @@
 """The communicator: what users call, and what each call does."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 
-from numba_symm import arguments, arrays, environment, grids, streams
+from numba_symm import arguments, arrays, environment, grids, streams, trace
 from numba_symm.arguments import shown
 from numba_symm.collectives import (
     equality,
@@ -1311,6 +1313,55 @@ class Communicator(Persistent, OthersNames):
                 self._calls.requests.settle()
         self.check()
         self._calls.members.compare_calls()
+
+    def tag(self, text: str) -> AbstractContextManager[None]:
+        """Name this rank's calls within a ``with`` block in the record. Local.
+
+        The text is in the tables of errors, in ``numba-symm status``, in
+        :meth:`trace`, and in the ranges of a profiler. Blocks may be nested.
+
+        Args:
+            text: the name, such as ``"step 3"``; it is cut to 127 bytes.
+
+        Raises:
+            ArgumentError: ``text`` is not a str.
+            ClosedError: the communicator was closed.
+        """
+        if not isinstance(text, str):
+            raise ArgumentError(
+                f"tag: expected text to be a str, got {shown(text)}; pass the name of "
+                "the calls in the block"
+            )
+        self._calls.members.check_open()
+        return self._calls.enqueuer.tagged(text)
+
+    def trace(self, file: str | os.PathLike[str]) -> None:
+        """Write the record of calls as a Chrome trace. Local.
+
+        It has the last 1024 calls of each rank of this rank's island, and as many that
+        have no number. A slice lasts from a call to the rank's next one.
+
+        Args:
+            file: the path of a JSON file, which is replaced. Perfetto
+                (ui.perfetto.dev) and ``chrome://tracing`` show it.
+
+        Raises:
+            ArgumentError: the file cannot be written, or the calls are not recorded.
+            ClosedError: the communicator was closed.
+        """
+        self._calls.members.check_open()
+        record = self._calls.members.board.record
+        if record is None:
+            raise ArgumentError(
+                "trace: expected a record of calls, got NUMBA_SYMM_RECORD=0; unset it"
+            )
+        try:
+            trace.write(Path(file), record)
+        except (OSError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"trace: expected the path of a file that can be written, got "
+                f"{shown(file)}: {error}"
+            ) from error
 
     def abort(self, reason: str = "") -> None:
         """End the communicator on all ranks. Local, from any thread.

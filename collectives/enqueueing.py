@@ -1,8 +1,10 @@
 """Enqueueing: the launches of calls, those of an open group, and their failures."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from numba_symm import own_arrays, streams
+from numba_symm import own_arrays, profiling, streams
 from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.transfers import Pending
@@ -26,6 +28,7 @@ class Enqueuer:
     Attributes:
         order: the same.
         record: the record of calls; None: they are not recorded.
+        marks: ranges for a profiler; None: there is none.
         group: the calls of the group that is open, or None.
     """
 
@@ -37,6 +40,7 @@ class Enqueuer:
         self._members = members
         self._memory = memory
         self.record = members.board.record
+        self.marks = profiling.marks()
 
     def run(
         self, about: Description, launch: Enqueue | None, stream: HeldStream, *keep: Any
@@ -62,6 +66,8 @@ class Enqueuer:
             handle = stream[0]
             try:
                 trail = self.order.enter(handle)
+                if self.marks is not None:
+                    self.marks.push(str(about))
                 try:
                     if self.record is not None:
                         if trail.captured:
@@ -71,6 +77,8 @@ class Enqueuer:
                     launch(handle)
                 finally:
                     trail.leave()
+                    if self.marks is not None:
+                        self.marks.pop()
             except BaseException as error:
                 if self._members.engine is not None:
                     self._members.engine.keep(self._memory, *keep)
@@ -81,6 +89,17 @@ class Enqueuer:
         """Record a call that is enqueued elsewhere, or that enqueues nothing."""
         if self.record is not None and not streams.is_capturing(handle):
             self.record.note(about, handle)
+
+    @contextmanager
+    def tagged(self, text: str) -> Iterator[None]:
+        """Name the calls within the block, in the record and for a profiler."""
+        with ExitStack() as block:
+            if self.record is not None:
+                block.enter_context(self.record.tagged(text))
+            if self.marks is not None:
+                self.marks.push(text)
+                block.callback(self.marks.pop)
+            yield
 
     def give_up_unless_refused(self, error: BaseException, what: str) -> None:
         """Make the communicator fail after an error before anything was enqueued.

@@ -22,7 +22,7 @@ import os
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 CALLS = 1024
@@ -30,6 +30,9 @@ CALLS = 1024
 
 MAGIC = b"numsymm1"
 """The first bytes of the records of a board."""
+
+TAG, END = "tag: ", "end of a tag"
+"""How the descriptions of the beginning and of the end of a tag begin."""
 
 _ENTRY = struct.Struct("<QQQIHH")
 _WORDS = 152  # bytes of a description
@@ -241,6 +244,7 @@ class Record(Records):
         self._equal = [0] * size  # by rank, up to which number the calls are the same
         self._streams: dict[int, int] = {}
         self._captured: dict[str, Description] = {}
+        self._end = Description(END)
         start = self._at(rank, 0)
         self._calls = memory[start + _CALLS_AT : start + _OTHERS_AT]
         self._others = memory[start + _OTHERS_AT : start + _ABOUT_AT]
@@ -296,6 +300,19 @@ class Record(Records):
             self._captured.clear()
         words = f"captured: {about}"
         self.note(self._captured.setdefault(words, Description(words)), stream)
+
+    @contextmanager
+    def tagged(self, text: str) -> Iterator[None]:
+        """Store a text of the program's for the calls within the block."""
+        before = bytes(self.own.tag)
+        self.own.tag = text.encode(errors="replace")[: Head.tag.size - 1]
+        self.note(Description(f"{TAG}{text}"), 0)
+        try:
+            yield
+        finally:
+            if self.heads:  # otherwise the communicator was closed in the block
+                self.note(self._end, 0)
+                self.own.tag = before
 
     def _publish(self, about: Description) -> None:
         """Store a description's text, in the place of the oldest one."""

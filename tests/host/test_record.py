@@ -1,11 +1,12 @@
 """The record of calls: what is stored, compared and shown, by ranks of one process."""
 
 import struct
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from numba_symm import call_table, record
+from numba_symm import call_table, profiling, record, trace
 from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.record import CALLS, Description, Record, place
 
@@ -210,3 +211,53 @@ def test_a_call_is_recorded_before_its_launch(ranks, about, captured):
     enqueuer.run(about, lambda _: seen.append(ranks[0].number), (0, None))
     assert seen == [0 if captured else 1]
     assert ranks[0].own.captures == captured
+
+
+def test_a_tag_is_in_the_record_while_its_block_lasts(ranks):
+    one = ranks[0]
+    with one.tagged("step 3"):
+        assert one.own.tag == b"step 3"
+        one.note(described("a"), 0)
+        with one.tagged("inner"):
+            one.note(described("b"), 7)
+            assert "rank 10 is at the last call within 'inner'" in call_table.table(one)
+    assert one.own.tag == b""
+    names = [one.words(0, entry) for entry in one.others(0)]
+    assert names == ["tag: step 3", "tag: inner", "end of a tag", "end of a tag"]
+    found = [each for each in trace.events(one) if each["pid"] == 10]
+    assert found[0]["args"] == {"name": "rank 10 on n0"}
+    slices = {each["name"]: each for each in found[1:]}
+    assert set(slices) == {"step 3", "inner", "all_reduce of a", "all_reduce of b"}
+    assert slices["all_reduce of b"]["args"] == {"stream": 2, "number": 2}
+    start = {name: each["ts"] for name, each in slices.items()}
+    end = {name: each["ts"] + each["dur"] for name, each in slices.items()}
+    assert start["step 3"] <= start["all_reduce of a"] <= start["inner"]
+    assert end["all_reduce of a"] <= start["inner"] + 1
+    assert end["all_reduce of b"] <= end["inner"] + 1 <= end["step 3"] + 2
+    assert slices["step 3"]["tid"] == 0
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("installed", [False, True])
+def test_calls_are_ranges_of_a_profiler(ranks, about, monkeypatch, attached, installed):
+    seen = []
+    fake = SimpleNamespace(
+        push_range=lambda text, domain: seen.append((domain, text)),
+        pop_range=lambda domain: seen.append((domain, "end")),
+    )
+    monkeypatch.delenv(profiling.ATTACHED, raising=False)
+    if attached:
+        monkeypatch.setenv(profiling.ATTACHED, "x.so")
+    find = {"nvtx": object() if installed else None}.get
+    monkeypatch.setattr(profiling.importlib.util, "find_spec", find)
+    monkeypatch.setitem(sys.modules, "nvtx", fake)
+    trail = SimpleNamespace(leave=lambda: None, captured=False)
+    members = SimpleNamespace(board=SimpleNamespace(record=ranks[0]), engine=None)
+    enqueuer = Enqueuer(members, SimpleNamespace(enter=lambda _: trail), None)
+    with enqueuer.tagged("step 3"):
+        enqueuer.run(about, lambda _: seen.append("launch"), (0, None))
+    texts = ["step 3", str(about), "launch", "end", "end"]
+    if not (attached and installed):
+        texts = ["launch"]
+    expected = [t if t == "launch" else ("numba_symm", t) for t in texts]
+    assert seen == expected
