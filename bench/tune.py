@@ -293,8 +293,12 @@ class Run:
     ) -> float:
         total = 0.0
         for index, nbytes in enumerate(sizes):
-            given = case.operation.name, nbytes, self._comm.size, case.element
-            before, now = (select.fastest(*given, each) for each in (CHOICES, choices))
+            before, now = (
+                select.fastest(
+                    case.operation.name, nbytes, self._comm.size, case.element, each
+                )
+                for each in (CHOICES, choices)
+            )
             total += math.log(times[before][index] / times[now][index])
         return math.exp(total / len(sizes))
 

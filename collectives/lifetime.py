@@ -245,10 +245,10 @@ def join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) ->
     """Return a new communicator of some ranks of an island. Collective."""
     # Of several islands, a rank's board and sockets are those of its own.
     parent = (calls.members, members) if len(calls.members.parts) == 1 else None
-    given = calls.gpu.ordinal, calls.members.timeout
+    device, timeout = calls.gpu.ordinal, calls.members.timeout
 
     def make(undo: ExitStack) -> Island:
-        return Island(comm, undo, *given, part=True, parent=parent)
+        return Island(comm, undo, device, timeout, part=True, parent=parent)
 
     return begin(make, options_of(calls))
 

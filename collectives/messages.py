@@ -186,9 +186,9 @@ def start_group(
     keep = (*found.kept, *keep)
     call = None
     if found.stream is not None:
-        steps = tuple(found.before), tuple(found.after)
+        before, after = tuple(found.before), tuple(found.after)
         on = stream or found.stream
-        call = Prepared(transfers_of(calls, found), on, keep, None, *steps)
+        call = Prepared(transfers_of(calls, found), on, keep, None, before, after)
         if calls.enqueuer.group is None:  # refuse it before anything is enqueued
             calls.agreement.made("group", call.packed, calls.binder.messages, "group")
     try:

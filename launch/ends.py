@@ -25,8 +25,8 @@ def credentials(connection: socket.socket) -> Credentials:
 
     Its process id is that of this process' pid namespace; 0 for a process outside it.
     """
-    option = (socket.SOL_SOCKET, socket.SO_PEERCRED)
-    return Credentials(*_UCRED.unpack(connection.getsockopt(*option, _UCRED.size)))
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return Credentials._make(_UCRED.unpack(found))
 
 
 class Links:

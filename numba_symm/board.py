@@ -136,9 +136,9 @@ class Board:
 
     def _failure_of(self, rank: int) -> Failure | None:
         """Return the failure in a rank's record, or None."""
-        named = self._exchange.names, self._exchange.nodes
         assert self._memory is not None  # otherwise it is closed
-        return self._memory.failure_of(rank, *named)
+        exchange = self._exchange
+        return self._memory.failure_of(rank, exchange.names, exchange.nodes)
 
     def note_load(self, what: str) -> None:
         """Note that this rank is loading something. Local."""

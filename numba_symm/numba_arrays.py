@@ -72,7 +72,7 @@ def _kinds() -> tuple[Any, Any]:
         def _bits(self) -> Any:
             # Numba's view fails for arrays without axes.
             dtype = f"u{self.dtype.itemsize}"
-            place = self.stream, self.gpu_data
-            return DeviceNDArray(self.shape, self.strides, dtype, *place)
+            shape, strides = self.shape, self.strides
+            return DeviceNDArray(shape, strides, dtype, self.stream, self.gpu_data)
 
     return DeviceNDArray, BitsNDArray

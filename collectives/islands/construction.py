@@ -102,8 +102,8 @@ def _join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -
     assert isinstance(comm, TaggedComm)  # only MPI's ranks are several islands
 
     def make(undo: ExitStack) -> Islands:
-        given = calls.gpu.ordinal, calls.members.timeout
-        return Islands(comm, undo, *given, part=True, parts=parts)
+        timeout = calls.members.timeout
+        return Islands(comm, undo, calls.gpu.ordinal, timeout, part=True, parts=parts)
 
     return _begin(make, lifetime.options_of(calls))
 

@@ -123,8 +123,10 @@ class _Scan:
         first, place = slots + low * stride, 0
         if site.index in self.used:
             place = site.index - low
-        of_call = high + 1 - low, call.target, call.count
-        return steps + self._combined(first, stride, place, *of_call)
+        islands = high + 1 - low
+        return steps + self._combined(
+            first, stride, place, islands, call.target, call.count
+        )
 
     def _widened(
         self, staging: StagingRanges, source: int, count: int

@@ -267,7 +267,7 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
     arguments = (binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,))
-    return binding.make_kernel(make_chunked_all_reduce, constants, *arguments)
+    return binding.make_kernel(make_chunked_all_reduce, constants, arguments)
 
 
 def bind(end: binding.Endpoint, call: binding.Call, fallback_for: int = 0) -> Launch:

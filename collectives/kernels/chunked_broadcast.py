@@ -197,7 +197,7 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     arguments = (types.int64, binding.ADDRESS, *6 * (types.int64,))
     constants = (size, element, ragged)
-    return binding.make_kernel(make_chunked_broadcast, constants, *arguments)
+    return binding.make_kernel(make_chunked_broadcast, constants, arguments)
 
 
 def bind(

@@ -309,7 +309,7 @@ def kernel(
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, kind)
     arguments = (binding.ADDRESS, binding.ADDRESS, *7 * (types.int64,))
-    return binding.make_kernel(make_chunked_exchange, constants, *arguments)
+    return binding.make_kernel(make_chunked_exchange, constants, arguments)
 
 
 def bind(

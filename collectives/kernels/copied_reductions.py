@@ -171,14 +171,14 @@ def reduce_kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the reducing kernel, compiled when first bound."""
     arguments = (binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,))
     constants = (size, element, op, ragged)
-    return binding.make_kernel(make_reduce_copied, constants, *arguments)
+    return binding.make_kernel(make_reduce_copied, constants, arguments)
 
 
 @functools.cache
 def store_kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the storing kernel, compiled when first bound."""
     arguments = (binding.ADDRESS, *7 * (types.int64,))
-    return binding.make_kernel(make_store_copied, (size, element, ragged), *arguments)
+    return binding.make_kernel(make_store_copied, (size, element, ragged), arguments)
 
 
 class _Move(NamedTuple):

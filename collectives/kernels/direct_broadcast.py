@@ -139,7 +139,7 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, ragged)
     arguments = (binding.ADDRESS, *4 * (types.int64,))
-    return binding.make_kernel(make_direct_broadcast, constants, *arguments)
+    return binding.make_kernel(make_direct_broadcast, constants, arguments)
 
 
 def bind(

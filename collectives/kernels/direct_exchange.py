@@ -130,7 +130,7 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, ragged)
     arguments = (binding.ADDRESS, binding.ADDRESS, *3 * (types.int64,))
-    return binding.make_kernel(make_direct_exchange, constants, *arguments)
+    return binding.make_kernel(make_direct_exchange, constants, arguments)
 
 
 def bind(

@@ -124,7 +124,7 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
     arguments = (binding.ADDRESS, binding.ADDRESS, *4 * (types.int64,))
-    return binding.make_kernel(make_direct_reduce, constants, *arguments)
+    return binding.make_kernel(make_direct_reduce, constants, arguments)
 
 
 def bind(

@@ -189,7 +189,7 @@ def kernel(
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, everywhere)
     arguments = (binding.ADDRESS, binding.ADDRESS, *3 * (types.int64,))
-    return binding.make_kernel(make_direct_shards, constants, *arguments)
+    return binding.make_kernel(make_direct_shards, constants, arguments)
 
 
 def bind_all_reduce(

@@ -282,7 +282,7 @@ def kernel(
     constants = (size, element, op, ragged, transport, tiles, kind)
     arguments = (binding.ADDRESS, binding.ADDRESS, *7 * (types.int64,))
     weight = mailboxes.TRANSPORTS[transport].weight
-    return binding.make_kernel(make_one_shot, constants, *arguments, weight=weight)
+    return binding.make_kernel(make_one_shot, constants, arguments, weight=weight)
 
 
 def bind(

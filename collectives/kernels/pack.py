@@ -113,10 +113,10 @@ def bind(
     launches = []
     for number, indices in enumerate(product(*(range(n) for n, _ in outer))):
         first = sum(i * stride for i, (_, stride) in zip(indices, outer, strict=True))
-        places = packed + number * count * word, spread + first
         launch = kernel(len(axes)).bind(
             grid,
-            *places,
+            packed + number * count * word,
+            spread + first,
             word,
             int(packing),
             count,

@@ -318,7 +318,7 @@ def kernel(
     received = types.UniTuple(types.int64, (5 if counted else 2) * number)
     constants = (size, width, ragged, messages, used, counted, alone)
     arguments = types.int64, types.int64, sent, received
-    return binding.make_kernel(make_transfer, constants, *arguments)
+    return binding.make_kernel(make_transfer, constants, arguments)
 
 
 def bind(

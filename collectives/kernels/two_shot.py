@@ -145,7 +145,7 @@ def kernel(
     constants = (size, element, op, ragged, transport, tiles)
     arguments = (binding.ADDRESS, binding.ADDRESS, types.int64, types.int64)
     weight = mailboxes.TRANSPORTS[transport].weight
-    return binding.make_kernel(make_two_shot, constants, *arguments, weight=weight)
+    return binding.make_kernel(make_two_shot, constants, arguments, weight=weight)
 
 
 def bind(transport: str, end: binding.Endpoint, call: binding.Call) -> Launch:

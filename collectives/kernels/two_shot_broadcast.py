@@ -143,7 +143,7 @@ def kernel(size: int, element: Element, ragged: bool, tiles: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, ragged, tiles)
     arguments = (binding.ADDRESS, *5 * (types.int64,))
-    return binding.make_kernel(make_two_shot_broadcast, constants, *arguments)
+    return binding.make_kernel(make_two_shot_broadcast, constants, arguments)
 
 
 def bind(end: binding.Endpoint, call: binding.Call) -> Launch:

@@ -130,7 +130,7 @@ def digest_of(call: str) -> int:
 def make_kernel(
     factory: Callable[..., Any],
     constants: tuple[Any, ...],
-    *arguments: Any,
+    arguments: tuple[Any, ...] = (),
     weight: int = 1,
 ) -> Kernel:
     """Return a collective's kernel; ``constants`` begin with the number of ranks.

@@ -332,7 +332,7 @@ def handshake_kernel(size: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     seen = types.UniTuple(ADDRESS, size - 1)
     return binding.make_kernel(
-        make_handshake, (size,), types.int64, types.int64, *3 * (seen,)
+        make_handshake, (size,), (types.int64, types.int64, *3 * (seen,))
     )
 
 

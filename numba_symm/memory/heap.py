@@ -241,7 +241,12 @@ class Heap:
         owner = entry.owner(), array
         pad = entry.pad.addresses()
         return SymmetricMemory(
-            *(self.island, entry.peers, block.nbytes, offset, pad, owner),
+            self.island,
+            entry.peers,
+            block.nbytes,
+            offset,
+            pad,
+            owner,
             self.debug,
         )
 

@@ -93,10 +93,16 @@ class Device(Messages):
             own = inside(self.communicator).ranks.comm
             assert isinstance(own, TaggedComm)  # because ``host`` is mpi4py's
             origin = own.mpi
-        stream = options.get("stream")
-        checks = life.check, life.has_failed
-        given = stream, *checks, self._enter, options.get("timeout")
-        self.post = Post(origin, allocator, islands, *given)
+        self.post = Post(
+            origin,
+            allocator,
+            islands,
+            stream=options.get("stream"),
+            check=life.check,
+            failed=life.has_failed,
+            enter=self._enter,
+            timeout=options.get("timeout"),
+        )
 
     def __getattr__(self, name: str) -> Any:
         """Refuse a call of a null communicator, which has no attributes."""

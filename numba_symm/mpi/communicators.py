@@ -165,8 +165,8 @@ class Intracomm(Comm, MPI.Intracomm):  # type: ignore[misc]
         tag: int = 0,
     ) -> Any:
         """Return an intercommunicator, whose calls take host arrays only."""
-        given = local_leader, peer_comm, remote_leader, tag
-        return self._wrapped(self.host.Create_intercomm(*given))
+        create = self.host.Create_intercomm
+        return self._wrapped(create(local_leader, peer_comm, remote_leader, tag))
 
     def Create_cart(
         self,

@@ -179,9 +179,15 @@ class Posted:
         if not self.cancelled:
             number, nbytes, offset, once = HEADER.unpack_from(self._room)
             handle = bytes(self._room[HEADER.size : status.Get_count(MPI.BYTE)])
-            source, tag = status.source, status.tag
-            given = source, tag, number, nbytes, offset, handle, bool(once)
-            self._envelope = Envelope(*given)
+            self._envelope = Envelope(
+                source=status.source,
+                tag=status.tag,
+                number=number,
+                nbytes=nbytes,
+                offset=offset,
+                handle=handle,
+                once=bool(once),
+            )
         if self._ended is not None:
             self._ended(self)
         self._ended = None

@@ -160,9 +160,10 @@ class Job:
         to, of = arrays.view(target, self.what), arrays.view(source, self.what)
         nbytes = min(to.nbytes, of.nbytes)
         if nbytes and to.address != of.address:
-            place = to.address, of.address, nbytes
             self._kept += target, source
-            self._steps.append(lambda stream: streams.copy(*place, stream))
+            self._steps.append(
+                lambda stream: streams.copy(to.address, of.address, nbytes, stream)
+            )
 
     def then(self, step: PackedStep) -> None:
         """Add a step."""

@@ -33,8 +33,8 @@ def copied(of: Items, into: Items) -> list[packing.PackedStep]:
     if not of.nbytes:
         return []
     if of.layout.runs is None and into.layout.runs is None:
-        place = into.address, of.address, of.nbytes
-        return [lambda stream: streams.copy(*place, stream)]
+        to, source, nbytes = into.address, of.address, of.nbytes
+        return [lambda stream: streams.copy(to, source, nbytes, stream)]
     if of.layout.runs is None:
         return [packing.unpack(into, bytes_of(of))]
     if into.layout.runs is None:

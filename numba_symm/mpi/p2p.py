@@ -155,15 +155,17 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Send a message and receive one."""
+
+        def start() -> Any:
+            return self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
+
         if NOBODY in (dest, source) or not (on_device(sendbuf) and on_device(recvbuf)):
-            both = self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
-            _complete(both, status)
+            _complete(start(), status)
             return
         post, found = self.post, message(sendbuf)
         stream = post.stream_of(array_in(recvbuf), "Recv")  # refuses a capture first
         if not post.admits(found, dest, sendtag):
-            given = sendbuf, dest, sendtag, recvbuf, source, recvtag
-            _complete(self.Isendrecv(*given), status)
+            _complete(start(), status)
             return
         staged = post.stage(found, dest, sendtag)
         try:  # what the host can do while the send's copy runs

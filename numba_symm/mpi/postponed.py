@@ -158,8 +158,8 @@ class Postponed:
             assert self._found is not None
             data = np.empty(self._nbytes, np.uint8)
             stream = post.outgoing.stream
-            given = data.ctypes.data, self._found.address, self._nbytes, stream
-            streams.copy_to_host(*given)
+            at = data.ctypes.data
+            streams.copy_to_host(at, self._found.address, self._nbytes, stream)
             if not SIMULATED:
                 streams.synchronize(stream)
             post.send_data(data, self._dest, number)

@@ -154,14 +154,21 @@ class Consumer:
 
     def _map(self, key: Key, reference: "Reference") -> OpenMapping:
         handle = reference.handle
-        what = (handle.producer, broker.MEMORY, handle.file, handle.slot)
+        ask = functools.partial(
+            broker.asked,
+            handle.producer,
+            broker.MEMORY,
+            handle.file,
+            handle.slot,
+            handle.serial,
+        )
         try:
             mapping = kinds.map_memory(
                 handle.kind,
                 handle.base_nbytes,
                 handle.base_handle,
                 (handle.producer, handle.pool),
-                lambda: broker.asked(*what, handle.serial),
+                ask,
                 key[-1],
                 own=kinds.uuid_of(key[-1]) == handle.device,
             )
