@@ -137,6 +137,7 @@ class ThreadTeam:
             self.check()
             self._waiting.append(thread)
             self._wake()
+            self._check_barriers()
 
     def arrive_at(self, barrier: int, threads: int, thread: Any) -> None:
         """Record that a thread is at a barrier of that many; the last wakes all.
@@ -153,6 +154,7 @@ class ThreadTeam:
                 for each in here:
                     each.condition = found
                     each.turn.release()
+            self._check_barriers()
 
     def leave(self, thread: Any, error: BaseException | None) -> None:
         """Record that a thread has ended its block, so that barriers leave it out."""
@@ -166,8 +168,21 @@ class ThreadTeam:
                     error.add_note(f"in {launch.words(thread)}")
                 self._fail(error)
             self._wake()
-            over = self.running == 0 or error is not None
+            try:
+                self._check_barriers()
+            except ArgumentError as found:
+                self._fail(found)
+            over = self.running == 0 or self.failure is not None
         launch.left(self, over)
+
+    def _check_barriers(self) -> None:
+        """Raise if all threads wait at barriers, of which none is complete."""
+        apart = len(self._waiting) + sum(map(len, self._at.values()))
+        if self._at and apart == self.running and self.failure is None:
+            raise ArgumentError(
+                "a function of a warp: expected every thread of the warp to call it, "
+                f"got {self.running} threads of the block at different barriers"
+            )
 
     def disband(self, error: BaseException) -> None:
         """End all threads; running ones end at their next barrier or poll."""

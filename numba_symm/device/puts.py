@@ -2,9 +2,9 @@
 
 A copy moves rows of bytes. Its threads store aligned vectors of 16 bytes, whatever the
 alignment of target and source. If they differ by the alignment within a vector, each
-thread loads two adjacent aligned vectors and shifts the words between them. The second
-load usually hits the L1 cache, because the next thread has loaded that vector. Without
-shifts, all accesses would be as narrow as the common alignment.
+thread loads two adjacent aligned vectors and shifts the words between them. The next
+thread loads the second one, too, so the cache may have it. Without shifts, all accesses
+would be as narrow as the common alignment.
 
 The bytes before the first whole vector of a row and after the last one are copied
 element by element, and so are short rows and strided elements. A copy accesses no byte
@@ -197,7 +197,9 @@ def put(ctx: Any, target: Any, source: Any) -> None:
     One thread calls it. It orders nothing and waits for nothing. Before it, what it
     copies must be visible to this thread, and the peer must have read what it
     overwrites. A later :func:`put_signal` of this thread, or one after ``syncthreads``,
-    publishes the copy.
+    publishes the copy. It costs a load and a store for each 16 bytes of adjacent
+    elements, and another load if the alignments differ. Strided elements cost a load
+    and a store each.
 
     Args:
         ctx: the memory's context.

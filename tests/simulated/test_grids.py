@@ -51,6 +51,23 @@ def test_blocks_wait_for_later_blocks(comm):
 
 
 @cuda.jit
+def call_in_one_thread_of_a_warp(ctx, others_wait):
+    if cuda.threadIdx.x == 0:
+        box = symm.peer_array(ctx, 0, 4, np.uint64)
+        symm.get_packets_warp(ctx, 0, box[:0], box, 1)
+    if others_wait:
+        cuda.syncthreads()
+
+
+@pytest.mark.parametrize("others_wait", [True, False])
+def test_a_warp_that_is_not_complete_is_an_error(comm, others_wait):
+    """On a GPU, it may wait indefinitely."""
+    ctx = comm.rendezvous(comm.zeros(4, np.uint64)).ctx
+    with pytest.raises(ArgumentError, match=r"thread of the warp to call it, got \d"):
+        call_in_one_thread_of_a_warp[1, 3](ctx, others_wait)
+
+
+@cuda.jit
 def wait_for_the_last_block(ctx):
     if cuda.blockIdx.x == 0:
         symm.wait_signal(ctx, 0, 3)
