@@ -306,9 +306,9 @@ class Communicator(Persistent, OthersNames):
         Collective: every rank passes the same numbers. Its attribute ``ctx`` is an
         argument of kernels, for :func:`numba_symm.device.all_reduce` and the other
         collectives there. One kernel at a time uses it, with the same grid on every
-        rank; later kernels on the stream may use it again. It takes 64 bytes for each
-        16 of ``bytes``, block and other rank, 128 for each block, and 4 for each
-        thread.
+        rank; later kernels on the stream may use it again. It connects the ranks of an
+        island. It takes 64 bytes for each 16 of ``bytes``, block and other rank, 128
+        for each block, and 4 for each thread.
 
         Args:
             blocks: the most blocks of a kernel.

@@ -23,7 +23,7 @@ from numba_symm.environment import SIMULATED
 THREADS = 8 if SIMULATED else 1024  # a power of 2
 ROWS = 12 if SIMULATED else 8192  # of each rank
 SHIFT = 1.0 if SIMULATED else 0.05
-MOST_RANKS = 64
+EDGES = 2 * 64  # of at most 64 ranks
 TOLERANCE = 1e-10
 MOST_ITERATIONS = 1000
 
@@ -77,7 +77,7 @@ def solve(ws, x, r, p, q, iterations):
     thread = cuda.threadIdx.x
     partial = cuda.shared.array(THREADS, np.float64)
     edge = cuda.shared.array(2, np.float64)
-    edges = cuda.shared.array(2 * MOST_RANKS, np.float64)
+    edges = cuda.shared.array(EDGES, np.float64)
     for i in range(thread, ROWS, THREADS):
         x[i] = 0.0
         p[i] = r[i]

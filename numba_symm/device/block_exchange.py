@@ -18,11 +18,12 @@ is overwritten before it was read, however often a kernel repeats that. It needs
 each two ranks exchange at least one vector, both ways, in every epoch. In a broadcast,
 the ranks without data send a vector that says which root they expect.
 
-Epochs overflow after 2**32 calls, within a kernel perhaps after an hour. Then a mailbox
-that few calls use could hold a packet of 2**32 epochs ago. So a thread clears all its
-mailboxes in the last epoch of each half. A peer stores there next two epochs later. Two
-fences order that: of the thread that has cleared, before it posts the next epoch, and
-of the peer, after it has received that epoch. The calls may be of different kernels.
+Epochs overflow after 2**32 calls: of a microsecond each, after 72 minutes. Then a
+mailbox that few calls use could hold a packet of 2**32 epochs ago. So a thread clears
+all its mailboxes in the last epoch of each half. A peer stores there next two epochs
+later. Two fences order that: of the thread that has cleared, before it posts the next
+epoch, and of the peer, after it has received that epoch. The calls may be of different
+kernels.
 
 The block synchronizes where its threads use what others of them have stored, and to
 agree whether a thread has failed. After a failure, every thread of the block keeps
@@ -87,9 +88,9 @@ LAST_EPOCH = 2**32 - 2  # explore: last-epoch
 FAILED = 2**32 - 1
 """Kept instead of an epoch after a failure."""
 
-NO_DATA = 0x3F1B52C8D7E6490A
-"""The second word of a vector without data. Its first word is the expected root. Data
-has both with a probability of 2**-128."""
+NO_DATA, _NO_DATA = 0x3F1B52C8D7E6490A, 0x6C0F9A35
+"""The upper 96 bits of a vector without data, whose lowest 32 bits are the expected
+root. Data has them with a probability of 2**-96."""
 
 EVERYONE = -1
 
@@ -131,6 +132,12 @@ def _peek(box: int, epoch: int) -> Any:
 @device_function
 def _next_epoch(epoch: int) -> int:
     return 1 if epoch >= LAST_EPOCH else epoch + 1  # explore: next
+
+
+@device_function
+def _without_data(root: int) -> int:
+    """Return the first word of a vector without data."""
+    return word_of(root) | _NO_DATA << 32
 
 
 @functools.cache
@@ -191,7 +198,7 @@ def make_post(size: int, unit: int, kind: Kind) -> Callable[..., None]:
                 start = (ws.rank + 1 + k) % size * count
                 low[k], high[k] = load(x, start + first, start + count)
             elif rooted and ws.rank != root:
-                low[k], high[k] = root, NO_DATA
+                low[k], high[k] = _without_data(root), NO_DATA
             else:
                 low[k], high[k] = load(x, first, count)
         for k in range(others):
@@ -247,8 +254,9 @@ def make_roots_match(size: int) -> Callable[..., bool]:
         other = 0
         for k in range(1, size):
             is_root = (ws.rank + k) % size == root
-            expected = high[k] == NO_DATA and low[k] == root
-            if expected == is_root:
+            wrong = low[k] ^ _without_data(root)
+            is_none = high[k] == NO_DATA and wrong >> 32 == 0  # explore: is-none
+            if is_none == is_root or (is_none and wrong != 0):
                 other = k
         if other != 0:
             peer = (ws.rank + other) % size

@@ -110,6 +110,29 @@ class Blocks:
             world.launch(rank, programs.collectives_of_blocks, self.grid, *args)
 
 
+def broadcasts_of_other_roots(code):
+    """A broadcast for which the ranks have different roots."""
+
+    def scenario(machine):
+        blocks = Blocks(machine, code)
+        world, kind = blocks.world, code.block_exchange.BROADCAST
+        sizes = blocks.size, INT64, "sum", kind, True
+        exchange, count = code.block_exchange.make_exchange(*sizes), 3
+        workers = code.shape.threads * blocks.grid
+        arrays, words = world.inputs(count * workers, an_integer)
+        results = world.map("result", 8 * count * workers)
+        odd = machine.random.randrange(blocks.size)
+        for rank, ws in enumerate(blocks.contexts):
+            root = 1 if rank == odd else 0
+            step = exchange, (arrays[rank], count), count, True, root, results[rank]
+            kernel = code.programs.collectives_of_items
+            world.launch(rank, kernel, blocks.grid, ws, [step])
+            world.expect(results[rank], words[root])
+        world.run(mismatch=True)
+
+    return scenario
+
+
 def collectives(code, items=None, kernels=2, steps=4, wrap=False, kinds=KINDS):
     """Kernels that make several collectives each.
 

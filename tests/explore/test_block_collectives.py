@@ -2,7 +2,7 @@
 
 import pytest
 
-from explore.block_calls import collectives
+from explore.block_calls import broadcasts_of_other_roots, collectives
 from explore.markers import removed, replaced, within
 from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
 from explore.source import device_code
@@ -33,6 +33,12 @@ ONE_WAY = (
 )
 """Without what a rank receives from those that have no data for it."""
 
+UNCHECKED = (
+    removed("block_exchange", "roots"),
+    within("block_exchange", "is-none", "wrong >> 32 == 0", "wrong == 0"),
+)
+"""Without finding that a rank has no data, or that it expects another root."""
+
 AT_THE_WRAP = {
     "nothing wiped": removed("block_exchange", "wipe"),
     "half a vector wiped": removed("block_exchange", "wipe-second"),
@@ -53,7 +59,7 @@ AT_THE_WRAP = {
 @worlds
 @pytest.mark.parametrize("items", [False, True], ids=["blocks", "items"])
 def test_collectives(items, ranks):
-    holds(collectives(device_code(), items), ranks, 60 // ranks)
+    holds(collectives(device_code(), items), ranks, 40 // ranks)
 
 
 @worlds
@@ -63,7 +69,7 @@ def test_collectives_as_the_epochs_overflow(ranks, enough):
     names = {"starts_inherit", "copies_end", "ends_count", "fences_carry"} - {enough}
     dropped = dict.fromkeys(names, False)
     scenario = collectives(device_code(), steps=3, wrap=True)
-    holds(scenario, ranks, 40 // ranks, **dropped)
+    holds(scenario, ranks, 24 // ranks, **dropped)
 
 
 @by_anything_and_by_result
@@ -77,6 +83,13 @@ def test_what_is_broken_is_found(what, races):
 def test_broadcasts_in_one_direction_are_found(races, ranks):
     scenario = collectives(device_code(*ONE_WAY), items=True, kinds=["BROADCAST"])
     breaks(scenario, ranks, races=races)
+
+
+@worlds
+def test_roots_that_differ_are_found_on_every_rank(ranks):
+    holds(broadcasts_of_other_roots(device_code()), ranks, 20 // ranks)
+    for edit in UNCHECKED:
+        breaks(broadcasts_of_other_roots(device_code(edit)), ranks)
 
 
 @by_anything_and_by_result

@@ -31,13 +31,14 @@ def exchanging(size):
 
     Each step's inputs are the step before's outputs.
     """
+    whole = COUNT * size
 
     @cuda.jit
     def exchange_all(ws, given, out, steps, ok):
         block, thread = cuda.blockIdx.x, cuda.threadIdx.x
         mine = cuda.shared.array(COUNT, np.float32)
-        every = cuda.shared.array(COUNT * size, np.float32)
-        sent = cuda.shared.array(COUNT * size, np.float32)
+        every = cuda.shared.array(whole, np.float32)
+        sent = cuda.shared.array(whole, np.float32)
         for i in range(thread, COUNT, cuda.blockDim.x):
             mine[i] = given[block, i]
         good = True
