@@ -58,12 +58,6 @@ from numba_symm.kernels import Kernel
 
 LOADS = 8  # vectors that a thread loads before it stores any
 
-SETS = 2
-"""Sets of slots, and of events of the side stream."""
-
-EVENTS = SETS + 1
-"""Events of the side stream: one more for what follows immediately."""
-
 
 def make_reduce_copied(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel that reduces a chunk of this rank's shard."""
@@ -179,6 +173,13 @@ def store_kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the storing kernel, compiled when first bound."""
     arguments = (binding.ADDRESS, *7 * (types.int64,))
     return binding.make_kernel(make_store_copied, (size, element, ragged), arguments)
+
+
+SETS = 2
+"""Sets of slots, and of events of the side stream."""
+
+EVENTS = SETS + 1
+"""Events of the side stream: one more for what follows immediately."""
 
 
 class _Move(NamedTuple):

@@ -46,18 +46,8 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm import dtypes
-from numba_symm.collectives.protocols import binding, workspace
+from numba_symm.collectives.protocols import binding, credit, workspace
 from numba_symm.collectives.protocols.chunks import read_slots, write_slots
-from numba_symm.collectives.protocols.credit import (
-    ABSENT,
-    LOW_HALF,
-    NUMBER,
-    NUMBER_BITS,
-    await_turn,
-    end_of,
-    hand_over,
-    make_learn,
-)
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
     THREADS,
@@ -68,26 +58,6 @@ from numba_symm.device import intrinsics, lanes, order
 from numba_symm.kernels import Kernel, Launch
 
 LOADS = 4  # vectors that a thread loads before it stores them
-
-
-class Message(NamedTuple):
-    """What one rank sends to, or receives from, another.
-
-    Attributes:
-        peer: the other rank.
-        address: where it is loaded, or stored.
-        nbytes: how much, equal at both ends; with ``count_at``, the most that may
-            arrive.
-        count_at: on the receiver, the address of an int64 that gets the number of
-            elements that arrived; 0: ``nbytes`` arrive.
-        itemsize: the bytes of an element, if there is a count.
-    """
-
-    peer: int
-    address: int
-    nbytes: int
-    count_at: int = 0
-    itemsize: int = 1
 
 
 def make_move(room: int, moves: lanes.Lanes) -> Callable[..., None]:
@@ -149,7 +119,7 @@ def make_find(size: int, messages: int, counted: bool) -> Callable[..., Any]:
     @intrinsics.device_function
     def find(k: int, sending: bool, message: int, sends: Any, receives: Any) -> Any:
         address = 0
-        nbytes = ABSENT
+        nbytes = credit.ABSENT
         count_at = 0
         shift = 0
         inverse = 1
@@ -229,7 +199,7 @@ def make_transfer(
     epochs, lengths = at.epochs, at.lengths
     pair_lengths = 8 * at.messages * at.number  # in memory, however few are used
     find, places = make_find(size, messages, counted), make_places(size, at)
-    learn, move = make_learn(at.messages), make_move(room, moves)
+    learn, move = credit.make_learn(at.messages), make_move(room, moves)
 
     def transfer(
         guard: Any,
@@ -252,9 +222,9 @@ def make_transfer(
         if alone:
             channel, place, launched = block, direction, grid
             block = pairs * channel + place
-        sending, peer = end_of(place, rank, others)
+        sending, peer = credit.end_of(place, rank, others)
         k = (peer + size - rank - 1) % size
-        flag, slot, credit = places(ring, own, k, channel, sending)
+        flag, slot, credit_at = places(ring, own, k, channel, sending)
         marks = main if alone else own
         kept = own - marks + epochs  # an offset from the marks
         epoch, failed = workspace.resume(marks, kept, block)  # explore: resume
@@ -269,7 +239,7 @@ def make_transfer(
                 end = peer, channel, launched
                 expected = nbytes, count_at, shift, inverse
                 nbytes = learn(guard, end, epoch, flag, length, expected, failed)
-                if nbytes == ABSENT:
+                if nbytes == credit.ABSENT:
                     failed = True  # explore: unlearned
                     stopped = True
             vectors, count = (nbytes + VECTOR - 1) // VECTOR, nbytes // width
@@ -278,15 +248,15 @@ def make_transfer(
             first = channel * tiles * THREADS
             # An empty one is a chunk, because the receiver may expect another size.
             last = 1 if nbytes == 0 else vectors
-            size_word = intrinsics.word_of(nbytes << NUMBER_BITS)
+            size_word = intrinsics.word_of(nbytes << credit.NUMBER_BITS)
             while first < last and not stopped:
-                epoch = (epoch + 1) & LOW_HALF
+                epoch = (epoch + 1) & credit.LOW_HALF
                 flag_now = flag + 8 * (epoch % DEPTH)
                 slot_now = slot + slot_bytes * (epoch % DEPTH) + VECTOR * thread
-                word = intrinsics.word_of(size_word | epoch & NUMBER)
+                word = intrinsics.word_of(size_word | epoch & credit.NUMBER)
                 if thread == 0 and not failed:
-                    failed = await_turn(
-                        guard, peer, channel, sending, credit, flag_now, epoch, word
+                    failed = credit.await_turn(
+                        guard, peer, channel, sending, credit_at, flag_now, epoch, word
                     )
                 # What one thread has waited for, the whole block may use.
                 stopped = workspace.sync_block_or(failed)  # explore: agree
@@ -294,12 +264,32 @@ def make_transfer(
                     break
                 chunk = first + thread, tiles, vectors, count
                 move(sending, address, slot_now, chunk, low, high)
-                hand_over(sending, flag_now, word, credit, epoch)
+                credit.hand_over(sending, flag_now, word, credit_at, epoch)
                 first += across * tiles
         workspace.sync_block()  # a block without messages has not synchronized yet
         workspace.keep(marks, kept, block, epoch, failed)  # explore: keep
 
     return transfer
+
+
+class Message(NamedTuple):
+    """What one rank sends to, or receives from, another.
+
+    Attributes:
+        peer: the other rank.
+        address: where it is loaded, or stored.
+        nbytes: how much, equal at both ends; with ``count_at``, the most that may
+            arrive.
+        count_at: on the receiver, the address of an int64 that gets the number of
+            elements that arrived; 0: ``nbytes`` arrive.
+        itemsize: the bytes of an element, if there is a count.
+    """
+
+    peer: int
+    address: int
+    nbytes: int
+    count_at: int = 0
+    itemsize: int = 1
 
 
 @functools.cache
@@ -402,7 +392,7 @@ def _listed(by_ring: list[list[Message]], most: int, counted: bool) -> tuple[int
             words += (message.address, message.nbytes)
             if counted:
                 words += (message.count_at, *_divisor(message.itemsize))
-        absent = [0, ABSENT, 0, 0, 1] if counted else [0, ABSENT]
+        absent = [0, credit.ABSENT, 0, 0, 1] if counted else [0, credit.ABSENT]
         words += absent * (most - len(messages))
     return tuple(words)
 
