@@ -242,9 +242,8 @@ Join = Callable[[Calls, ranks.Comm | TaggedComm, Sequence[int]], Calls]
 
 
 def join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -> Calls:
-    """Return a new communicator of some ranks of an island. Collective."""
-    # Of several islands, a rank's board and sockets are those of its own.
-    parent = (calls.members, members) if len(calls.members.parts) == 1 else None
+    """Return a new communicator of some ranks of one island. Collective."""
+    parent = calls.members.at_home(members)
     device, timeout = calls.gpu.ordinal, calls.members.timeout
 
     def make(undo: ExitStack) -> Island:

@@ -41,6 +41,8 @@ class Islands(Members):
         timeout: as for :class:`Members`.
         part: as for :class:`Members`.
         parts: the islands; None: they are found.
+        parent: several islands with all these ranks, and their numbers there. Its
+            sockets and locks within this rank's island are used here, too.
 
     Attributes:
         nodes: by rank, the node's name.
@@ -63,12 +65,13 @@ class Islands(Members):
         timeout: float | None,
         part: bool = False,
         parts: Parts | None = None,
+        parent: tuple[Members, Sequence[int]] | None = None,
     ):
         self._known = parts
         self.watchdog: Watchdog | None = None
         self._shared = ExitStack()  # what all ranks free together
         self.operation = "Communicator"
-        super().__init__(comm, undo, device, timeout, part)
+        super().__init__(comm, undo, device, timeout, part, parent=parent)
 
     def _make(self, device: int | None) -> None:
         exchange = self.exchange
@@ -86,6 +89,10 @@ class Islands(Members):
             (index, part) for index, part in enumerate(self.parts) if rank in part
         )
         self.local = mine.index(rank)
+        parent, self._parent = self._parent, None  # which may end first
+        if parent is not None:
+            whole, members = parent
+            parent = whole.at_home([members[each] for each in mine])
         comm = self.comm.part(mine, Purpose.ISLAND)
         with exchange.agreed("Communicator"):
             nodes = [self.world.node] * len(mine)
@@ -98,6 +105,7 @@ class Islands(Members):
                     part=True,
                     names=mine,
                     nodes=nodes,
+                    parent=parent,
                 )
             # Here, because another island may fail in this step.
             self._shared.callback(self.inner.close)

@@ -60,8 +60,9 @@ class Members(ABC):
         names: by rank, its number in texts, where a larger communicator has these
             ranks; None: the same.
         nodes: by rank, the name of its node, for texts; empty: texts name no nodes.
-        parent: an island with all these ranks, whose sockets and locks this one uses,
-            too, and the ranks' numbers there; None: it makes its own.
+        parent: an island with these ranks, of several with those of this rank's island;
+            and the numbers there. Its sockets and locks are used here, too. None: new
+            ones are made.
 
     Attributes:
         timeout: the seconds, checked.
@@ -156,6 +157,11 @@ class Members(ABC):
     @abstractmethod
     def island(self) -> "Members":
         """The ranks of this rank's island."""
+
+    def at_home(self, members: Sequence[int]) -> "tuple[Members, list[int]]":
+        """Return this rank's island, and the numbers there of ranks of it. Local."""
+        home = next(part for part in self.parts if self.world.rank in part)
+        return self.island, [home.index(member) for member in members]
 
     @abstractmethod
     def within(self, what: str) -> AbstractContextManager[None]:

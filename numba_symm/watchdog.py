@@ -21,7 +21,12 @@ from numba_symm.errors import CollectiveError, summary
 from numba_symm.launch import ranks, waiting
 from numba_symm.launch.tagged import TaggedComm
 
-_PAUSE = 0.02  # seconds
+_PAUSE = 0.02  # seconds between two looks
+_AT_FULL_RATE = 50
+"""How many watchdogs of a process may look at that rate; more share it.
+
+Each look holds Python's lock. At that rate, the looks of 700 would take a core.
+"""
 
 
 class Watchdog:
@@ -72,7 +77,7 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.wait(_PAUSE):
+            while not self._stopping.wait(_pause()):
                 self.look()
         except Exception as error:
             # Without this thread, failures of other islands would not be seen.
@@ -162,11 +167,17 @@ class Watchdog:
         """End the thread, and look no more. Local and idempotent."""
         with self._lock:
             self._stopping.set()
+        _running.discard(self)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
 
 _running: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
+
+
+def _pause() -> float:
+    """Return the seconds until the next look of a watchdog."""
+    return _PAUSE * max(1.0, len(_running) / _AT_FULL_RATE)
 
 
 _keys: list[int] = []

@@ -102,8 +102,11 @@ def _join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -
     assert isinstance(comm, TaggedComm)  # only MPI's ranks are several islands
 
     def make(undo: ExitStack) -> Islands:
-        timeout = calls.members.timeout
-        return Islands(comm, undo, calls.gpu.ordinal, timeout, part=True, parts=parts)
+        device, timeout = calls.gpu.ordinal, calls.members.timeout
+        parent = calls.members, members
+        return Islands(
+            comm, undo, device, timeout, part=True, parts=parts, parent=parent
+        )
 
     return _begin(make, lifetime.options_of(calls))
 

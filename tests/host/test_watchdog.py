@@ -122,6 +122,16 @@ def test_a_report_that_has_not_all_arrived_delays_nobody(job, monkeypatch):
     watch.stop()
 
 
+def test_many_watchdogs_look_less_often(job, monkeypatch):
+    monkeypatch.setattr(watchdog, "_AT_FULL_RATE", 2)
+    looks = [Watchdog(job, job, [], []) for _ in range(6)]
+    assert watchdog._pause() == 3 * watchdog._PAUSE
+    for each in looks[1:]:
+        each.stop()
+    assert watchdog._pause() == watchdog._PAUSE
+    looks[0].stop()
+
+
 def test_a_report_of_an_earlier_communicator_is_not_a_failure_of_this_one(job):
     """Its sender may have been in a construction that has failed for it alone."""
     watch = Watchdog(job, job, [2], [2])

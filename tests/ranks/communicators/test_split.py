@@ -191,7 +191,6 @@ def test_a_duplicate_works_beside_the_original(comm, world):
             check_works(each)
 
 
-@of_one_island
 def test_duplicates_use_the_sockets_and_locks_of_the_original(comm, world):
     """The simulator keeps a descriptor of each allocation, rank 0 one of the board."""
     gc.collect()

@@ -22,6 +22,7 @@ from numba_symm.engines import mpi
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.division import divide
 from tests import operators
+from tests.descriptors import open_fds
 from tests.expected import expected
 from tests.ranks.helpers import (
     array_of,
@@ -431,20 +432,23 @@ def test_symmetric_memory_is_of_the_island(islands):
 def test_islands_are_shown_and_split(world):
     with in_pairs(world) as comm:
         size = 2 if world.size > 2 else 1
-        nodes = ["here"] * world.size
         access = [[True] * world.size] * world.size
-        assert comm.islands == divide(nodes, access, size)
+        assert comm.islands == divide(["here"] * world.size, access, size)
         index = next(i for i, part in enumerate(comm.islands) if comm.rank in part)
+        before = open_fds()
         with comm.split(index) as part:
+            # Its workspace, and the first rank's board; the sockets are shared.
+            assert open_fds() <= before + 1 + (part.rank == 0)
             assert part.islands == (tuple(range(part.size)),)
             check_works(part)
         with comm.dup() as same:
             assert same.islands == comm.islands
             check_works(same)
         with comm.split(0, key=-comm.rank) as turned:
+            assert open_fds() <= before + 2
             last = world.size - 1
-            numbers = [sorted(last - rank for rank in part) for part in comm.islands]
-            assert turned.islands == tuple(map(tuple, reversed(numbers)))
+            there = [sorted(last - rank for rank in part) for part in comm.islands]
+            assert turned.islands == tuple(map(tuple, reversed(there)))
             check_works(turned)
 
 
