@@ -20,6 +20,7 @@ from numba_symm.mpi.communicators import Comm as Comm
 from numba_symm.mpi.communicators import Intercomm as Intercomm
 from numba_symm.mpi.communicators import Intracomm as Intracomm
 from numba_symm.mpi.errors import MPIError as MPIError
+from numba_symm.mpi.files import File as File
 from numba_symm.mpi.in_place import Finalize as Finalize
 from numba_symm.mpi.in_place import Init as Init
 from numba_symm.mpi.in_place import Init_thread as Init_thread

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from numba_symm import arrays
 from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView
-from numba_symm.mpi import datatypes
+from numba_symm.mpi import addresses, datatypes
 from numba_symm.mpi.datatypes import ItemLayout
 from numba_symm.mpi.errors import MPITypeError, refusal
 
@@ -100,9 +100,9 @@ def on_device(*specs: Any) -> bool:
         MPIError: some are on the GPU and some on the host.
     """
     if len(specs) == 1:
-        return arrays.on_device(array_in(specs[0]))
+        return addresses.on_device(array_in(specs[0]))
     given = [array for array in map(array_in, specs) if not _nowhere(array)]
-    found = {arrays.on_device(array) for array in given}
+    found = {addresses.on_device(array) for array in given}
     if len(found) == 2:
         kinds = " and ".join(type(array).__name__ for array in given)
         raise refusal(
@@ -125,7 +125,7 @@ def of_host(plain: Any, advice: str) -> Any:
     @functools.wraps(plain)
     def method(self: Any, *args: Any, **options: Any) -> Any:
         for spec in (*args, *options.values()):
-            if arrays.on_device(array_in(spec)):
+            if addresses.on_device(array_in(spec)):
                 raise refusal(
                     MPI.ERR_BUFFER,
                     f"{name}: expected arrays on the host, got "
@@ -272,7 +272,8 @@ def typed(spec: Any, blocks: int) -> list[Items]:
     given = tuple(spec)
     if not 2 <= len(given) <= 4:
         raise refusal(MPI.ERR_ARG, "message: expecting 2 to 4 items")
-    array, types, counts, displs = given[0], given[-1], (1,) * blocks, (0,) * blocks
+    array, types = addresses.there(given[0]), given[-1]
+    counts, displs = (1,) * blocks, (0,) * blocks
     if len(given) == 3:
         counts, displs = given[1]
     elif len(given) == 4:
@@ -291,9 +292,12 @@ def typed(spec: Any, blocks: int) -> list[Items]:
 
 
 def parts(spec: Any, vector: bool = False) -> tuple[Any, Any, Any, Any]:
-    """Return the array, count, displacement and type of a specification."""
+    """Return the array, count, displacement and type of a specification.
+
+    The array is a device array, also of a buffer over such memory.
+    """
     if not isinstance(spec, _SEQUENCE):
-        return spec, None, None, None
+        return addresses.there(spec), None, None, None
     count: Any = None
     displ: Any = None
     datatype: Any = None
@@ -316,7 +320,7 @@ def parts(spec: Any, vector: bool = False) -> tuple[Any, Any, Any, Any]:
                 f"{len(count)} items",
             )
         count, displ = count
-    return array, count, displ, datatype
+    return addresses.there(array), count, displ, datatype
 
 
 def _fields(array: Any, datatype: Any) -> arrays.Fields:

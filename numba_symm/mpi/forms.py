@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from numba_symm import arrays
 from numba_symm.cache import UNKNOWN
-from numba_symm.mpi import shortcuts
+from numba_symm.mpi import addresses, shortcuts
 from numba_symm.mpi.buffers import array_in, on_device
 from numba_symm.mpi.errors import refusal, translated
 from numba_symm.mpi.jobs import Job, wait
@@ -61,7 +61,8 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
         job = build(self, *given, **kept)
         if job is None:
             return getattr(self.host, f"{name}_init")(*args, **options)
-        used = [array_in(spec) for spec in (*given, *kept.values()) if on_device(spec)]
+        specs = [spec for spec in (*given, *kept.values()) if on_device(spec)]
+        used = [addresses.there(array_in(spec)) for spec in specs]
         return Prequest(functools.partial(_started, self, job), used)
 
     return (

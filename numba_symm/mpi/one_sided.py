@@ -11,7 +11,7 @@ from mpi4py import MPI
 from numba_symm import arrays, dtypes, own_arrays, streams
 from numba_symm.collectives.checks import check_writable
 from numba_symm.launch.store import StoreExchange
-from numba_symm.mpi import buffers, operators, packing
+from numba_symm.mpi import addresses, buffers, operators, packing
 from numba_symm.mpi.buffers import Items, message
 from numba_symm.mpi.errors import refusal, translated
 from numba_symm.own_arrays import Memory
@@ -199,7 +199,7 @@ class Origin:
         self._win, self._host = win, None
         self._written = written
         array = buffers.array_in(spec)
-        if array is not None and not arrays.on_device(array):
+        if array is not None and not addresses.on_device(array):
             self._host = _numpy(array)
             self._there = packing.on_device(np.ascontiguousarray(self._host))
             several = isinstance(spec, (list, tuple))

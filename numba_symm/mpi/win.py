@@ -22,7 +22,7 @@ from numba_symm import arrays, environment, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.ranks import grouped, name_ranks
-from numba_symm.mpi import buffers, packing
+from numba_symm.mpi import addresses, buffers, packing
 from numba_symm.mpi.buffers import Items, message
 from numba_symm.mpi.comm import Device
 from numba_symm.mpi.errors import refusal, translated, unsupported
@@ -89,7 +89,7 @@ class Win(MPI.Win, metaclass=Kind):
         window is over device memory if any array is on the device.
         """
         if not isinstance(comm, Device):
-            if arrays.on_device(memory):
+            if addresses.on_device(memory):
                 raise refusal(
                     MPI.ERR_COMM,
                     "Win.Create: expected a communicator of numba_symm.mpi, such as "
@@ -108,7 +108,7 @@ class Win(MPI.Win, metaclass=Kind):
                 "Win.Create: expected arrays on the device on all ranks, or on the host"
                 " on all, got both; copy one to where the others are",
             )
-        own = None if nowhere else memory
+        own = None if nowhere else addresses.there(memory)
         return cls._made(comm, "Win.Create", lambda: own, disp_unit, info)
 
     @classmethod
@@ -482,4 +482,4 @@ def _plain(comm: Any) -> Any:
 
 
 def _where(memory: Any) -> str:
-    return "device" if arrays.on_device(memory) else "host"
+    return "device" if addresses.on_device(memory) else "host"

@@ -1,0 +1,84 @@
+"""Buffers of host types over memory of the GPU, such as ``MPI.memory.fromaddress``.
+
+A program makes one of a pointer, for a library without an interface for its arrays. Its
+type does not say where its memory is, so the driver is asked. MPI would read the
+address from the host.
+"""
+
+import array
+import ctypes
+import gc
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from numba_symm import arrays, driver
+from numba_symm.environment import SIMULATED
+from numba_symm.own_arrays import Memory
+
+_OWNERS = (bytes, bytearray, array.array)
+_ASKED = (MPI.buffer, memoryview, ctypes.Array, np.ndarray)
+
+
+def there(buffer: Any) -> Any:
+    """Return a device array of the bytes of a buffer over memory of the GPU.
+
+    Return what is no such buffer as it is. A buffer of no bytes has only an address; it
+    is taken to extend to the end of the allocation, because a datatype says its size.
+    """
+    if not isinstance(buffer, _ASKED) or arrays.on_device(buffer) or _is_own(buffer):
+        return buffer
+    try:
+        place = MPI.buffer(buffer)
+    except (TypeError, ValueError, BufferError):  # mpi4py's call refuses it, too
+        return buffer
+    if not place.address or not _is_device(place.address):
+        return buffer
+    nbytes = place.nbytes or _end(place.address) - place.address
+    return Memory(place.address, nbytes, buffer).array(nbytes, np.dtype(np.uint8))
+
+
+def on_device(buffer: Any) -> bool:
+    """Return whether an object is a device array, or a buffer over such memory."""
+    return arrays.on_device(buffer) or there(buffer) is not buffer
+
+
+def _is_own(buffer: Any) -> bool:
+    """Return whether Python or NumPy has allocated the memory of a buffer."""
+    while isinstance(buffer, np.ndarray | memoryview):
+        if isinstance(buffer, memoryview):
+            buffer = buffer.obj
+        elif buffer.base is None:
+            return bool(buffer.flags.owndata)
+        else:
+            buffer = buffer.base
+    return isinstance(buffer, _OWNERS)
+
+
+def _is_device(address: int) -> bool:
+    if SIMULATED:
+        return _simulated(address) is not None
+    from cuda.core import Buffer
+
+    return not Buffer.from_handle(address, 1).is_host_accessible
+
+
+def _end(address: int) -> int:
+    """Return the end of an allocation."""
+    if SIMULATED:
+        found = _simulated(address)
+        assert found is not None
+        return found
+    base, nbytes = driver.call("cuMemGetAddressRange", address)
+    return int(base) + int(nbytes)
+
+
+def _simulated(address: int) -> int | None:
+    """Return the end of the simulator's array that has an address, or None."""
+    for each in gc.get_objects():
+        if arrays.is_simulated(each):
+            first = each._ary.__array_interface__["data"][0]
+            if first <= address < first + each._ary.nbytes:
+                return int(first + each._ary.nbytes)
+    return None
