@@ -26,7 +26,7 @@ def host_arrays(monkeypatch):
     monkeypatch.setattr(arrays, "fields", fields)
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "porting-from-mpi4py.md"
+PAGE = Path(__file__).parents[2] / "docs" / "mpi4py-calls.md"
 X = np.arange(12, dtype=np.int32)
 VECTOR = MPI.INT.Create_vector(2, 1, 3)
 
