@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from numba_symm.collectives.kernels import barrier, transfer
+from numba_symm.collectives.kernels import barrier, counted_copy, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import (
@@ -11,6 +11,7 @@ from numba_symm.collectives.protocols.binding import (
     Endpoint,
     Enqueue,
     Place,
+    Series,
 )
 
 Placing = Callable[[int, int], Place | None]
@@ -44,8 +45,26 @@ class Binder:
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]
     ) -> Enqueue:
-        """Bind messages to and from other ranks, which start together."""
-        return transfer.bind(self.end_of_messages, sends, receives)
+        """Bind messages, which start together.
+
+        Those of this rank to itself have counts on the GPU. Without counts, they are
+        copies (``transfers.py``).
+        """
+        end = self.end_of_messages
+        own = [
+            [each for each in messages if each.peer == end.rank]
+            for messages in (sends, receives)
+        ]
+        if not own[0]:
+            return transfer.bind(end, sends, receives)
+        launches = [counted_copy.bind(end, *both) for both in zip(*own, strict=True)]
+        if end.size > 1:
+            others = [
+                [each for each in messages if each.peer != end.rank]
+                for messages in (sends, receives)
+            ]
+            launches.append(transfer.bind(end, *others))
+        return Series(*launches)
 
     def barrier(self) -> Enqueue:
         """Bind a barrier of all ranks."""

@@ -13,6 +13,7 @@ import numpy as np
 from numba_symm import arguments, arrays, environment, grids, streams, trace
 from numba_symm.arguments import shown
 from numba_symm.collectives import (
+    counted_forms,
     equality,
     kernel_set,
     lifetime,
@@ -44,8 +45,6 @@ from numba_symm.collectives.persistent import Persistent
 from numba_symm.collectives.requests import Request
 from numba_symm.collectives.spelling import OthersNames, spelled
 from numba_symm.collectives.vector_forms import (
-    ALL_GATHER_V,
-    ALL_TO_ALL_V,
     GATHER,
     GATHER_V,
     SCATTER,
@@ -469,8 +468,8 @@ class Communicator(Persistent, OthersNames):
 
         Args:
             *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``;
-                ``"gaps"`` for arrays with gaps, in any call; ``"signals"`` for the
-                methods of :class:`SymmetricMemory`.
+                ``"gaps"`` for arrays with gaps, in any call; ``"counts"`` for counts on
+                the GPU; ``"signals"`` for the methods of :class:`SymmetricMemory`.
             dtypes: the dtypes of their arrays.
             ops: the operators of those that reduce, as for :meth:`all_reduce`. An
                 operator is skipped for a dtype or a call that lacks it.
@@ -897,20 +896,31 @@ class Communicator(Persistent, OthersNames):
         self,
         x: Any,
         *,
-        counts: Sequence[int],
+        counts: Sequence[int] | Any,
         displs: Sequence[int] | None = None,
+        capacity: int | None = None,
         out: Any = None,
         stream: Any = None,
     ) -> Any:
         """Give every rank the arrays of all ranks, of any lengths.
 
-        Collective: every rank passes the same ``counts`` and dtype. Asynchronous.
+        Collective: every rank passes the same ``counts`` and dtype, or the same
+        ``capacity`` and dtype. Asynchronous.
+
+        With ``capacity``, the counts are on the GPU, and the host waits for nothing.
+        So a graph replays with other counts each time. If a count is negative or more
+        than the capacity, nothing of that rank is sent, and the communicator fails.
 
         Args:
-            x: a device array in C order with ``counts[rank]`` elements.
-            counts: the number of elements of each rank's x.
+            x: a device array in C order with ``counts[rank]`` elements; with
+                ``capacity``, with that many, of which the first ``counts[rank]`` are
+                sent.
+            counts: the number of elements of each rank's x. With ``capacity``, a device
+                array of int64, one for each rank. The kernel reads ``counts[rank]``,
+                and stores those of the other ranks.
             displs: the index in ``out`` at which each rank's elements begin; None: one
-                rank's after another's.
+                rank's after another's; with ``capacity``, at multiples of it.
+            capacity: the most elements of any rank; None: the counts are on the host.
             out: the output; None: a new array of one axis. In place: x is this rank's
                 range.
             stream: as for :meth:`all_reduce`.
@@ -921,35 +931,49 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
+        given = counted_forms.gathering(x, counts, displs, capacity, out, stream)
         return vector_forms.collected(self._calls, given)
 
     def all_to_all_v(
         self,
         x: Any,
         *,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        send_displs: Sequence[int] | None = None,
+        send_counts: Sequence[int] | Any,
+        recv_counts: Sequence[int] | Any,
+        send_displs: Sequence[int] | Any = None,
         recv_displs: Sequence[int] | None = None,
+        capacity: int | None = None,
         out: Any = None,
         stream: Any = None,
     ) -> Any:
         """Send each rank a range of ``x``, and receive a range from every rank.
 
-        Collective: every rank passes the same dtype. The ``send_counts[s]`` of rank r
-        equals the ``recv_counts[r]`` of rank s. Asynchronous.
+        Collective: every rank passes the same dtype, and the same ``capacity``. The
+        ``send_counts[s]`` of rank r equals the ``recv_counts[r]`` of rank s.
+        Asynchronous.
+
+        With ``capacity``, the counts are on the GPU, and the host waits for nothing.
+        So a graph replays with other counts each time. If a count is negative or more
+        than the capacity, or its range is not within x, nothing is sent to that rank,
+        and the communicator fails.
 
         Args:
             x: a device array in C order.
-            send_counts: the number of elements for each rank.
-            recv_counts: the number of elements from each rank.
+            send_counts: the number of elements for each rank. With ``capacity``, a
+                device array of int64, which the kernel reads.
+            recv_counts: the number of elements from each rank. With ``capacity``, a
+                device array of int64, in which the kernel stores them.
             send_displs: the index in ``x`` at which the elements for each rank begin;
-                None: one rank's after another's.
+                None: one rank's after another's. With ``capacity``, a device array of
+                int64, or None.
             recv_displs: the index in ``out`` at which the elements from each rank
-                begin; None: one rank's after another's.
-            out: the output, which does not overlap x, or x itself, of which the call
-                then sends a copy. None: a new array of one axis.
+                begin; None: one rank's after another's; with ``capacity``, at multiples
+                of it.
+            capacity: the most elements that any rank sends to another one; None: the
+                counts are on the host.
+            out: the output, which does not overlap x; without ``capacity`` also x
+                itself, of which the call then sends a copy. None: a new array of one
+                axis.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -959,7 +983,7 @@ class Communicator(Persistent, OthersNames):
             As :meth:`all_reduce`.
         """
         tables = (send_counts, send_displs), (recv_counts, recv_displs)
-        given = invocation(ALL_TO_ALL_V, x, out, stream, tables=tables)
+        given = counted_forms.exchanging(x, *tables, capacity, out, stream)
         return vector_forms.collected(self._calls, given)
 
     def neighbor_all_gather(

@@ -14,7 +14,7 @@ from numba_symm import code_cache, dtypes, loads, pads
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import pairs, select
 from numba_symm.collectives.binder import Binder
-from numba_symm.collectives.kernels import pack, transfer
+from numba_symm.collectives.kernels import digest, pack, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import (
     OPERATIONS,
@@ -59,12 +59,21 @@ REQUESTS = "isend", "irecv"
 GAPS = "gaps"
 """Arrays with gaps, of a few axes, in any call."""
 
+DIGESTS = "digest", "check_equal"
+"""Calls that compare arrays."""
+
+COUNTS = "counts"
+"""Calls of ``all_gather_v`` and ``all_to_all_v`` with counts on the GPU."""
+
 SIGNALS = "signals"
 """The methods of ``SymmetricMemory`` that launch kernels."""
 
 _OPERATIONS = {**OPERATIONS, REDUCE_SHARD.name: REDUCE_SHARD}
 
-NAMES = (*_OPERATIONS, *MESSAGES, *REQUESTS, "barrier", GAPS, SIGNALS)
+NAMES = (
+    *(*_OPERATIONS, *MESSAGES, *REQUESTS, *DIGESTS),
+    *("barrier", GAPS, COUNTS, SIGNALS),
+)
 """What kernels can be listed for."""
 
 _FAR = 1 << 40  # an output's address, apart from the input's
@@ -155,6 +164,10 @@ def kernels(
                 binder.barrier()
             elif name == GAPS:
                 _bind_gaps()
+            elif name in DIGESTS:
+                digest.bind(0, VECTOR, 0, 1, 1, 0)
+            elif name == COUNTS:
+                _bind_counts(numpy_dtypes, binder)
             elif name == SIGNALS:
                 _bind_signals(binder.end.size)
             elif binder.end.size > 1:
@@ -341,6 +354,19 @@ def _bind_messages(given: list[np.dtype[Any]], end: Endpoint, name: str) -> None
 
 _COUNTED = "recv", "sendrecv", "irecv"
 """Calls whose messages may be shorter than the room for them."""
+
+
+def _bind_counts(given: list[np.dtype[Any]], binder: Binder) -> None:
+    """Bind messages with counts on the GPU, of all alignments."""
+    rank, size = binder.end.rank, binder.end.size
+    for dtype in given:
+        width = dtypes.moved(dtype, 1)[0].itemsize
+        while width <= VECTOR // 2:
+            ends = [
+                Message((rank + k) % size, 0, width, VECTOR, width) for k in range(size)
+            ]
+            binder.messages(ends, ends)
+            width *= 2
 
 
 def _bind_gaps() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from numba_symm.collectives import plans
+from numba_symm.collectives import counted_forms, plans
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.invocation import invocation
 from numba_symm.collectives.messages import RECV, SEND, SENDRECV
@@ -27,8 +27,6 @@ from numba_symm.collectives.operations import (
 from numba_symm.collectives.plans import Plan
 from numba_symm.collectives.spelling import spelled
 from numba_symm.collectives.vector_forms import (
-    ALL_GATHER_V,
-    ALL_TO_ALL_V,
     GATHER,
     GATHER_V,
     SCATTER,
@@ -238,29 +236,31 @@ class Persistent:
         self,
         x: Any,
         *,
-        counts: Sequence[int],
+        counts: Sequence[int] | Any,
         displs: Sequence[int] | None = None,
+        capacity: int | None = None,
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
         """Prepare an :meth:`all_gather_v`, as ``all_reduce_init`` does."""
-        given = invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
+        given = counted_forms.gathering(x, counts, displs, capacity, out, stream)
         return plans.of_collective(self._calls, given)
 
     def all_to_all_v_init(
         self,
         x: Any,
         *,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        send_displs: Sequence[int] | None = None,
+        send_counts: Sequence[int] | Any,
+        recv_counts: Sequence[int] | Any,
+        send_displs: Sequence[int] | Any = None,
         recv_displs: Sequence[int] | None = None,
+        capacity: int | None = None,
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
         """Prepare an :meth:`all_to_all_v`, as ``all_reduce_init`` does."""
         tables = (send_counts, send_displs), (recv_counts, recv_displs)
-        given = invocation(ALL_TO_ALL_V, x, out, stream, tables=tables)
+        given = counted_forms.exchanging(x, *tables, capacity, out, stream)
         return plans.of_collective(self._calls, given)
 
     def neighbor_all_gather_init(

@@ -64,6 +64,7 @@ class Form:
         at_root: the array that only the root has: ``"x"``, ``"out"`` or ``""``.
         counts: the names of the arguments that are counts, for errors.
         copies: whether a call in place sends a copy of x.
+        on_gpu: whether the counts are device arrays.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Form:
     at_root: str = ""
     counts: tuple[str, ...] = ()
     copies: bool = False
+    on_gpu: bool = False
 
 
 FormCall = Invocation[Form]
@@ -107,8 +109,11 @@ def _words(call: Prepared, _: FormCall) -> str:
 
 def _checked(calls: Calls, given: FormCall) -> Prepared:
     """Prepare a call of arrays with or without gaps."""
+    tables = given.tables
     given = given.operation.check(calls, given)
     call = staging.prepared(calls, given, _formed)
+    if given.operation.on_gpu:
+        call = call._replace(keep=(*call.keep, tables))
     if calls.agreement.debug and calls.enqueuer.group is not None:
         calls.enqueuer.group.check(call.transfers, call.stream)  # before ranks compare
     return call
@@ -256,7 +261,7 @@ def _gathered(calls: Calls, given: FormCall) -> Transfers:
     out = output(calls, given)
     if given.tables:
         places = places_of(*given.tables)
-        _check_room(out, places, f"{what}: out")
+        check_room(out, places, f"{what}: out")
     else:
         places = places_of(((x.size,) * calls.size, None))
         check_even(out, calls.size * x.size, x, what)
@@ -272,7 +277,7 @@ def _scattered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
         check_shards(x, calls.size, what)
         return x.shape[0] // calls.size, *x.shape[1:]
     places = places_of(*given.tables)
-    _check_room(x, places, f"{what}: x")
+    check_room(x, places, f"{what}: x")
     return (places[given.root][1],)
 
 
@@ -312,7 +317,7 @@ def _all_gathered(calls: Calls, given: FormCall) -> Transfers:
     x, (table,), what = given.x, given.tables, given.operation.name
     places = places_of(table)
     out = output(calls, given)
-    _check_room(out, places, f"{what}: out")
+    check_room(out, places, f"{what}: out")
     shards = [Shard(out, *place) for place in places]
     sends = [
         Message(peer, x.address, x.nbytes)
@@ -335,7 +340,7 @@ def _exchanged_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
             f"{what}: expected equal counts for what rank {calls.rank} sends itself, "
             f"got {sent} in send_counts and {received} in recv_counts"
         )
-    _check_room(x, outgoing, f"{what}: x")
+    check_room(x, outgoing, f"{what}: x")
     return (end_of(incoming),)
 
 
@@ -343,7 +348,7 @@ def _exchanged(calls: Calls, given: FormCall) -> Transfers:
     _exchanged_shape(calls, given)
     x, out, what = given.x, output(calls, given), given.operation.name
     sent, received = map(places_of, given.tables)
-    _check_room(out, received, f"{what}: out")
+    check_room(out, received, f"{what}: out")
     check_apart(x, out, what)
     outgoing = [Shard(x, *place) for place in sent]
     incoming = [Shard(out, *place) for place in received]
@@ -419,7 +424,7 @@ def check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
         )
 
 
-def _check_room(view: ArrayView, places: list[Span], what: str) -> None:
+def check_room(view: ArrayView, places: list[Span], what: str) -> None:
     """Refuse an array that is too small for all ranges."""
     if view.size < end_of(places):
         raise ArgumentError(

@@ -141,6 +141,13 @@ TRANSFER_TOO_LONG = _other(
     "rank {peer} sends rank {rank} more bytes than it has room for, or not a multiple "
     "of its elements: the counts or dtypes of the two calls differ, or their order",
 )
+COUNT_TOO_LARGE = _other(
+    60,
+    "rank {rank} has {epoch} elements for rank {peer}: expected at most the capacity, "
+    "{place}, and a range within x",
+    "16777215 elements stand for more, or for a negative count, and a capacity of "
+    "65535 for more",
+)
 CALL_MISMATCH = _other(
     30,
     "rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, op or "
@@ -205,6 +212,7 @@ BAD_SHARDS = _other(
     "expected a shard for each rank in the larger of the two",
 )
 MISTAKES = (
+    COUNT_TOO_LARGE,
     *(BAD_SLOT, BAD_RANK, BAD_BUFFER, BAD_TEAM, BAD_COMPARISON),
     *(BAD_COPY, BAD_MAILBOX, OVERWRITTEN),
     *(BAD_GRID, BAD_BYTES, BAD_ROOT, BAD_SHARDS),

@@ -21,6 +21,10 @@ word before the launch ends. A block waits only for a block before it, never for
 one. At launch, the host knows only the unit of the message's length. So the kernel
 accesses the end of an array element by element.
 
+A sender may have the number of elements on its GPU. Every block of the pair reads it
+when the launch starts. If it is more than the capacity, which is the most that the
+receiver permits, the communicator fails, and no chunk is sent.
+
 Nothing else synchronizes the ranks, so a sender may be DEPTH chunks of each channel
 ahead. All pairs of a launch progress side by side, because each end of a channel has a
 block of its own.
@@ -107,14 +111,18 @@ def make_move(room: int, moves: lanes.Lanes) -> Callable[..., None]:
     return move
 
 
-def make_find(size: int, messages: int, counted: bool) -> Callable[..., Any]:
+def make_find(
+    size: int, messages: int, counted: bool, asked: bool
+) -> Callable[..., Any]:
     """Return a device function that finds a message among a launch's arguments.
 
     ``(k, sending, message, sends, receives)``, with the k-th rank of the ring, returns
-    its address and its bytes, ABSENT if there is none; and of a count, its address and
-    what ``_divisor`` returned.
+    its address and its bytes, ABSENT if there is none; of a count, its address; of a
+    receiver's, what ``_divisor`` returned; of a sender's, its ``Span`` and the bytes of
+    an element.
     """
     received = 5 if counted else 2  # words of a message
+    sent = 7 if asked else 2
 
     @intrinsics.device_function
     def find(k: int, sending: bool, message: int, sends: Any, receives: Any) -> Any:
@@ -123,12 +131,22 @@ def make_find(size: int, messages: int, counted: bool) -> Callable[..., Any]:
         count_at = 0
         shift = 0
         inverse = 1
+        span = (0, 0, 0)
+        itemsize = 1
         for j in range(size - 1):
             if j == k:
                 index = j * messages + message
                 if sending:
-                    address = sends[2 * index]
-                    nbytes = sends[2 * index + 1]
+                    address = sends[sent * index]
+                    nbytes = sends[sent * index + 1]
+                    if asked:
+                        count_at = sends[sent * index + 2]
+                        span = (
+                            sends[sent * index + 3],
+                            sends[sent * index + 4],
+                            sends[sent * index + 5],
+                        )
+                        itemsize = sends[sent * index + 6]
                 else:
                     address = receives[received * index]
                     nbytes = receives[received * index + 1]
@@ -136,7 +154,7 @@ def make_find(size: int, messages: int, counted: bool) -> Callable[..., Any]:
                         count_at = receives[received * index + 2]
                         shift = receives[received * index + 3]
                         inverse = receives[received * index + 4]
-        return address, nbytes, count_at, shift, inverse
+        return address, nbytes, count_at, (shift, inverse), span, itemsize
 
     return find
 
@@ -177,6 +195,7 @@ def make_transfer(
     messages: int,
     used: int,
     counted: bool,
+    asked: bool,
     alone: bool,
 ) -> Any:
     """Return the kernel for ``size`` ranks.
@@ -188,17 +207,18 @@ def make_transfer(
         messages: how many of a pair there may be in each direction.
         used: how many channels of a pair the messages use.
         counted: whether a message that is received may be shorter than expected.
+        asked: whether the number of elements to send may be on the GPU.
         alone: whether the launch is a request: one message, in the requests' workspace,
             whose blocks are those of one direction.
     """
     element = dtypes.element(f"int{8 * width}", "transfer")
     moves = lanes.make_lanes(element, "sum", ragged, size)
     at = workspace.channels(size, alone)
-    others, pairs, room = size - 1, 2 * (size - 1), at.tiles
+    room, task = at.tiles, credit.make_task(size, alone)
     slot_bytes, across, batch = room * TILE_BYTES, used * THREADS, min(room, LOADS)
     epochs, lengths = at.epochs, at.lengths
     pair_lengths = 8 * at.messages * at.number  # in memory, however few are used
-    find, places = make_find(size, messages, counted), make_places(size, at)
+    find, places = make_find(size, messages, counted, asked), make_places(size, at)
     learn, move = credit.make_learn(at.messages), make_move(room, moves)
 
     def transfer(
@@ -218,11 +238,7 @@ def make_transfer(
         workspace.follow_previous_grid(early)
         low = cuda.local.array(batch, types.int64)
         high = cuda.local.array(batch, types.int64)
-        channel, place, launched = block // pairs, block % pairs, grid // pairs
-        if alone:
-            channel, place, launched = block, direction, grid
-            block = pairs * channel + place
-        sending, peer = credit.end_of(place, rank, others)
+        block, channel, launched, sending, peer = task(block, grid, direction, rank)
         k = (peer + size - rank - 1) % size
         flag, slot, credit_at = places(ring, own, k, channel, sending)
         marks = main if alone else own
@@ -232,12 +248,14 @@ def make_transfer(
         own_lengths = own + lengths + pair_lengths * k
         for message in range(messages):
             found = find(k, sending, message, sends, receives)
-            address, nbytes, count_at, shift, inverse = found
+            address, nbytes, count_at, divisor, _, _ = found
+            if asked and sending and count_at != 0 and not stopped:
+                address, nbytes = credit.find_span(guard, peer, found, failed)
+                failed = stopped = nbytes == credit.ABSENT
             # explore: unknown
-            if counted and count_at != 0 and not stopped:
+            if counted and not sending and count_at != 0 and not stopped:
                 length = own_lengths + 8 * message
-                end = peer, channel, launched
-                expected = nbytes, count_at, shift, inverse
+                end, expected = (peer, channel, launched), (nbytes, count_at, divisor)
                 nbytes = learn(guard, end, epoch, flag, length, expected, failed)
                 if nbytes == credit.ABSENT:
                     failed = True  # explore: unlearned
@@ -272,6 +290,21 @@ def make_transfer(
     return transfer
 
 
+class Span(NamedTuple):
+    """Where elements begin, of which a sender has the count on its GPU.
+
+    Attributes:
+        before: how many counts, those before the message's own in memory, are added up
+            to the index of the first element.
+        displ_at: the address of an int64 that has this index; 0: they are added up.
+        limit: the elements of the array; the message ends within it.
+    """
+
+    before: int = 0
+    displ_at: int = 0
+    limit: int = 0
+
+
 class Message(NamedTuple):
     """What one rank sends to, or receives from, another.
 
@@ -281,8 +314,10 @@ class Message(NamedTuple):
         nbytes: how much, equal at both ends; with ``count_at``, the most that may
             arrive.
         count_at: on the receiver, the address of an int64 that gets the number of
-            elements that arrived; 0: ``nbytes`` arrive.
+            elements that arrived; 0: ``nbytes`` arrive. On the sender, the address of
+            an int64 that has the number when the kernel runs; 0: ``nbytes`` are sent.
         itemsize: the bytes of an element, if there is a count.
+        span: on the sender, if there is a count: where the elements begin.
     """
 
     peer: int
@@ -290,6 +325,7 @@ class Message(NamedTuple):
     nbytes: int
     count_at: int = 0
     itemsize: int = 1
+    span: Span = Span()
 
 
 @functools.cache
@@ -300,13 +336,14 @@ def kernel(
     messages: int,
     used: int,
     counted: bool,
+    asked: bool = False,
     alone: bool = False,
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     number = messages * (size - 1)
-    sent = types.UniTuple(types.int64, 2 * number)
+    sent = types.UniTuple(types.int64, (7 if asked else 2) * number)
     received = types.UniTuple(types.int64, (5 if counted else 2) * number)
-    constants = (size, width, ragged, messages, used, counted, alone)
+    constants = (size, width, ragged, messages, used, counted, asked, alone)
     arguments = types.int64, types.int64, sent, received
     return binding.make_kernel(make_transfer, constants, arguments)
 
@@ -364,7 +401,8 @@ def _bind(
     receives: Sequence[Message],
 ) -> Launch:
     counted = any(message.count_at for message in receives)
-    bits = VECTOR // 2 if counted else 0  # the end may be off a vector
+    asked = any(message.count_at for message in sends)
+    bits = VECTOR // 2 if counted or asked else 0  # the end may be off a vector
     for message in (*sends, *receives):
         length = message.itemsize if message.count_at else message.nbytes
         bits |= message.address | length
@@ -372,8 +410,11 @@ def _bind(
     out, into = _by_ring(end, sends), _by_ring(end, receives)
     most = max(len(each) for each in (*out, *into))
     messages = 1 << (most - 1).bit_length()
-    lists = _listed(out, messages, False), _listed(into, messages, counted)
-    of_call = kernel(end.size, width, ragged, messages, used, counted, alone)
+    lists = (
+        _listed(out, messages, _asked if asked else _plain, 7 if asked else 2),
+        _listed(into, messages, _counted if counted else _plain, 5 if counted else 2),
+    )
+    of_call = kernel(end.size, width, ragged, messages, used, counted, asked, alone)
     return binding.launch(of_call, end, grid, (*of_request, *lists))
 
 
@@ -385,16 +426,37 @@ def _by_ring(end: binding.Endpoint, messages: Sequence[Message]) -> list[list[Me
     return found
 
 
-def _listed(by_ring: list[list[Message]], most: int, counted: bool) -> tuple[int, ...]:
+def _listed(
+    by_ring: list[list[Message]],
+    most: int,
+    words_of: Callable[[Message], tuple[int, ...]],
+    number: int,
+) -> tuple[int, ...]:
+    """Return the words of all messages, so many of each, and of those that are absent.
+
+    The itemsize or the inverse, by which a block calculates, is the last one.
+    """
+    absent = (0, credit.ABSENT, *(0,) * (number - 3), 1)[:number]
     words: list[int] = []
     for messages in by_ring:
         for message in messages:
-            words += (message.address, message.nbytes)
-            if counted:
-                words += (message.count_at, *_divisor(message.itemsize))
-        absent = [0, credit.ABSENT, 0, 0, 1] if counted else [0, credit.ABSENT]
+            words += words_of(message)
         words += absent * (most - len(messages))
     return tuple(words)
+
+
+def _plain(message: Message) -> tuple[int, ...]:
+    return message.address, message.nbytes
+
+
+def _counted(message: Message) -> tuple[int, ...]:
+    return *_plain(message), message.count_at, *_divisor(message.itemsize)
+
+
+def _asked(message: Message) -> tuple[int, ...]:
+    # Blocks compare elements, because a GPU has no instruction that divides.
+    most = message.nbytes // message.itemsize if message.count_at else message.nbytes
+    return message.address, most, message.count_at, *message.span, message.itemsize
 
 
 def _divisor(number: int) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from numba_symm.device.intrinsics import (
     fence_acq_rel_sys,
     ld_acquire_sys_u64,
     ld_relaxed_sys_u64,
+    ld_u64,
     st_relaxed_sys_u32,
     st_relaxed_sys_u64,
     st_u64,
@@ -24,7 +25,12 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.polling import fail, make_wait, wait_for_epoch, wait_record
-from numba_symm.waits import TRANSFER, TRANSFER_MISMATCH, TRANSFER_TOO_LONG
+from numba_symm.waits import (
+    COUNT_TOO_LARGE,
+    TRANSFER,
+    TRANSFER_MISMATCH,
+    TRANSFER_TOO_LONG,
+)
 
 ABSENT = -1
 """Replaces the bytes of a message that does not exist, or that failed."""
@@ -35,6 +41,59 @@ LOW_HALF = 0xFFFFFFFF
 # receiver's. The other 48 bits have the bytes of any message.
 NUMBER_BITS = 16
 NUMBER = (1 << NUMBER_BITS) - 1
+
+
+MOST_SHOWN = (1 << 24) - 1
+"""The largest count that a record can show; it stands for more, and for less than 0."""
+
+
+@device_function
+def read_span(
+    guard: Any, peer: int, capacity: int, count_at: int, span: Any, failed: bool
+) -> Any:
+    """Read how many elements to send, and where they begin; all threads call it.
+
+    Returns:
+        The count and the index of the first element; ABSENT and 0 if there are more
+        than the capacity, or beyond the array, or if the thread has failed.
+    """
+    before, displ_at, limit = span
+    if failed:
+        return ABSENT, 0
+    count = word_of(ld_u64(count_at))
+    first = 0
+    known = True  # the block of a wrong count before this one reports it
+    if displ_at != 0:
+        first = word_of(ld_u64(displ_at))
+    else:
+        for i in range(before):
+            number = word_of(ld_u64(count_at - 8 * (i + 1)))
+            first += number
+            known = known and 0 <= number <= capacity
+    fits = 0 <= count <= capacity and 0 <= first <= limit - count
+    if not fits or not known:  # explore: capacity
+        if known and thread_index_x() == 0:
+            shown = count if 0 <= count < MOST_SHOWN else MOST_SHOWN
+            at_most = min(capacity, 0xFFFF)
+            record = wait_record(COUNT_TOO_LARGE, guard.rank, peer, at_most, shown)
+            fail(guard, record)
+        return ABSENT, 0
+    return count, first
+
+
+@device_function
+def find_span(guard: Any, peer: int, message: Any, failed: bool) -> Any:
+    """Return where a block's message begins, and its bytes; ABSENT after a failure.
+
+    ``message`` is its array, its capacity, the address of its count, what a receiver
+    has, its ``Span`` and the bytes of an element.
+    """
+    address, capacity, count_at, _, span, itemsize = message
+    count, first = read_span(guard, peer, capacity, count_at, span, failed)
+    # A thread may have failed before, and others of its block not.
+    if sync_block_or(count == ABSENT):  # explore: agree-span
+        return address, ABSENT
+    return address + first * itemsize, count * itemsize
 
 
 @device_function
@@ -51,6 +110,26 @@ def end_of(place: int, rank: int, others: int) -> Any:
     if sending:
         peer = place - rank if place - rank < rank else place - rank + 1
     return sending, peer
+
+
+def make_task(size: int, alone: bool) -> Callable[..., Any]:
+    """Return a device function for what a block does.
+
+    ``(block, grid, direction, rank)`` returns the number of the block in the workspace,
+    its channel, the number of channels of the launch, whether it sends, and the peer.
+    """
+    others, pairs = size - 1, 2 * (size - 1)
+
+    @device_function
+    def task(block: int, grid: int, direction: int, rank: int) -> Any:
+        channel, place, launched = block // pairs, block % pairs, grid // pairs
+        if alone:
+            channel, place, launched = block, direction, grid
+            block = pairs * channel + place
+        sending, peer = end_of(place, rank, others)
+        return block, channel, launched, sending, peer
+
+    return task
 
 
 @device_function
@@ -176,7 +255,7 @@ def make_learn(most: int) -> Callable[..., int]:
       launch.
     - ``epoch`` is the number of the channel's last chunk.
     - ``flags`` is where the channel's flags begin.
-    - ``expected`` is ``(room, count_at, shift, inverse)``.
+    - ``expected`` is ``(room, count_at, (shift, inverse))``.
 
     Args:
         most: how many words for lengths a channel has; ``lengths`` is the address of
@@ -202,7 +281,7 @@ def make_learn(most: int) -> Callable[..., int]:
         failed: bool,
     ) -> int:
         peer, channel, launched = end
-        room, count_at, shift, inverse = expected
+        room, count_at, (shift, inverse) = expected
         epoch = (epoch + 1) & LOW_HALF
         flag = flags + 8 * (epoch % DEPTH)
         record = wait_record(TRANSFER, guard.rank, peer, channel, epoch)

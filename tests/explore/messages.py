@@ -21,10 +21,14 @@ class Messages:
         mine = [[] for _ in self.ends]  # by rank: (whether it receives, message)
         for count in counts:
             src, dst = self.random.sample(range(self.size), 2)
-            arrays, words = self.inputs(count)
-            mine[src].append((False, Message(dst, arrays[src], 8 * count)))
+            first = self.random.choice([0, 3])
+            arrays, words = self.inputs(first + count)
+            sent = Message(dst, arrays[src] + 8 * first, 8 * count)
+            if self.random.random() < 0.5:
+                sent = self.counting(src, sent, first, count)
+            mine[src].append((False, sent))
             mine[dst].append((True, self.taking(src, dst, count)))
-            self.expect(mine[dst][-1][1].address, words[src])
+            self.expect(mine[dst][-1][1].address, words[src][first:])
         for end, messages in zip(self.ends, mine, strict=True):
             for places in divided(len(messages)):
                 of_launch = [messages[place] for place in places]
@@ -35,6 +39,40 @@ class Messages:
                 if any(lists):
                     launch = self.code.transfer.bind(end, *lists)
                     self.streams[end.rank].append(launch)
+
+    def counting(self, rank, sent, first, count):
+        """Return the same message with its count, and where it begins, in memory."""
+        counts = self.map("counts", 16)[rank]
+        for i, number in enumerate((first, count)):
+            self.memory.plant(counts + 8 * i, 8, number)
+        most = max(first, count + self.random.choice([0, 2]))
+        displ_at = self.random.choice([0, counts])
+        span = self.code.transfer.Span(1, displ_at, first + count)
+        return sent._replace(
+            address=sent.address - 8 * first,
+            nbytes=8 * most,
+            count_at=counts + 8,
+            itemsize=8,
+            span=span,
+        )
+
+    def above(self, count):
+        """Add a message with a count that does not fit, of which nothing is sent."""
+        fewer = self.random.randrange(count)
+        capacity, limit = self.random.choice([(count, fewer), (fewer, count)])
+        src, dst = self.random.sample(range(self.size), 2)
+        arrays, _ = self.inputs(count)
+        target, count_at = (self.map("output", 8 * n)[dst] for n in (count, 1))
+        for i, address in enumerate([count_at, *range(target, target + 8 * count, 8)]):
+            self.memory.plant(address, 8, i)
+            self.expect(address, [i])
+        Message, Span = self.code.transfer.Message, self.code.transfer.Span
+        sent = self.counting(src, Message(dst, arrays[src], 8 * count), 0, count)
+        sent = sent._replace(nbytes=8 * capacity, span=Span(0, 0, limit))
+        taken = Message(src, target, 8 * count, count_at, 8)
+        for rank, lists in ((src, ([sent], [])), (dst, ([], [taken]))):
+            launch = self.code.transfer.bind(self.ends[rank], *lists)
+            self.streams[rank].append(launch)
 
     def requests(self, *counts):
         """Add requests of these lengths, in an order in which none waits for another.
@@ -115,8 +153,9 @@ class Messages:
         self.expect(count_at, [count])
         return Message(src, target, 8 * room, count_at, 8)
 
-    def too_long(self, count, room):
+    def too_long(self, room):
         """Add a message that is longer than the room for it, which nothing changes."""
+        count = room + self.random.choice([1, 2, 4 * room])
         src, dst = self.random.sample(range(self.size), 2)
         arrays, _ = self.inputs(count)
         target, count_at = (self.map("output", 8 * n)[dst] for n in (count, 1))

@@ -251,11 +251,20 @@ def messages_with_gaps(code):
 
 def messages_too_long(code):
     """A message that is longer than the room for it."""
+    return _failing(code, lambda world: world.too_long(a_length(world)))
+
+
+def messages_above_their_capacity(code):
+    """A message whose count is above its capacity, or beyond the array."""
+    return _failing(code, lambda world: world.above(a_length(world) + 1))
+
+
+def _failing(code, add_one):
+    """Return a scenario of one message, after which all ranks have a record."""
 
     def scenario(machine):
         world = World(machine, code, blocks=channels(machine, code))
-        room = a_length(world)
-        world.too_long(room + machine.random.choice([1, 2, 4 * room]), room)
+        add_one(world)
         world.run()
         boards = range(world.board, world.board + 8 * world.size, 8)
         if not all(machine.memory.final(board, 8) for board in boards):

@@ -63,6 +63,30 @@ def reductions_of_shards(code):
     return scenario
 
 
+def messages_to_itself(code):
+    """Each rank sends itself elements, whose count is in its memory, twice."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=some_blocks(machine, code))
+        for _ in range(2):
+            one(world, a_count(world), machine.random.choice([0, 2]))
+        world.run()
+
+    def one(world, count, first):
+        inputs, words = world.inputs(first + count)
+        outputs, stored = world.map("output", 8 * count), world.map("stored", 8)
+        Message = code.transfer.Message
+        for rank, end in enumerate(world.ends):
+            sent = Message(rank, inputs[rank] + 8 * first, 8 * count)
+            sent = world.counting(rank, sent, first, count)
+            taken = Message(rank, outputs[rank], 8 * count, stored[rank], 8)
+            add(code.counted_copy.bind(end, sent, taken), world.streams[rank])
+            world.expect(outputs[rank], words[rank][first:])
+            world.expect(stored[rank], [count])
+
+    return scenario
+
+
 def digests(code):
     """Each rank adds the hashes of ranges of its own memory, the last one shorter."""
 
@@ -100,6 +124,7 @@ def marks(code):
 SCENARIOS = [
     conversions,
     digests,
+    messages_to_itself,
     marks,
     reductions_of_shards,
     *CALLS.values(),

@@ -17,6 +17,7 @@ from explore.scenarios import (
     channels,
     holds,
     messages,
+    messages_above_their_capacity,
     messages_too_long,
     some_blocks,
 )
@@ -211,3 +212,14 @@ def test_credits_that_are_compared_without_the_wrap_are_found(calls):
     edit = within("polling", "await-epoch", old, "ld_acquire_sys_u32(flag) >= epoch")
     shape = FOUR_CHANNELS[2]
     breaks(calls(device_code(edit, shape=shape), LAST), 2, shape=shape)
+
+
+@pytest.mark.parametrize("ranks", FOUR_CHANNELS)
+def test_counts_above_the_capacity_send_nothing_and_fail_on_all_ranks(ranks):
+    shape = FOUR_CHANNELS[ranks]
+    scenario = messages_above_their_capacity
+    holds(
+        scenario(device_code(IMPATIENT, shape=shape)), ranks, 60 // ranks, shape=shape
+    )
+    edit = within("credit", "capacity", "not fits or not known", "False")
+    breaks(scenario(device_code(IMPATIENT, edit, shape=shape)), ranks, shape=shape)

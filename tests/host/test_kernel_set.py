@@ -18,6 +18,7 @@ from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.islands.binder import STEPS
 from numba_symm.collectives.kernel_set import (
+    COUNTS,
     GAPS,
     MESSAGES,
     NAMES,
@@ -26,7 +27,7 @@ from numba_symm.collectives.kernel_set import (
     endpoint,
 )
 from numba_symm.collectives.kernels import barrier, pack, transfer
-from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.kernels.transfer import Message, Span
 from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.collectives.protocols.handshake import make_handshake
@@ -153,6 +154,22 @@ def test_arrays_with_gaps_bind_kernels_that_are_listed():
                 pack.bind(1 << 40, place, shape, strides, 8, chance.random() < 0.5)
             assert not bound.keys() - known
     assert len(known) == 3
+
+
+def test_calls_with_counts_on_the_gpu_bind_kernels_that_are_listed():
+    known, chance = set(listing(COUNTS, "float32", size=3)), random.Random(0)
+    end = endpoint(3)
+    for _ in range(CALLS):
+        place = 4 * chance.randrange(1 << 40)
+        capacity, counts = 4 * chance.randrange(1, 1 << 20), 8 << 50
+        span = Span(0, 0, 1 << 30)
+        sends = [Message(k, place, capacity, counts, 4, span) for k in range(3)]
+        receives = [Message(k, place + 64, capacity, counts, 4) for k in range(3)]
+        with listed() as bound:
+            Binder(end).messages(sends, receives)
+        assert bound.keys() <= known
+    assert len(known) == 4  # of two widths
+    assert len(listing(COUNTS, "float32", size=1)) == 2
 
 
 def test_pairs_may_be_two_columns():

@@ -22,6 +22,7 @@ from numba_symm.collectives.kernels import (
     chunked_reduce,
     convert,
     copied_reductions,
+    counted_copy,
     digest,
     direct_broadcast,
     direct_exchange,
@@ -94,6 +95,7 @@ SPILLS = {("chunked", 8), ("reduce_signalled", 8), ("relayed_marked", 8)}
 SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
 SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8), ("transfer_counted", 2), ("transfer_counted", 8)}
+SPILLS |= {("transfer_asked", 2), ("transfer_asked", 8)}
 """With eight ranks' vectors, or for the ragged end of an array, these need more
 registers than a block's share. They spill at most 160 bytes to the stack."""
 
@@ -110,8 +112,10 @@ SIGNALS = {
     "transfer": lambda n: transfer.kernel(n, 8, False, 1, 1, False),
     "pack": lambda n: pack.kernel(n),
     "digest": lambda n: digest.kernel(),
-    "transfer_alone": lambda n: transfer.kernel(n, 8, False, 1, 8, False, True),
+    "transfer_alone": lambda n: transfer.kernel(n, 8, False, 1, 8, False, alone=True),
     "transfer_counted": lambda n: transfer.kernel(n, 8, True, 1, 1, True),
+    "transfer_asked": lambda n: transfer.kernel(n, 8, True, 1, 1, True, True),
+    "counted_copy": lambda n: counted_copy.kernel(n, 8),
 }
 
 
@@ -169,13 +173,14 @@ COPIED = [
     (name, *case) for name in ("reduce_copied", "store_copied") for case in FLOATS
 ]
 HANDSHAKES = [("handshake", 2), ("handshake", 8)]
-TRANSFERS = "transfer", "transfer_counted", "transfer_alone"
+TRANSFERS = "transfer", "transfer_counted", "transfer_asked", "transfer_alone"
 MESSAGES = [(name, n) for name in TRANSFERS for n in (2, 8)]
 FLAGGED = [*BLOCK_FLAGS, *PADS, *MESSAGES]
 COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *HANDSHAKES, *MESSAGES]
 GAPS = [("pack", 2), ("pack", 3)]
 DIGEST = ("digest", 2)
-EVERY = [*COLLECTIVE, *PADS, *cases("finish", "reduce_shards"), *GAPS, DIGEST]
+OWN = ("counted_copy", 2)
+EVERY = [*COLLECTIVE, *PADS, *cases("finish", "reduce_shards"), *GAPS, DIGEST, OWN]
 
 
 def element(dtype):
@@ -267,13 +272,14 @@ def test_nothing_is_called(case, cc):
     assert not compiled(case, cc).find(r"CALL\.ABS.*")
 
 
-@on([case for case in EVERY if case != DIGEST])  # it stores when it has read all
+# These read many words before they store: those of a digest, and counts to add up.
+@on([case for case in EVERY if case not in (DIGEST, OWN)])
 def test_no_plain_load_is_polled(case, cc):
     # A loop that loads data stores some, or is that of epochs; one that waits does not.
     code = compiled(case, cc)
     # The one with counts loads the ragged end of an array in a loop without a deadline.
     loads = range(len(code.instructions))
-    if case[0] == "transfer_counted":
+    if case[0] in ("transfer_counted", "transfer_asked"):
         loads = code.waiting()
         assert set(code.find(r"LDG\b.*STRONG\.SYS")).intersection(loads)
     # Vectors that are polled have a test of their own.

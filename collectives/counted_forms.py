@@ -1,0 +1,192 @@
+"""The v forms whose counts are on the GPU: read when the kernel runs.
+
+The host knows a capacity only, the most elements of a rank for another one. So it waits
+for nothing, and a graph replays with other counts each time.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numba_symm import arguments, arrays
+from numba_symm.arrays import ArrayView
+from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.checks import check_apart, check_length, check_writable
+from numba_symm.collectives.counts import places_of, refuse_overlap, table_of
+from numba_symm.collectives.invocation import invocation
+from numba_symm.collectives.kernels.transfer import Message, Span
+from numba_symm.collectives.transfers import Transfers
+from numba_symm.collectives.vector_forms import (
+    ALL_GATHER_V,
+    ALL_TO_ALL_V,
+    Form,
+    FormCall,
+    check_room,
+    flat,
+    output,
+)
+from numba_symm.errors import ArgumentError
+
+_MOST = 1 << 40
+_INT64 = np.dtype(np.int64)
+
+
+class OnGPU(NamedTuple):
+    """The checked arguments of a call.
+
+    Attributes:
+        capacity: the most elements of a rank for another one.
+        counts_at: the address of the counts of what this rank sends.
+        displs_at: the address of their displacements; 0: the ranges follow one another.
+        received_at: the address of the counts of what this rank receives.
+        displs: where in ``out`` the elements of each rank begin.
+    """
+
+    capacity: int
+    counts_at: int
+    displs_at: int
+    received_at: int
+    displs: tuple[int, ...]
+
+
+def _counts(calls: Calls, array: Any, what: str, written: bool) -> int:
+    """Return the address of counts or displacements, or refuse the array."""
+    view = calls.usable(arrays.view(array, what), what)
+    check_length(view, calls.size, what, "the number of ranks")
+    if view.dtype != _INT64:
+        raise ArgumentError(
+            f"{what}: expected a device array of int64, got {view.dtype.name}; convert "
+            "the counts on the GPU"
+        )
+    arrays.check_aligned(view, what)
+    if written:
+        check_writable(view, what)
+    return view.address
+
+
+def _checked(calls: Calls, given: FormCall) -> FormCall:
+    """Check all arguments but arrays and stream, and return the call."""
+    what = given.operation.name
+    (counts, displs), (received, into), capacity = given.tables
+    if len(calls.members.parts) > 1:
+        raise ArgumentError(
+            f"{what}: expected ranks of one island for counts on the GPU, got "
+            f"{len(calls.members.parts)} islands, between which the host needs the "
+            "sizes; pass counts of the host"
+        )
+    most = arguments.integer(
+        capacity,
+        what,
+        f"capacity to be an integer from 1 to {_MOST}",
+        least=1,
+        most=_MOST,
+        do="pass the most elements of any rank for another one",
+    )
+    name, gathers = given.operation.counts[0], given.operation is ALL_GATHER_COUNTED
+    sent = _counts(calls, counts, f"{what}: {name}", written=gathers)
+    displaced, stored = 0, sent
+    if displs is not None:
+        displaced = _counts(calls, displs, f"{what}: send_displs", False)
+    if not gathers:
+        stored = _counts(calls, received, f"{what}: recv_counts", True)
+    if not gathers and stored in (sent, displaced):
+        raise ArgumentError(
+            f"{what}: expected recv_counts apart from send_counts and send_displs, got "
+            "the same array"
+        )
+    table = table_of((most,) * calls.size, into, calls.size, f"{what}: recv_counts")
+    places = places_of(table)
+    refuse_overlap(places, f"{what}: displs")
+    found = OnGPU(most, sent, displaced, stored, tuple(first for first, _ in places))
+    return given._replace(tables=(found,))
+
+
+def _shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
+    (table,) = given.tables
+    flat(calls, given.x, given.operation.name)
+    return (max(table.displs) + table.capacity,)
+
+
+def _ends(calls: Calls, given: FormCall) -> tuple[ArrayView, OnGPU, list[Message]]:
+    """Return the input, the arguments, and the messages that this rank receives."""
+    what, (table,) = given.operation.name, given.tables
+    x, out = flat(calls, given.x, what), output(calls, given)
+    places = [(first, table.capacity) for first in table.displs]
+    check_room(out, places, f"{what}: out")
+    check_apart(x, out, what)
+    itemsize = x.dtype.itemsize
+    receives = [
+        Message(
+            peer,
+            out.address + itemsize * first,
+            itemsize * table.capacity,
+            table.received_at + 8 * peer,
+            itemsize,
+        )
+        for peer, (first, _) in enumerate(places)
+    ]
+    return x, table, receives
+
+
+def _exchanged(calls: Calls, given: FormCall) -> Transfers:
+    x, table, receives = _ends(calls, given)
+    itemsize = x.dtype.itemsize
+    sends = [
+        Message(
+            peer,
+            x.address,
+            itemsize * table.capacity,
+            table.counts_at + 8 * peer,
+            itemsize,
+            Span(peer, table.displs_at and table.displs_at + 8 * peer, x.size),
+        )
+        for peer in range(calls.size)
+    ]
+    words = f"capacity {table.capacity}, {x.dtype.name}"
+    return Transfers(sends, receives, (), words, itemsize)
+
+
+def _gathered(calls: Calls, given: FormCall) -> Transfers:
+    x, table, receives = _ends(calls, given)
+    what, itemsize = given.operation.name, x.dtype.itemsize
+    check_length(x, table.capacity, f"{what}: x", "capacity")
+    mine = table.counts_at + 8 * calls.rank
+    sends = [
+        Message(peer, x.address, x.nbytes, mine, itemsize, Span(0, 0, x.size))
+        for peer in range(calls.size)
+    ]
+    words = f"capacity {table.capacity}, {x.dtype.name}"
+    return Transfers(sends, receives, (), words, itemsize)
+
+
+ALL_TO_ALL_COUNTED = Form(
+    "all_to_all_v",
+    _checked,
+    _shape,
+    _exchanged,
+    counts=("send_counts", "recv_counts"),
+    on_gpu=True,
+)
+ALL_GATHER_COUNTED = Form(
+    "all_gather_v", _checked, _shape, _gathered, counts=("counts",), on_gpu=True
+)
+
+
+def gathering(
+    x: Any, counts: Any, displs: Any, capacity: Any, out: Any, stream: Any
+) -> FormCall:
+    """Return a call of ``all_gather_v``, with counts on the host or on the GPU."""
+    if capacity is None:
+        return invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
+    tables = (counts, None), (None, displs), capacity
+    return invocation(ALL_GATHER_COUNTED, x, out, stream, tables=tables)
+
+
+def exchanging(
+    x: Any, sent: Any, received: Any, capacity: Any, out: Any, stream: Any
+) -> FormCall:
+    """Return a call of ``all_to_all_v``, with counts on the host or on the GPU."""
+    if capacity is None:
+        return invocation(ALL_TO_ALL_V, x, out, stream, tables=(sent, received))
+    tables = sent, received, capacity
+    return invocation(ALL_TO_ALL_COUNTED, x, out, stream, tables=tables)
