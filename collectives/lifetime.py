@@ -73,7 +73,7 @@ def begin(make: Callable[[ExitStack], Island], options: Options) -> Calls:
         make: makes the island; see :class:`Members` for its argument.
         options: the options.
     """
-    with ExitStack() as undo:
+    with waiting.Undo() as undo:
         members = make(undo)
         heap = Heap(members)
         undo.callback(heap.close_locally)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import starmap
@@ -51,7 +51,15 @@ def _key() -> int:
     MPI drops the attribute when the communicator is freed. A new one may have the same
     handle, but has no attribute.
     """
-    return int(sys.modules["mpi4py.MPI"].Comm.Create_keyval())
+    create = sys.modules["mpi4py.MPI"].Comm.Create_keyval
+    return int(create(delete_fn=_never_used))
+
+
+def _never_used(comm: object, key: int, begun: list[tuple[Any, Any]]) -> None:
+    """Give up the duplicates of a communicator that is freed before a claim."""
+    _begun[:] = [each for each in _begun if each is not begun]
+    _unfinished.extend(begun)  # MPI may still store the handles
+    begun.clear()
 
 
 class Wait:
@@ -323,6 +331,22 @@ def undisturbed(call: Callable[[], T]) -> T:
             signal.signal(number, handler)
         for number in received:
             signal.raise_signal(number)
+
+
+class Undo(ExitStack):
+    """Undoes steps, also those that a signal handler interrupts between two of them.
+
+    ``ExitStack`` catches what a step raises, and continues. But a handler may raise
+    while no step runs.
+    """
+
+    def __exit__(self, *error: Any) -> bool:
+        """Undo the steps in reverse order."""
+        try:
+            return bool(super().__exit__(*error))
+        except BaseException as later:
+            super().__exit__(type(later), later, later.__traceback__)
+            raise
 
 
 def begin(into: list[Any], call: Callable[..., Any], *args: Any) -> None:

@@ -127,7 +127,9 @@ class Members(ABC):
             self._make(device)
             forks.watch(self)
             # Last, but here: an interrupt may follow before the caller has this object.
-            undo.push(self._end)
+            # Twice, because a second interrupt may end one before it has reported.
+            for _ in range(2):
+                undo.push(self._end)
         except BaseException as error:
             self.give_up(error)
             raise

@@ -113,7 +113,7 @@ def _join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -
 
 def _begin(make: Callable[[ExitStack], Islands], options: Options) -> Calls:
     """Return the calls of a new communicator of several islands. Collective."""
-    with ExitStack() as undo:
+    with waiting.Undo() as undo:
         islands = make(undo)
         inner = islands.inner
         settings = lifetime.agreed_settings(islands, options)

@@ -3,6 +3,7 @@ import signal
 import socket
 import sys
 import warnings
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -440,3 +441,41 @@ def test_no_signal_is_lost_after_a_handler_that_raises(monkeypatch):
     finally:
         for number, each in zip(numbers, before, strict=True):
             signal.signal(number, each)
+
+
+class Line:
+    """Interrupts a line of ``ExitStack.__exit__``, by its number."""
+
+    def __init__(self, number):
+        self.number, self.count, self.raised = number, 0, False
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code is not ExitStack.__exit__.__code__:
+            return None
+        self.count += event == "line"
+        if self.count == self.number and not self.raised:
+            sys.settrace(None)
+            self.raised = True
+            raise KeyboardInterrupt
+        return self
+
+
+def test_steps_are_undone_although_a_second_interrupt_follows():
+    """It may be between two steps, where no step raises."""
+
+    def fail(undone, line):
+        with waiting.Undo() as undo:
+            for step in (1, 1, 2, 2, 3, 3):  # an interrupt may end one of each
+                undo.callback(undone.append, step)
+            sys.settrace(line)
+            raise ValueError
+
+    for number in range(1, 100):
+        undone, line = [], Line(number)
+        with pytest.raises((ValueError, KeyboardInterrupt)):
+            fail(undone, line)
+        sys.settrace(None)
+        assert {*undone} == {1, 2, 3}, number
+        if not line.raised:
+            break
+    assert 10 < number < 99

@@ -17,6 +17,7 @@ import pytest
 from mpi4py import MPI
 
 import numba_symm as ns
+from numba_symm.collectives import lifetime
 from numba_symm.launch import waiting
 from numba_symm.members import Members
 
@@ -227,6 +228,31 @@ def test_an_interrupted_constructor_leaves_nobody_waiting(world):
         shown = f"rank {away} at line {point}: {everyone}"
         assert max(seconds for _, seconds in everyone) < SOON, shown
         assert [errors[-1] for errors, _ in everyone] == [""] * world.size, shown
+
+
+def test_a_second_interrupt_leaves_nobody_waiting(world, monkeypatch):
+    """It ends the report of the first one."""
+    monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", f"{SOON}")
+    monkeypatch.delenv("NUMBA_SYMM_ISLAND_SIZE", raising=False)
+    give_up, seen = Members.give_up, []
+
+    def interrupted(members, error):
+        seen.append(error)
+        if len(seen) == 1:
+            raise Late("again")
+        give_up(members, error)
+
+    def fail(*given):
+        raise Late
+
+    with monkeypatch.context() as patch:
+        if world.rank == world.size - 1:
+            patch.setattr(lifetime, "agreed_settings", fail)
+            patch.setattr(Members, "give_up", interrupted)
+        error, _ = Lines().of(lambda: made(world))
+    assert "Late" in error
+    with made(world) as comm:
+        comm.zeros(3)
 
 
 HANDOVERS = [

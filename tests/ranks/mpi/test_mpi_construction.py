@@ -7,6 +7,8 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.launch import waiting
+from numba_symm.launch.waiting import Wait
 from numba_symm.mpi import messages
 from tests.ranks.helpers import needs_peers
 from tests.ranks.watched import WatchedComm, blocking, called
@@ -20,6 +22,18 @@ def test_comm_makes_no_call_of_mpi_that_blocks(apart, monkeypatch):
         assert called["Idup"] == 4  # envelopes, receipts, data and the library's own
         assert not blocking()
         made.Free()
+
+
+def test_duplicates_that_nothing_uses_are_given_up_with_their_origin(world):
+    begun, kept = len(waiting._begun), len(waiting._unfinished)
+    comm = world.Dup()
+    (made,) = waiting.duplicates(comm, 1, Wait("Comm", comm.rank, 20))
+    assert len(waiting._begun) == begun + 1
+    comm.Free()
+    assert len(waiting._begun) == begun
+    waiting.claim(comm)  # of another one: it drops what MPI has ended
+    assert len(waiting._unfinished) <= kept
+    made.Free()
 
 
 @needs_peers
