@@ -74,7 +74,10 @@ PROTOCOLS = {
     "copies_in_kernels": (puts_and_gets_in_kernels, set()),
     "packets_in_kernels": (pipelines_of_packets, set()),
     "barriers_of_grids": (exchanges_of_grids, set()),
-    "collectives_in_a_kernel": (lambda code: collectives(code, kernels=1), set()),
+    "collectives_in_a_kernel": (
+        lambda code: collectives(code, kernels=1, steps=3),
+        set(),
+    ),
     "collectives_at_the_wrap": (
         lambda code: collectives(code, kernels=1, steps=6, wrap=True),
         set(),

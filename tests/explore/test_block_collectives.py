@@ -59,7 +59,7 @@ AT_THE_WRAP = {
 @worlds
 @pytest.mark.parametrize("items", [False, True], ids=["blocks", "items"])
 def test_collectives(items, ranks):
-    holds(collectives(device_code(), items), ranks, 40 // ranks)
+    holds(collectives(device_code(), items), ranks, 24 // ranks)
 
 
 @worlds
@@ -69,7 +69,7 @@ def test_collectives_as_the_epochs_overflow(ranks, enough):
     names = {"starts_inherit", "copies_end", "ends_count", "fences_carry"} - {enough}
     dropped = dict.fromkeys(names, False)
     scenario = collectives(device_code(), steps=3, wrap=True)
-    holds(scenario, ranks, 24 // ranks, **dropped)
+    holds(scenario, ranks, 16 // ranks, **dropped)
 
 
 @by_anything_and_by_result
@@ -92,9 +92,7 @@ def test_roots_that_differ_are_found_on_every_rank(ranks):
         breaks(broadcasts_of_other_roots(device_code(edit)), ranks)
 
 
-@by_anything_and_by_result
 @pytest.mark.parametrize("what", AT_THE_WRAP)
-def test_what_is_broken_at_the_wrap_is_found(what, races):
+def test_what_is_broken_at_the_wrap_is_found(what):
     code = device_code(AT_THE_WRAP[what])
-    scenario = collectives(code, kernels=1, steps=6, wrap=True)
-    breaks(scenario, 3, races=races)
+    breaks(collectives(code, kernels=1, steps=6, wrap=True), 2, races=False)
