@@ -6,6 +6,7 @@ from explore.block_calls import broadcasts_of_other_roots, collectives
 from explore.markers import removed, replaced, within
 from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
 from explore.source import device_code
+from explore.test_failures import IMPATIENT
 
 IN_ORDER = "in_rank_order(rank, low, high, spare)"
 BROKEN = {
@@ -87,9 +88,9 @@ def test_broadcasts_in_one_direction_are_found(races, ranks):
 
 @worlds
 def test_roots_that_differ_are_found_on_every_rank(ranks):
-    holds(broadcasts_of_other_roots(device_code()), ranks, 20 // ranks)
+    holds(broadcasts_of_other_roots(device_code(IMPATIENT)), ranks, 20 // ranks)
     for edit in UNCHECKED:
-        breaks(broadcasts_of_other_roots(device_code(edit)), ranks)
+        breaks(broadcasts_of_other_roots(device_code(IMPATIENT, edit)), ranks)
 
 
 @pytest.mark.parametrize("what", AT_THE_WRAP)
