@@ -10,11 +10,9 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 
-from numba_symm import arguments, arrays, environment, grids, streams, trace
+from numba_symm import arguments, arrays, environment, grids, streams
 from numba_symm.arguments import shown
 from numba_symm.collectives import (
-    counted_forms,
-    equality,
     kernel_set,
     lifetime,
     messages,
@@ -931,6 +929,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
+        from numba_symm.collectives import counted_forms
+
         given = counted_forms.gathering(x, counts, displs, capacity, out, stream)
         return vector_forms.collected(self._calls, given)
 
@@ -983,6 +983,8 @@ class Communicator(Persistent, OthersNames):
             As :meth:`all_reduce`.
         """
         tables = (send_counts, send_displs), (recv_counts, recv_displs)
+        from numba_symm.collectives import counted_forms
+
         given = counted_forms.exchanging(x, *tables, capacity, out, stream)
         return vector_forms.collected(self._calls, given)
 
@@ -1278,6 +1280,8 @@ class Communicator(Persistent, OthersNames):
             ArgumentError: the array or the stream is wrong, or a group is open.
             CollectiveError, ClosedError: the communicator has failed or was closed.
         """
+        from numba_symm.collectives import equality
+
         return equality.digest(self._calls, x, stream)
 
     @by_one_thread
@@ -1301,6 +1305,8 @@ class Communicator(Persistent, OthersNames):
                 is wrong, or a group is open.
             CollectiveError, ClosedError: the communicator has failed or was closed.
         """
+        from numba_symm.collectives import equality
+
         equality.check_equal(self._calls, x, stream)
 
     def check(self) -> None:
@@ -1379,6 +1385,8 @@ class Communicator(Persistent, OthersNames):
             raise ArgumentError(
                 "trace: expected a record of calls, got NUMBA_SYMM_RECORD=0; unset it"
             )
+        from numba_symm import trace
+
         try:
             trace.write(Path(file), record)
         except (OSError, TypeError, ValueError) as error:

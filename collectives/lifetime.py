@@ -17,9 +17,8 @@ from numba_symm import (
     own_arrays,
     reserve,
     streams,
-    watchdog,
 )
-from numba_symm.collectives import kernel_set, tuned
+from numba_symm.collectives import kernel_set
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.kernels import copied_reductions
 from numba_symm.collectives.protocols.binding import Endpoint
@@ -140,6 +139,8 @@ def joined(
         limit: the most multiprocessors that kernels occupy.
         more: bytes of other memory, after the workspace.
     """
+    from numba_symm.collectives import tuned
+
     island = heap.island
     size, rank = island.world.size, island.world.rank
     order = StreamOrder(copied_reductions.EVENTS)
@@ -448,7 +449,11 @@ def _undo(
             steps.callback(requests.close)
 
 
-atexit.register(watchdog.fall_silent_at_exit)  # the last registered runs first
+@atexit.register  # before what it must follow: the last registered runs first
+def _fall_silent_at_exit() -> None:
+    watchdog = sys.modules.get("numba_symm.watchdog")  # imported for several islands
+    if watchdog is not None:
+        watchdog.fall_silent_at_exit()
 
 
 @atexit.register

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from numba_symm.collectives import counted_forms, plans
+from numba_symm.collectives import plans
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.invocation import invocation
 from numba_symm.collectives.messages import RECV, SEND, SENDRECV
@@ -243,6 +243,8 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare an :meth:`all_gather_v`, as ``all_reduce_init`` does."""
+        from numba_symm.collectives import counted_forms
+
         given = counted_forms.gathering(x, counts, displs, capacity, out, stream)
         return plans.of_collective(self._calls, given)
 
@@ -260,6 +262,8 @@ class Persistent:
     ) -> Plan:
         """Prepare an :meth:`all_to_all_v`, as ``all_reduce_init`` does."""
         tables = (send_counts, send_displs), (recv_counts, recv_displs)
+        from numba_symm.collectives import counted_forms
+
         given = counted_forms.exchanging(x, *tables, capacity, out, stream)
         return plans.of_collective(self._calls, given)
 

@@ -5,7 +5,6 @@ for requests of its own direction, which match in their order anyway. They have 
 workspace of their own, too, so no other call follows them.
 """
 
-import queue
 import threading
 import time
 from collections import deque
@@ -331,8 +330,10 @@ class _Worker(threading.Thread):
     """Runs the simulator's launches of one direction."""
 
     def __init__(self) -> None:
+        from queue import SimpleQueue
+
         super().__init__(name="numba_symm requests", daemon=True)
-        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threads.start(self, "requests=True")
 
     def run(self) -> None:

@@ -15,8 +15,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import platformdirs
-
 from numba_symm import environment
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.select import ALL, CHOICES, Choice, Choices, Step
@@ -44,6 +42,8 @@ class Found(NamedTuple):
 
 def file() -> Path:
     """Return the file's place. The simulator has a file of its own."""
+    import platformdirs
+
     name = "limits-simulated.json" if SIMULATED else "limits.json"
     return platformdirs.user_data_path("numba-symm", appauthor=False) / name
 

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from numba_symm.arguments import refuse_misaligned
 from numba_symm.device.arithmetic import make_arithmetic
 from numba_symm.dtypes import OVERFLOWS, REDUCTIONS, Element, Op, UserOperator, bitwise
 
-Vectors = NDArray[Any]
+Vectors = np.ndarray[Any, np.dtype[Any]]
 """Contiguous vectors, each of the dtype ``VECTOR``."""
 
 VECTOR = np.dtype("V16")

@@ -10,6 +10,15 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 LAZY = {
     ("", "sharing"): "few programs share arrays",
+    ("collectives.communicator", "collectives.counted_forms"): "few have such counts",
+    ("collectives.communicator", "collectives.equality"): "few compare their arrays",
+    ("collectives.communicator", "trace"): "few write one",
+    ("collectives.islands.construction", "collectives.islands.several"): (
+        "one island is usual"
+    ),
+    ("collectives.islands.construction", "collectives.warm_up"): "needs a communicator",
+    ("collectives.lifetime", "collectives.tuned"): "needs a communicator",
+    ("collectives.persistent", "collectives.counted_forms"): "few have such counts",
     ("command.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
     ("command.cli", "bench.tune"): "`run` and `info` need none of its libraries",
     ("command.cli", "command.compiling"): "`run` needs none of its libraries",

@@ -13,7 +13,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import engines, islands
-from numba_symm.collectives.islands import construction
+from numba_symm.collectives.islands import several
 from numba_symm.launch import devices, store, tagged, waiting
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
@@ -316,7 +316,7 @@ def test_a_rank_that_does_not_begin_a_child_leaves_nobody_waiting(world, comm):
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:
-            patch.setattr(construction, "Islands", broken)
+            patch.setattr(several, "Islands", broken)
         refused(world, ns.SymmError, lambda: comm.split(0), "RuntimeError: before it")
     with comm.split(0) as part:
         part.barrier()
