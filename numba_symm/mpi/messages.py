@@ -78,6 +78,7 @@ class Post(Sends):
         self._envelopes, self._receipts = Channel(own[0]), Receipts(own[1])
         self._data = Data(own[2], self._tags)
         # Its messages have another tag than receipts.
+        self._interrupted = False  # whether some of them may be left in MPI
         self._exchange = StoreExchange(tagged.whole(own[1], owned=False), "Comm")
         self._freed = False
         self.allocator = allocator
@@ -108,6 +109,7 @@ class Post(Sends):
             with waiting.watching(self._look()):
                 yield self._exchange
         except BaseException as error:
+            self._interrupted = True
             # All ranks raise other errors, because they compare what each has caught.
             if not isinstance(error, Exception):
                 self._exchange.leave(error)
@@ -167,7 +169,9 @@ class Post(Sends):
             rooms.give_back_all()
         waited(self._receipts.comm.Ibarrier().Test, check)  # the peers may end now
         for channel in channels:
-            channel.comm.Free()
+            # A new communicator with the same number would get what is left of a step.
+            if not (self._interrupted and channel is self._receipts):
+                channel.comm.Free()
         self._rooms.shrink()
 
     def give_up(self) -> None:

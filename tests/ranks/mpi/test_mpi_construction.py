@@ -36,6 +36,19 @@ def test_duplicates_that_nothing_uses_are_given_up_with_their_origin(world):
     made.Free()
 
 
+def test_what_an_interrupted_call_has_left_reaches_no_new_communicator(apart):
+    """MPI gives the number of a freed communicator to a new one."""
+    comm = MPI.Comm(apart, timeout=20)
+    with pytest.raises(KeyboardInterrupt), comm.post.set_up("Win.Create"):
+        raise KeyboardInterrupt  # on all ranks, after which no step follows
+    channel = comm.post._receipts.comm
+    comm.Free()
+    assert channel
+    for _ in range(3):
+        MPI.Comm(apart, timeout=20).Free()
+    channel.Free()
+
+
 @needs_peers
 @pytest.mark.filterwarnings("ignore:.* was not closed:ResourceWarning")
 def test_a_late_rank_is_an_error_and_all_may_call_again(world, apart, monkeypatch):
