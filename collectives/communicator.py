@@ -239,8 +239,8 @@ class Communicator(Persistent, OthersNames):
         Args:
             shape: the length of each axis.
             dtype: of NumPy or ml_dtypes.
-            like: ``cupy``, ``torch``, or an array of theirs, for one of these. Each
-                rank may pass another one.
+            like: ``cupy``, ``torch``, or an array of one of them: the result is an
+                array of that library. Ranks may pass different ones.
 
         Returns:
             A C-contiguous device array, by default Numba's, whose memory every rank has
@@ -304,14 +304,14 @@ class Communicator(Persistent, OthersNames):
         argument of kernels, for :func:`numba_symm.device.all_reduce` and the other
         collectives there. One kernel at a time uses it, with the same grid on every
         rank; later kernels on the stream may use it again. It connects the ranks of an
-        island. It takes 64 bytes for each 16 of ``bytes``, block and other rank, 128
-        for each block, and 4 for each thread.
+        island. On each rank, each block takes 4 * ``bytes``, rounded up, for each other
+        rank, 128 bytes, and 4 bytes for each thread.
 
         Args:
             blocks: the most blocks of a kernel.
             threads: the most threads of a block, up to 1024.
-            bytes: the most bytes that a block sends to each rank in a call. A kernel of
-                fewer threads may send in proportion.
+            bytes: the most bytes that a block sends to each rank in a call. A kernel
+                with fewer threads may send proportionally fewer.
 
         Raises:
             ArgumentError: a number is wrong, or differs between ranks.
@@ -905,9 +905,9 @@ class Communicator(Persistent, OthersNames):
         Collective: every rank passes the same ``counts`` and dtype, or the same
         ``capacity`` and dtype. Asynchronous.
 
-        With ``capacity``, the counts are on the GPU, and the host waits for nothing.
-        So a graph replays with other counts each time. If a count is negative or more
-        than the capacity, nothing of that rank is sent, and the communicator fails.
+        With ``capacity``, the counts are on the GPU, and the host does not wait. So
+        each replay of a graph may have other counts. If a rank's count is negative or
+        above the capacity, that rank sends nothing, and the communicator fails.
 
         Args:
             x: a device array in C order with ``counts[rank]`` elements; with
@@ -952,10 +952,10 @@ class Communicator(Persistent, OthersNames):
         ``send_counts[s]`` of rank r equals the ``recv_counts[r]`` of rank s.
         Asynchronous.
 
-        With ``capacity``, the counts are on the GPU, and the host waits for nothing.
-        So a graph replays with other counts each time. If a count is negative or more
-        than the capacity, or its range is not within x, nothing is sent to that rank,
-        and the communicator fails.
+        With ``capacity``, the counts are on the GPU, and the host does not wait. So
+        each replay of a graph may have other counts. If a count is negative or above
+        the capacity, or its range is not within x, nothing is sent to that rank, and
+        the communicator fails.
 
         Args:
             x: a device array in C order.
@@ -1264,9 +1264,9 @@ class Communicator(Persistent, OthersNames):
         """Return a 64-bit digest of an array's bits. Not collective.
 
         Arrays of equal bits in index order have equal digests, whatever their dtypes,
-        shapes, strides and addresses. Two other arrays have equal digests by chance
-        only, which is 2**-64. It detects no intent: who knows the function can make
-        different arrays of equal digests. The host waits for the stream.
+        shapes, strides and addresses. Two other arrays have equal digests with a
+        probability of 2**-64. It is not a cryptographic hash: different arrays with
+        equal digests can be constructed. The host waits for the stream.
 
         Args:
             x: a device array of any shape and dtype. One that is not in C order is
@@ -1323,9 +1323,9 @@ class Communicator(Persistent, OthersNames):
         """Wait for a stream, compare calls, then :meth:`check`. Not collective.
 
         It compares this rank's calls with those that the other ranks of its island have
-        made so far, and waits for none of them. The arguments that must agree are
-        compared, but not those of messages, of collectives made of messages, and of
-        calls that follow the first capture into a graph.
+        made so far, and does not wait for them. It compares the arguments that must
+        agree. It does not compare messages, collectives made of messages, and the calls
+        that follow a rank's first capture into a graph.
 
         Args:
             stream: the stream; None: ``comm.stream``.
@@ -1351,7 +1351,7 @@ class Communicator(Persistent, OthersNames):
         :meth:`trace`, and in the ranges of a profiler. Blocks may be nested.
 
         Args:
-            text: the name, such as ``"step 3"``; it is cut to 127 bytes.
+            text: the name, such as ``"step 3"``; a longer one is cut to 127 bytes.
 
         Raises:
             ArgumentError: ``text`` is not a str.
@@ -1368,8 +1368,9 @@ class Communicator(Persistent, OthersNames):
     def trace(self, file: str | os.PathLike[str]) -> None:
         """Write the record of calls as a Chrome trace. Local.
 
-        It has the last 1024 calls of each rank of this rank's island, and as many that
-        have no number. A slice lasts from a call to the rank's next one.
+        For each rank of this rank's island, it has the last 1024 calls that have a
+        number, and the last 1024 that have none. A slice lasts from a call to the
+        rank's next one.
 
         Args:
             file: the path of a JSON file, which is replaced. Perfetto

@@ -104,7 +104,7 @@ class CallMismatch(CollectiveError):
 class Aborted(CollectiveError):
     """``Communicator.abort``, or ``numba-symm status --abort``, ended the communicator.
 
-    The text has the rank that called it, and its reason.
+    The text has the rank that called it, or the process of the command, and the reason.
     """
 
 

@@ -30,10 +30,10 @@ def all_reduce(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
 
     Every thread of the block calls it, on every rank, with arrays of the same size. The
     ranks' elements are reduced in rank order, so all ranks get the same bits, which are
-    those of :meth:`Communicator.all_reduce`. It costs the time of one store to each
-    rank and until that arrives, and one or two ``syncthreads``. Each rank sends all its
-    elements to each other one, with as many bytes of epochs. It orders no other
-    accesses of different ranks: see :func:`barrier`.
+    those of :meth:`Communicator.all_reduce`. It takes the time in which one store to
+    each rank arrives, and one or two ``syncthreads``. Each rank sends all its elements,
+    and equally many bytes of epochs, to every other rank. It does not order other
+    accesses between ranks: see :func:`barrier`.
 
     Args:
         ws: the context of a workspace, ``comm.device_workspace(…).ctx``. One kernel at

@@ -60,12 +60,13 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
     with host arrays or with objects, and has all other methods. ``Comm`` returns an
     object of the class for ``comm``, such as :class:`Intracomm`. Construction is
     collective; it binds this rank to a GPU. A second call with the same communicator
-    returns the same object, until it was freed as often, or has failed.
+    returns the same object, unless it has failed, or ``Free`` was called as often as
+    ``Comm``.
 
-    ``Intracomm``, the classes for grids and graphs, and subclasses of a program return
-    an object of their own. Of a communicator of this module, it is another object of
-    the same communicator, which is made locally, as by mpi4py. Without a communicator,
-    all of them return a null communicator.
+    ``Intracomm``, the classes for grids and graphs, and a program's subclasses return a
+    new object of their own class. If ``comm`` is a communicator of this module, the new
+    object is made locally and stands for the same communicator, as in mpi4py. Without a
+    communicator, all of them return a null communicator.
 
     Blocking calls wait for the stream that the array names, else for ``stream``. So
     their arrays may be used when they return. Within a capture they return immediately.
