@@ -18,7 +18,11 @@ def main(folder, *programs):
         file = Path(folder, f"{program.stem}.{MPI.COMM_WORLD.rank}")
         sys.argv = [str(program)]
         with file.open("w") as printed, contextlib.redirect_stdout(printed):
-            runpy.run_path(str(program), run_name="__main__")
+            try:
+                runpy.run_path(str(program), run_name="__main__")
+            except SystemExit as end:
+                if end.code:  # otherwise the next programs follow
+                    raise
 
 
 if __name__ == "__main__":
