@@ -320,13 +320,19 @@ class InPlace(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Import ``numba_symm.mpi``, which imports mpi4py's own module, and install."""
-        if self._own is not None:
-            self._own.exec_module(module)
-        else:
-            del sys.modules["mpi4py.MPI"]  # so that this import finds mpi4py's
-        from numba_symm import mpi
+        try:
+            if self._own is not None:
+                self._own.exec_module(module)
+            else:
+                del sys.modules["mpi4py.MPI"]  # so that this import finds mpi4py's
+            from numba_symm import mpi
 
-        mpi.install()
+            mpi.install()
+        except BaseException:
+            # A program that goes on must not find mpi4py's own in the next import.
+            sys.meta_path.insert(0, self)
+            vars(sys.modules["mpi4py"]).pop("MPI", None)
+            raise
 
 
 def run(program: Sequence[str]) -> None:

@@ -290,6 +290,8 @@ class Own(Request):
     def __init_subclass__(cls) -> None:
         # mpi4py's own class methods refuse objects that are not its requests: "Cannot
         # convert ... to mpi4py.MPI.Request", with at most 200 bytes of the name.
+        if not cls.__module__.startswith("numba_symm."):
+            return  # a program's subclass
         cls.__name__ = (
             "a request of numba_symm.mpi (import numba_symm.mpi as MPI there, or call "
             "its install() first; its MPI.Request.Waitall and the others take requests "
