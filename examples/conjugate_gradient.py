@@ -51,7 +51,7 @@ def dot(ws, a, b, partial):
 @cuda.jit(device=True)
 def multiply(ws, p, q, edge, edges):
     """Store A·p in q; return whether the neighbours' edges of p have arrived."""
-    thread, rank, size = cuda.threadIdx.x, ws.rank, ws.world_size
+    thread, rank, size = cuda.threadIdx.x, ws.rank, ws.size
     cuda.syncthreads()  # p is complete
     if thread == 0:
         edge[0], edge[1] = p[0], p[ROWS - 1]

@@ -25,7 +25,7 @@ BLOCKS, THREADS = (2, 8) if SIMULATED else (32, 256)
 @cuda.jit
 def count(data, bins, queue, taken):
     """Count chunks until the queue is empty; data, bins and queue are contexts."""
-    ranks, thread, threads = data.world_size, cuda.threadIdx.x, cuda.blockDim.x
+    ranks, thread, threads = data.size, cuda.threadIdx.x, cuda.blockDim.x
     counts = cuda.shared.array(BINS, np.int32)
     chunk = cuda.shared.array(1, np.int64)
     while True:

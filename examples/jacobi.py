@@ -62,7 +62,7 @@ def relax_all(ctx, steps, before):
     below, block_below = ctx.rank, block + 1
     if block == blocks - 1:
         below, block_below = ctx.rank + 1, 0
-    has_above, has_below = above >= 0, below < ctx.world_size
+    has_above, has_below = above >= 0, below < ctx.size
     for step in range(steps):
         planes = symm.peer_array(ctx, ctx.rank, SHAPE, np.float32)
         old, new = planes[step % 2], planes[1 - step % 2]

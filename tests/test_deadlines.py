@@ -402,7 +402,7 @@ def test_different_calls_of_two_ranks_raise_in_the_next_one(two, name, roots, op
 @cuda.jit
 def wait_for_next(ctx, result):
     if cuda.threadIdx.x == 0:
-        result[0] = symm.wait_signal(ctx, (ctx.rank + 1) % ctx.world_size, 0)
+        result[0] = symm.wait_signal(ctx, (ctx.rank + 1) % ctx.size, 0)
 
 
 def wait_without_the_host(world):

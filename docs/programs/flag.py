@@ -11,7 +11,7 @@ VALUE, FLAG = 0, 4  # bytes
 @cuda.jit
 def send_right(ctx, step, out):
     mine = symm.peer_address(ctx, ctx.rank)
-    theirs = symm.peer_address(ctx, (ctx.rank + 1) % ctx.world_size)
+    theirs = symm.peer_address(ctx, (ctx.rank + 1) % ctx.size)
     symm.st_u32(theirs + VALUE, 10 * ctx.rank)
     symm.st_release_sys_u32(theirs + FLAG, step)  # after the value
     while symm.ld_acquire_sys_u32(mine + FLAG) != step:

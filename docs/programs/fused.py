@@ -12,7 +12,7 @@ def scaled_sum(ctx, scale, out):
     i = cuda.grid(1)
     if i < out.size:
         total = np.float32(0)
-        for rank in range(ctx.world_size):
+        for rank in range(ctx.size):
             total += symm.peer_array(ctx, rank, out.size, np.float32)[i]
         out[i] = scale * total
     symm.barrier(ctx, cuda.blockIdx.x)  # every rank has read; inputs may change

@@ -8,7 +8,7 @@ from numba_symm import device as symm
 
 @cuda.jit
 def pass_right(ctx, count):
-    right = (ctx.rank + 1) % ctx.world_size
+    right = (ctx.rank + 1) % ctx.size
     theirs = symm.peer_array(ctx, right, count, np.float32)
     for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
         theirs[i] = ctx.rank

@@ -15,7 +15,7 @@ def running_sum(ctx, mine):
             symm.wait_signal(ctx, ctx.rank - 1, 0)
         cuda.syncthreads()  # now every thread sees what the peer stored
         mine[i] += before[i]
-    if ctx.rank + 1 < ctx.world_size:
+    if ctx.rank + 1 < ctx.size:
         theirs = symm.peer_array(ctx, ctx.rank + 1, mine.size, np.int64)
         theirs[i] = mine[i]
         cuda.syncthreads()  # every thread has stored

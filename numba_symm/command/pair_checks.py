@@ -40,7 +40,7 @@ _BLOCKS, _THREADS = (1, 8) if SIMULATED else (32, 256)
 @cuda.jit  # type: ignore[untyped-decorator]
 def _store(ctx: Any, peer: int, count: int, seed: int) -> None:
     """Store numbers into this rank's part of a peer's memory."""
-    there = symm.peer_array(ctx, peer, (ctx.world_size, count), np.int64)
+    there = symm.peer_array(ctx, peer, (ctx.size, count), np.int64)
     i = cuda.grid(1)
     while i < count:
         there[ctx.rank, i] = seed + i

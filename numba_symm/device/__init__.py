@@ -6,7 +6,7 @@ Use them in any ``@cuda.jit`` kernel::
 
     @cuda.jit
     def shift(ctx, count):                      # ctx = comm.rendezvous(x).ctx
-        right = (ctx.rank + 1) % ctx.world_size
+        right = (ctx.rank + 1) % ctx.size
         there = symm.peer_array(ctx, right, count, np.float32)
         ...
         symm.barrier(ctx, cuda.blockIdx.x)      # every rank's block of this index

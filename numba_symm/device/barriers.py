@@ -156,7 +156,7 @@ _wait_for_generation = make_wait(_is_past)
 def _words(ctx: Any, channel: int) -> int:
     """Return the address of a channel's count of blocks; the generation follows it."""
     check_slot(ctx, ctx.rank, channel, ctx.rank, MAX_CHANNELS)
-    own = ctx.pads[ctx.rank] + 12 * MAX_CHANNELS * ctx.world_size
+    own = ctx.pads[ctx.rank] + 12 * MAX_CHANNELS * ctx.size
     return own + 16 * channel  # type: ignore[no-any-return]
 
 

@@ -251,6 +251,6 @@ def _simulated(
                 f"got {shape or type(array).__name__}"
             )
     op = getattr(op, "fn", op)  # of a function that the simulator has decorated
-    exchange = _exchange_for(ws.world_size, x.dtype, out.dtype, op, kind, bool(items))
+    exchange = _exchange_for(ws.size, x.dtype, out.dtype, op, kind, bool(items))
     with np.errstate(all="ignore"):  # overflow wraps or is infinite, as on a GPU
         return bool(exchange(ws, x, out, int(root)))

@@ -31,7 +31,7 @@ MARK = 128
 
 class _Scalars(NamedTuple):
     rank: int
-    world_size: int
+    size: int
     ring: tuple[int, ...]
     guard: Guard
     blocks: int
@@ -46,7 +46,7 @@ class WorkspaceContext(_Scalars):
 
     Attributes:
         rank: this rank.
-        world_size: the number of ranks.
+        size: the number of ranks.
         ring: the workspaces' addresses, from that of the next rank on; this rank's own
             is the last one.
         guard: the timeout, and where a failure is reported.
@@ -99,7 +99,7 @@ def tile_stride(ws: Any) -> int:
 def box_of(ws: Any, block: int, thread: int, epoch: int) -> int:
     """Return the offset of a thread's first mailbox, for its first vector."""
     boxes = MARK * ws.blocks + 4 * ws.threads * ws.blocks
-    half = (epoch & 1) * (ws.world_size - 1) * rank_stride(ws)  # explore: half
+    half = (epoch & 1) * (ws.size - 1) * rank_stride(ws)  # explore: half
     line = block * ws.threads * 2 * VECTOR  # explore: line
     warp, lane = thread // WARP, thread % WARP
     return boxes + half + line + warp * 2 * PACKETS + lane * VECTOR  # type: ignore[no-any-return]

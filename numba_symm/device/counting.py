@@ -1,6 +1,6 @@
 """Signals that count: a 64-bit word for each channel and source rank.
 
-The words follow the slots of a signal pad, at ``world_size * channel + source``. Only
+The words follow the slots of a signal pad, at ``size * channel + source``. Only
 the source rank adds to a word or sets it, and the owner of the pad reads it. Nothing
 else changes a word, so the next launch continues with the last value.
 """
@@ -76,8 +76,8 @@ _wait_for_word = make_wait(_word_holds)
 def _count(ctx: Any, owner: int, channel: int, source: int) -> int:
     """Return the address of a word of rank ``owner``'s pad."""
     check_slot(ctx, owner, channel, source, MAX_CHANNELS)
-    slots = 4 * MAX_CHANNELS * ctx.world_size
-    return ctx.pads[owner] + slots + 8 * (ctx.world_size * channel + source)  # type: ignore[no-any-return]
+    slots = 4 * MAX_CHANNELS * ctx.size
+    return ctx.pads[owner] + slots + 8 * (ctx.size * channel + source)  # type: ignore[no-any-return]
 
 
 @device_function

@@ -42,7 +42,7 @@ def _refuse(ctx: Any, operation: int, place: int, other: int) -> None:
 
 @device_function
 def _is_rank(ctx: Any, rank: int) -> bool:
-    return 0 <= rank < ctx.world_size  # type: ignore[no-any-return]
+    return 0 <= rank < ctx.size  # type: ignore[no-any-return]
 
 
 @device_function

@@ -33,13 +33,13 @@ class Guard(NamedTuple):
     Attributes:
         board: the address of the status board, one 8-byte record for each rank.
         rank: this rank.
-        world_size: the number of ranks.
+        size: the number of ranks.
         timeout: the nanoseconds of a wait; 0: indefinitely.
     """
 
     board: int
     rank: int
-    world_size: int
+    size: int
     timeout: int
 
 
@@ -62,7 +62,7 @@ def fail(guard: Any, record: int) -> None:
     Peers may be reading their boards. The record is one relaxed store, which publishes
     nothing else.
     """
-    for r in range(guard.world_size):  # explore: fail
+    for r in range(guard.size):  # explore: fail
         st_relaxed_sys_u64(guard.board + 8 * r, record)
 
 

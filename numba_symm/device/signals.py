@@ -1,7 +1,7 @@
 """Signals between GPUs, callable from any kernel.
 
 A signal pad has one ``uint32`` slot for each channel and source rank, at
-``world_size * channel + source``. A slot is a mailbox with one writer on each side, so
+``size * channel + source``. A slot is a mailbox with one writer on each side, so
 no atomic operation is needed. The sender waits for 0 and stores 1, and the receiver
 waits for 1 and stores 0. Each signal returns its slot to 0, so a captured graph can be
 replayed. The 0 shows that the signal was taken, not that any data was read. Each
@@ -31,7 +31,7 @@ MAX_CHANNELS = 128
 
 class _Scalars(NamedTuple):
     rank: int
-    world_size: int
+    size: int
     buffers: tuple[int, ...]
     pads: tuple[int, ...]
     guard: Guard
@@ -45,7 +45,7 @@ class Context(_Scalars):
 
     Attributes:
         rank: this rank.
-        world_size: the number of ranks.
+        size: the number of ranks.
         buffers: the address of every rank's buffer in this process.
         pads: the address of every rank's signal pad in this process.
         guard: the timeout, and where a failure is reported.
@@ -95,7 +95,7 @@ _wait_for_slot = make_wait(_holds)
 def _slot(ctx: Any, owner: int, channel: int, source: int) -> int:
     """Return the address of a slot of rank ``owner``'s pad."""
     check_slot(ctx, owner, channel, source, MAX_CHANNELS)
-    return ctx.pads[owner] + 4 * (ctx.world_size * channel + source)  # type: ignore[no-any-return]
+    return ctx.pads[owner] + 4 * (ctx.size * channel + source)  # type: ignore[no-any-return]
 
 
 @device_function

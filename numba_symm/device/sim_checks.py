@@ -23,11 +23,11 @@ def _check_mapped(ctx: Any) -> None:
 def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -> None:
     """Refuse a slot of a signal pad that does not exist or was unmapped."""
     _check_mapped(ctx)
-    ranks = max(owner, source) < ctx.world_size and min(owner, source) >= 0
+    ranks = max(owner, source) < ctx.size and min(owner, source) >= 0
     if not ranks or not 0 <= channel < channels:
         raise ArgumentError(
             f"a signal to rank {owner} from rank {source} on channel {channel}: "
-            f"expected ranks 0 to {ctx.world_size - 1} and channels 0 to "
+            f"expected ranks 0 to {ctx.size - 1} and channels 0 to "
             f"{channels - 1}; a GPU checks this in debug mode only"
         )
 
@@ -35,9 +35,9 @@ def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -
 def check_peer(ctx: Any, rank: int) -> None:
     """Refuse a rank that does not exist, and a buffer that was unmapped."""
     _check_mapped(ctx)
-    if not 0 <= rank < ctx.world_size:
+    if not 0 <= rank < ctx.size:
         raise ArgumentError(
-            f"rank {rank}'s buffer: expected ranks 0 to {ctx.world_size - 1}; a GPU "
+            f"rank {rank}'s buffer: expected ranks 0 to {ctx.size - 1}; a GPU "
             "checks this in debug mode only"
         )
 
@@ -58,7 +58,7 @@ def check_team(ctx: Any, team: Any) -> None:
     if team is None:
         return
     ranks = getattr(team, "ranks", ())
-    if ctx.rank not in ranks or max(ranks) >= ctx.world_size:
+    if ctx.rank not in ranks or max(ranks) >= ctx.size:
         raise ArgumentError(
             f"expected a team of rank {ctx.rank} or None, got {team!r}; only the "
             "team's ranks call its barrier"
@@ -123,9 +123,9 @@ def check_exchange(ws: Any, operation: int, units: int, stride: int, root: int) 
             f"the workspace's, got {16 * vectors}; pass more bytes to "
             "comm.device_workspace; a GPU checks this in debug mode only"
         )
-    if not 0 <= root < ws.world_size:
+    if not 0 <= root < ws.size:
         raise ArgumentError(
-            f"{what}: expected a root from 0 to {ws.world_size - 1}, got {root}; a GPU "
+            f"{what}: expected a root from 0 to {ws.size - 1}, got {root}; a GPU "
             "checks this in debug mode only"
         )
 

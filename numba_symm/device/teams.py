@@ -40,7 +40,7 @@ class Team(NamedTuple):
             ArgumentError: there are none, one is not a rank, or one is there twice.
         """
         found = tuple(ranks)
-        known = range(ctx.world_size)
+        known = range(ctx.size)
         valid = all(type(rank) is int and rank in known for rank in found)
         if not found or not valid or len(set(found)) < len(found):
             raise ArgumentError(
@@ -73,13 +73,13 @@ class Team(NamedTuple):
     def column(cls, ctx: Any, columns: int) -> "Team":
         """Return this rank's column of such a mesh; see :meth:`row`."""
         _check_mesh(ctx, columns)
-        rows = ctx.world_size // columns
+        rows = ctx.size // columns
         return cls.strided(ctx, ctx.rank % columns, columns, rows)
 
 
 def _check_mesh(ctx: Any, columns: int) -> None:
-    if type(columns) is not int or columns < 1 or ctx.world_size % columns:
+    if type(columns) is not int or columns < 1 or ctx.size % columns:
         raise ArgumentError(
-            f"Team: expected a number of columns that divides {ctx.world_size} ranks, "
+            f"Team: expected a number of columns that divides {ctx.size} ranks, "
             f"got {columns!r}"
         )

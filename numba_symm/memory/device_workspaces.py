@@ -41,7 +41,7 @@ class DeviceWorkspace:
         ring = (ctx.buffers[(ctx.rank + 1 + k) % size] for k in range(size))
         self._ctx = made(
             rank=ctx.rank,
-            world_size=size,
+            size=size,
             ring=tuple(ring),
             guard=ctx.guard,
             blocks=blocks,

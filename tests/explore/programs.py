@@ -42,16 +42,16 @@ def exchange(ctx: Any, inputs: int, outputs: int, rounds: int) -> None:
     worker = THREADS * block + thread
     for i in range(rounds):
         word = ld_u64(inputs + 8 * (rounds * worker + i))
-        for r in range(ctx.world_size):
+        for r in range(ctx.size):
             place = ctx.rank * MAX_BLOCKS * THREADS + worker
             st_u64(peer_address(ctx, r) + 8 * place, word)
         if not barrier(ctx, block):
             break
         # A word of the peers' other thread, ordered by two threads' synchronization.
-        for r in range(ctx.world_size):
+        for r in range(ctx.size):
             place = r * MAX_BLOCKS * THREADS + worker + 1 - 2 * thread
             word = ld_u64(peer_address(ctx, ctx.rank) + 8 * place)
-            st_u64(outputs + 8 * ((rounds * worker + i) * ctx.world_size + r), word)
+            st_u64(outputs + 8 * ((rounds * worker + i) * ctx.size + r), word)
         if not barrier(ctx, block):
             break
 
@@ -164,8 +164,8 @@ def last_one_reads(count: int, words: Any, rank: int, given: int, out: int) -> N
 def pipeline(ctx: Any, inputs: int, outputs: int, chunks: int) -> None:
     """Send chunks to the next rank, ``DEPTH`` ahead of what it has read."""
     thread = cuda.threadIdx.x
-    right = (ctx.rank + 1) % ctx.world_size
-    left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
+    right = (ctx.rank + 1) % ctx.size
+    left = (ctx.rank - 1 + ctx.size) % ctx.size
     failed = False
     for step in range(chunks + DEPTH - 1):
         if step < chunks:
@@ -243,7 +243,7 @@ def exchange_in_teams(
 @device_function
 def put_and_get(ctx: Any, inputs: int, outputs: int, words: int) -> None:
     """Put words at the next rank; get from the one before what is there."""
-    size, rank = ctx.world_size, ctx.rank
+    size, rank = ctx.size, ctx.rank
     there = peer_address(ctx, (rank + 1) % size) + 8 * (rank & 1)
     put_block(ctx, array_at(there, words, None), array_at(inputs, words, None))
     # All ranks' puts come before any get.
@@ -258,7 +258,7 @@ def pipeline_of_packets(
     ctx: Any, base: int, inputs: int, outputs: int, chunks: int, words: int
 ) -> None:
     """Send chunks to the next rank by packets, ``DEPTH`` ahead of what it has read."""
-    thread, size, rank = cuda.threadIdx.x, ctx.world_size, ctx.rank
+    thread, size, rank = cuda.threadIdx.x, ctx.size, ctx.rank
     right, left = (rank + 1) % size, (rank - 1 + size) % size
     failed = False
     for step in range(chunks + DEPTH - 1):

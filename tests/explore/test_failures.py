@@ -207,9 +207,9 @@ def test_work_after_giving_up_is_found(name, edit):
 
 SILENT = {
     "only its own board": within(
-        "polling", "fail", "range(guard.world_size)", "[guard.rank]"
+        "polling", "fail", "range(guard.size)", "[guard.rank]"
     ),
-    "no board": within("polling", "fail", "guard.world_size", "0"),
+    "no board": within("polling", "fail", "guard.size", "0"),
     "nothing after a deadline": replaced("polling", "deadline", "return False"),
 }
 

@@ -25,7 +25,7 @@ def backend(request, monkeypatch):
 @cuda.jit
 def write_to_right(ctx, count, value):
     """Write into the right neighbour's buffer, and wait for all ranks."""
-    there = symm.peer_array(ctx, (ctx.rank + 1) % ctx.world_size, count, np.float32)
+    there = symm.peer_array(ctx, (ctx.rank + 1) % ctx.size, count, np.float32)
     for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
         there[i] = value
     symm.barrier(ctx, 0)

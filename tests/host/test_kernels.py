@@ -279,7 +279,7 @@ def stored(packed):
 
 
 def test_arguments_are_packed_member_by_member():
-    guard = Guard(board=1 << 40, rank=1, world_size=2, timeout=-3)
+    guard = Guard(board=1 << 40, rank=1, size=2, timeout=-3)
     ctx = Context(1, 2, (10, 11), (20, 21), guard)
     signature = (pads.context_type(2), types.int32, types.boolean, types.boolean)
     packed = Packed(signature, (ctx, -7, True, False))

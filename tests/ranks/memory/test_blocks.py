@@ -28,7 +28,7 @@ pytestmark = of_one_island
 
 @cuda.jit
 def load(ctx, found):
-    found[0] = symm.ld_u32(symm.peer_address(ctx, ctx.world_size - 1))
+    found[0] = symm.ld_u32(symm.peer_address(ctx, ctx.size - 1))
 
 
 @cuda.jit

@@ -27,7 +27,7 @@ COUNT = 61  # the last block has less to do
 @cuda.jit
 def shift(ctx, source, out, count):
     """Store each block's elements at the right neighbour; load the left one's."""
-    right = (ctx.rank + 1) % ctx.world_size
+    right = (ctx.rank + 1) % ctx.size
     there = symm.peer_array(ctx, right, count, np.float32)
     here = symm.peer_array(ctx, ctx.rank, count, np.float32)
     stride = cuda.gridDim.x * cuda.blockDim.x
@@ -46,8 +46,8 @@ def shift(ctx, source, out, count):
 def pass_token(ctx, laps, channel, seen):
     """Pass a counter around the ranks: each stores it at the next, and signals."""
     if cuda.threadIdx.x == 0:
-        left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
-        right = (ctx.rank + 1) % ctx.world_size
+        left = (ctx.rank - 1 + ctx.size) % ctx.size
+        right = (ctx.rank + 1) % ctx.size
         mine = symm.peer_array(ctx, ctx.rank, 1, np.int64)
         theirs = symm.peer_array(ctx, right, 1, np.int64)
         for lap in range(laps):
@@ -65,7 +65,7 @@ def pass_token(ctx, laps, channel, seen):
 def all_to_all(ctx, rounds, sums):
     """In each step, store a number for the block of this index on every rank."""
     block, thread = cuda.blockIdx.x, cuda.threadIdx.x
-    width = ctx.world_size
+    width = ctx.size
     for step in range(rounds):
         if thread < width:
             peer = symm.peer_array(ctx, thread, (cuda.gridDim.x, width), np.int32)
@@ -86,7 +86,7 @@ def all_to_all(ctx, rounds, sums):
 def store_by_width(ctx):
     """Store at the right neighbour by every store instruction."""
     if cuda.threadIdx.x == 0:
-        there = symm.peer_address(ctx, (ctx.rank + 1) % ctx.world_size)
+        there = symm.peer_address(ctx, (ctx.rank + 1) % ctx.size)
         tag = ctx.rank + 1
         symm.st_u16(there, 0xFE00 + tag)
         symm.st_u16(there + 2, 7)
@@ -107,7 +107,7 @@ def load_by_width(ctx, found):
     """Load the left neighbour's memory by every load instruction."""
     symm.barrier(ctx, 0)
     if cuda.threadIdx.x == 0:
-        there = symm.peer_address(ctx, (ctx.rank - 1 + ctx.world_size) % ctx.world_size)
+        there = symm.peer_address(ctx, (ctx.rank - 1 + ctx.size) % ctx.size)
         found[0] = symm.ld_u16(there)
         found[1] = symm.ld_u32(there + 4)
         found[2] = symm.ld_u64(there + 8)
@@ -123,8 +123,8 @@ def load_by_width(ctx, found):
 def store_outcomes(ctx, outcomes):
     """Store what the waiting functions return without a failure."""
     if cuda.threadIdx.x == 0:
-        right = (ctx.rank + 1) % ctx.world_size
-        left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
+        right = (ctx.rank + 1) % ctx.size
+        left = (ctx.rank - 1 + ctx.size) % ctx.size
         outcomes[0] = symm.put_signal(ctx, right, 5)
         outcomes[1] = symm.wait_signal(ctx, left, 5)
     if not symm.barrier(ctx, 6):
@@ -175,7 +175,7 @@ def flat_barrier(ctx, wide):
         cuda.threadIdx.y + cuda.blockDim.y * cuda.threadIdx.z
     )
     threads = cuda.blockDim.x * cuda.blockDim.y * cuda.blockDim.z
-    right = (ctx.rank + 1) % ctx.world_size
+    right = (ctx.rank + 1) % ctx.size
     symm.peer_array(ctx, right, threads, np.int32)[thread] = 100 * right + thread
     symm.barrier(ctx, 9)
     # Every thread of this block sees the stores of every thread of the left block.

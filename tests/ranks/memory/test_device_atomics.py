@@ -68,9 +68,9 @@ def last_one_adds(ctx, out):
         mine = symm.peer_array(ctx, ctx.rank, 2, np.int64)
         mine[1] = ctx.rank + 1
         counts = symm.peer_array(ctx, 0, 2, np.int64)
-        if symm.atomic_add_release(counts, 0, 1) == ctx.world_size - 1:
+        if symm.atomic_add_release(counts, 0, 1) == ctx.size - 1:
             symm.fence_acq_rel_sys()
-            for r in range(ctx.world_size):
+            for r in range(ctx.size):
                 out[0] += symm.peer_array(ctx, r, 2, np.int64)[1]
 
 

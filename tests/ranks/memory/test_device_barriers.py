@@ -17,14 +17,14 @@ THREADS, ROUNDS = 4, 4
 @cuda.jit
 def sum_over_all(ctx, blocks, rounds, out):
     """In each step, every block of every rank adds, and then all see the sum."""
-    sums = symm.peer_array(ctx, ctx.rank, (rounds, ctx.world_size, blocks), np.int64)
+    sums = symm.peer_array(ctx, ctx.rank, (rounds, ctx.size, blocks), np.int64)
     block = cuda.blockIdx.x + cuda.gridDim.x * cuda.blockIdx.y
     for step in range(rounds):
-        if cuda.threadIdx.x < ctx.world_size:
+        if cuda.threadIdx.x < ctx.size:
             there = symm.peer_array(
                 ctx,
                 cuda.threadIdx.x,
-                (rounds, ctx.world_size, blocks),
+                (rounds, ctx.size, blocks),
                 np.int64,
             )
             there[step, ctx.rank, block] = 100 * step + 10 * ctx.rank + block + 1
@@ -32,7 +32,7 @@ def sum_over_all(ctx, blocks, rounds, out):
         passed = symm.grid_barrier_wait(ctx, 7, token)
         if cuda.threadIdx.x == 0:
             total = 0
-            for r in range(ctx.world_size):
+            for r in range(ctx.size):
                 for other in range(blocks):
                     total += sums[step, r, other]
             out[step, block] = total if passed else -1

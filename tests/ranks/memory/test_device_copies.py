@@ -31,7 +31,7 @@ def copying(dtype, shift, length):
 
     @cuda.jit
     def kernel(ctx, cases, source, out):
-        thread, right = cuda.threadIdx.x, (ctx.rank + 1) % ctx.world_size
+        thread, right = cuda.threadIdx.x, (ctx.rank + 1) % ctx.size
         first = symm.peer_address(ctx, right) + shift
         there = symm.array_at(first, (cases.shape[0], length), dtype)
         for c in range(cases.shape[0]):
@@ -103,7 +103,7 @@ ROWS, COLUMNS = 5, 47
 @cuda.jit
 def copy_blocks(ctx, source, block):
     """Put parts of a matrix into matrices at the right neighbour, one after another."""
-    right = (ctx.rank + 1) % ctx.world_size
+    right = (ctx.rank + 1) % ctx.size
     there = symm.peer_array(ctx, right, (7, ROWS, COLUMNS), np.int32)
     symm.put_block(ctx, there[0], source)  # whole
     symm.put_block(ctx, there[1, 1:4, 2:40], source[:3, 1:39])  # long rows
@@ -149,8 +149,8 @@ def mailing(dtype, scope, size):
     @cuda.jit
     def kernel(ctx, base, given, out):
         thread, lanes = cuda.threadIdx.x, (1, min(32, cuda.blockDim.x), cuda.blockDim.x)
-        right = (ctx.rank + 1) % ctx.world_size
-        left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
+        right = (ctx.rank + 1) % ctx.size
+        left = (ctx.rank - 1 + ctx.size) % ctx.size
         there = symm.peer_array(ctx, right, (DEPTH, size), np.uint64)
         here = symm.peer_array(ctx, ctx.rank, (DEPTH, size), np.uint64)
         arrived = thread < lanes[scope]
@@ -240,7 +240,7 @@ def test_packets_that_do_not_arrive_end_the_wait(world, sent, kind, text):
 
 @cuda.jit
 def misuse(ctx, what):
-    words = symm.peer_array(ctx, ctx.world_size if what == 0 else 0, 8, np.int32)
+    words = symm.peer_array(ctx, ctx.size if what == 0 else 0, 8, np.int32)
     if what == 1:
         symm.put(ctx, words[4:], words[:3])
     elif what == 2:
@@ -260,7 +260,7 @@ def misuse(ctx, what):
         symm.get_packets(ctx, 0, words[:0], box, 1)
     else:
         box = symm.peer_array(ctx, 0, 4, np.uint64)
-        symm.get_packets(ctx, ctx.world_size, words[:4], box, 1)
+        symm.get_packets(ctx, ctx.size, words[:4], box, 1)
 
 
 REFUSED = [

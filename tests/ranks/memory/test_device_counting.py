@@ -18,8 +18,8 @@ DATA, READ = 1, 2  # channels
 @cuda.jit
 def pipeline(ctx, base, chunks, out):
     """Send chunks to the right neighbour, several steps ahead of what it has read."""
-    right = (ctx.rank + 1) % ctx.world_size
-    left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
+    right = (ctx.rank + 1) % ctx.size
+    left = (ctx.rank - 1 + ctx.size) % ctx.size
     there = symm.peer_array(ctx, right, (DEPTH, CHUNK), np.int64)
     here = symm.peer_array(ctx, ctx.rank, (DEPTH, CHUNK), np.int64)
     mine = cuda.shared.array(CHUNK, np.int64)
@@ -55,9 +55,9 @@ def count_together(ctx, channel, found):
     """Every thread of every rank adds to its word at every rank, which waits."""
     thread, size = cuda.grid(1), cuda.gridsize(1)
     total = size * (size + 1) // 2
-    for r in range(ctx.world_size):
+    for r in range(ctx.size):
         symm.signal_add(ctx, r, channel, thread + 1)
-    if thread < ctx.world_size:
+    if thread < ctx.size:
         found[thread] = symm.wait_until(ctx, thread, channel, symm.EQ, total)
         found[thread] += symm.signal_read(ctx, thread, channel) == total
 
@@ -82,7 +82,7 @@ def compare(ctx, found):
 def wait_for_words(ctx, found):
     """Wait for words of every type, which the left neighbour stores or updates."""
     if cuda.threadIdx.x == 0:
-        right = (ctx.rank + 1) % ctx.world_size
+        right = (ctx.rank + 1) % ctx.size
         there = symm.peer_address(ctx, right)
         i32 = symm.peer_array(ctx, ctx.rank, (20, 2), np.int32)
         u32 = symm.peer_array(ctx, ctx.rank, 40, np.uint32)
@@ -176,7 +176,7 @@ def test_a_wait_in_vain_has_a_deadline(world, what, text):
 @cuda.jit
 def misuse(ctx, what):
     if what == 0:
-        symm.signal_add(ctx, ctx.world_size, 0, 1)
+        symm.signal_add(ctx, ctx.size, 0, 1)
     elif what == 1:
         symm.wait_until(ctx, 0, 128, symm.GE, 1)
     elif what == 2:

@@ -20,7 +20,7 @@ def misuse(ctx, team, what, out):
     if what == 1:
         channel = 128
     elif what == 2:
-        rank = ctx.world_size
+        rank = ctx.size
     elif what == 3:
         count = 3
     elif what == 4:

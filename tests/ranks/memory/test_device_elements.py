@@ -20,7 +20,7 @@ def storing(dtype):
 
     @cuda.jit
     def kernel(ctx, source, out, count):
-        right = (ctx.rank + 1) % ctx.world_size
+        right = (ctx.rank + 1) % ctx.size
         there = symm.peer_array(ctx, right, (count, 2), dtype)
         here = symm.peer_array(ctx, ctx.rank, (count, 2), dtype)
         for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):

@@ -39,7 +39,7 @@ def test_members_describe_the_memory(comm, shared):
     assert len(set(shared.signal_pad_ptrs)) == comm.size
     assert shared.ctx.buffers == tuple(shared.buffer_ptrs)
     assert shared.ctx.pads == tuple(shared.signal_pad_ptrs)
-    assert (shared.ctx.rank, shared.ctx.world_size) == (comm.rank, comm.size)
+    assert (shared.ctx.rank, shared.ctx.size) == (comm.rank, comm.size)
     assert shared.ctx.guard == comm._calls.members.guard
 
 
