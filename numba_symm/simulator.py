@@ -190,11 +190,49 @@ def _most_blocks(overload: Any, blockdim: Any, dynsmemsize: int = 0) -> int:
 
 simulator.FakeOverload.max_cooperative_grid_blocks = _most_blocks
 
+_jit = cuda.jit
+_OF_COMPILER = ("extensions", "forceinline", "lineinfo", "lto", "max_registers")
+"""Options of numba-cuda's ``cuda.jit`` that its simulator's lacks. They change no
+result."""
+
+
+@functools.wraps(_jit)
+def _decorated(*args: Any, launch_bounds: Any = None, **options: Any) -> Any:
+    """Do as the simulator's ``cuda.jit``, with all options that numba-cuda's has."""
+    for name in _OF_COMPILER:
+        options.pop(name, None)
+    made = _jit(*args, **options)
+    if launch_bounds is None:
+        return made
+    most = launch_bounds[0] if isinstance(launch_bounds, tuple) else launch_bounds
+
+    def bounded(kernel: Any) -> Any:
+        kernel.most_threads = most
+        return kernel
+
+    if isinstance(made, simulator.FakeCUDAKernel):
+        return bounded(made)
+    return lambda function: bounded(made(function))
+
+
+cuda.jit = _decorated
+
 _configure = simulator.FakeCUDAKernel.__getitem__
 
 
 def _configured(function: Any, configuration: Any) -> Any:
-    """Configure a launch, or refuse a stream on which Numba launches no kernel."""
+    """Configure a launch, or refuse one that a GPU would refuse.
+
+    That is on a stream of another library, or with larger blocks than its
+    ``launch_bounds`` permit.
+    """
+    most = getattr(function, "most_threads", None)
+    threads = int(np.prod(configuration[1]))
+    if most is not None and threads > most:
+        raise ArgumentError(
+            f"{function.__name__}[grid, block]: expected a block of at most {most} "
+            f"threads, its launch_bounds, got {threads}; launch smaller blocks"
+        )
     for stream in configuration[2:3]:
         if stream and not isinstance(stream, cuda.stream):
             raise ArgumentError(

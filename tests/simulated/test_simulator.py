@@ -435,3 +435,24 @@ def test_rows_of_threads_meet_at_barriers_of_their_own():
     simulator.run(kernel, 1, (THREADS, 3), ())
     every = [(row, step) for row in range(3) for step in range(3)]
     assert found == {(row, step, row == 2): THREADS for row, step in every}
+
+
+def test_cuda_jit_accepts_the_options_that_it_has_on_a_gpu():
+    options = {"max_registers": 40, "lto": False, "lineinfo": True, "fastmath": True}
+    options |= {"forceinline": False, "extensions": [], "launch_bounds": (32, 2)}
+
+    def store(out):
+        out[cuda.threadIdx.x] = cuda.blockDim.x
+
+    for kernel in (
+        cuda.jit(**options)(store),
+        cuda.jit("void(int64[:])", **options)(store),
+        cuda.jit(store, **options | {"launch_bounds": 32}),
+    ):
+        out = cuda.to_device(np.zeros(32, np.int64))
+        kernel[1, 32](out)
+        assert out.copy_to_host().tolist() == [32] * 32
+        with pytest.raises(ArgumentError, match=r"at most 32 threads.* got 33"):
+            kernel[1, 33]
+    with pytest.raises(TypeError, match="most_registers"):
+        cuda.jit(most_registers=40)
