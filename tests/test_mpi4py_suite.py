@@ -7,19 +7,15 @@ NUMBA_SYMM_TEST_TYPES   NumPy's letters of the types of arrays; see mpi4py_suite
 """
 
 import json
-import subprocess
-import sys
-import tarfile
 
 import pytest
 
 from numba_symm.command import launcher
-from tests import test_mpirun
+from tests import packages, test_mpirun
 from tests.patience import patient
 from tests.test_mpirun import ROOT
 
 VERSION = "4.1.2"
-KEPT = ROOT / "build" / "mpi4py"
 RANKS = 3
 
 PASSED = {
@@ -52,20 +48,7 @@ LACKING = {
 @pytest.fixture(scope="module")
 def folder():
     """Return the folder of mpi4py's tests, or skip."""
-    found = KEPT / f"mpi4py-{VERSION}" / "test"
-    if not found.exists():
-        KEPT.mkdir(parents=True, exist_ok=True)
-        # With the setuptools that is here: pip would install one for this alone, which
-        # took minutes on a loaded machine. Only the network has a deadline, pip's own.
-        command = [sys.executable, "-m", "pip", "download", "--no-build-isolation"]
-        command += ["--timeout", "30", "--retries", "3", "--no-deps", "--dest", KEPT]
-        command += ["--no-binary", ":all:", f"mpi4py=={VERSION}"]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            pytest.skip(f"mpi4py's sources cannot be had: {ended.stderr[-200:]}")
-        with tarfile.open(KEPT / f"mpi4py-{VERSION}.tar.gz") as files:
-            files.extractall(KEPT, filter="data")
-    return found
+    return packages.source("mpi4py", VERSION, packages.WITH_OURS) / "test"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,99 @@
+"""Programs that nobody edits, in the simulator: PyLops-MPI, mpi4py-fft, mpi4py's demos.
+
+``on_devices.py`` puts ``numba_symm.mpi`` in mpi4py's place and passes NumPy's arrays
+for arrays of a device. pip downloads fixed versions once; without a network, a test is
+skipped.
+
+NUMBA_SYMM_TEST_WHOLE   1: all tests of the packages, in minutes; see tests/README.md
+"""
+
+import os
+import re
+
+import pytest
+
+from numba_symm.command import launcher
+from tests import packages, test_mpirun
+from tests.patience import patient
+from tests.test_mpirun import ROOT
+
+WHOLE = os.environ.get("NUMBA_SYMM_TEST_WHOLE") == "1"
+
+PYLOPS_MPI = "0.8.0"
+PYLOPS = "pylops==2.8.0", "pyproximal==0.13.0"
+MPI4PY_FFT = "2.0.6"
+MPI4PY = "4.1.2"
+
+TESTS = ["halo", "linearop", "matrixmult", "solver"]
+"""Files of PyLops-MPI's tests that are run by default."""
+
+DEMOS = [
+    "helloworld.py",
+    "compute-pi/cpi-cco.py",
+    "mpi-ref-v1/ex-3.*.py",
+    "nxtval/nxtval-onesided.py",
+    "sequential/test_seq.py",
+]
+"""mpi4py's demos of calls with arrays.
+
+Not here are programs that plot, start processes, compile C or measure for minutes.
+Others that are not here:
+
+- ``ex-2.*`` of mpi-ref-v1: ``ex-2.32`` after ``ex-2.16`` hung on a loaded machine.
+- ``cpi-rma`` and ``nxtval-scalable`` have windows over arrays of their own. In the
+  simulator, windows of the device take memory of ``Win.Allocate_device`` only.
+- In ``nxtval-mpi3``, rank 0 clears a counter that others may have increased.
+"""
+
+
+def job(ranks, log, path, *program):
+    """Run programs on ranks in the simulator, and return the job's output."""
+    environ = test_mpirun.environment(ranks) | {"NUMBA_ENABLE_CUDASIM": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join([*map(str, path), environ["PYTHONPATH"]])
+    line = [str(ROOT / "tests/on_devices.py"), *map(str, program)]
+    mpirun = launcher.mpirun_command(ranks, line, launcher.find_mpirun())
+    deadline = patient(3600 if WHOLE else 120)
+    code = test_mpirun.run(mpirun, environ, log, deadline)
+    text = log.read_text(errors="replace")
+    assert code == 0, text[-5000:]
+    return text
+
+
+@pytest.fixture(scope="module")
+def mpi4py_fft(tmp_path_factory):
+    """Return the folder of mpi4py-fft, whose C code is not compiled."""
+    # It tells its version only where it finds FFTW.
+    fftw = tmp_path_factory.mktemp("fftw")
+    for name in ("libfftw3.so", "libfftw3f.so"):
+        (fftw / name).touch()
+    environ = os.environ | {"FFTW_LIBRARY_DIR": str(fftw)}
+    ours = packages.WITH_OURS
+    return packages.source("mpi4py-fft", MPI4PY_FFT, ours, environ=environ)
+
+
+def test_pylops_mpi_passes_its_own_tests(mpi4py_fft, tmp_path):
+    pytest.importorskip("scipy", reason="PyLops needs it")
+    pytest.importorskip("matplotlib", reason="PyLops-MPI imports it")
+    folder = packages.source("pylops-mpi", PYLOPS_MPI)
+    path = folder, packages.installed(*PYLOPS), *[mpi4py_fft] * WHOLE
+    tests = [folder / f"tests/test_{name}.py" for name in TESTS]
+    if WHOLE:
+        tests = sorted(folder.glob("tests/test_*.py"))
+    # Its conftest.py sets what pytest 9 does not have.
+    options = "--noconftest", "-q", "-pno:cacheprovider", f"--rootdir={folder}"
+    text = job(2, tmp_path / "log", path, "-m", "pytest", *options, *tests)
+    passed = {int(number) for number in re.findall(r"(\d+) passed", text)}
+    assert len(passed) == 1, text[-5000:]
+    assert "failed" not in text
+    print(f"{passed.pop()} tests passed on each rank")
+
+
+def test_demos_of_mpi4py_and_pencils_of_mpi4py_fft_run(mpi4py_fft, tmp_path):
+    folder = packages.source("mpi4py", MPI4PY, packages.WITH_OURS) / "demo"
+    programs = [path for name in DEMOS for path in sorted(folder.glob(name))]
+    assert len(programs) == len(DEMOS) - 1 + 12
+    programs.append(ROOT / "tests/pencils.py")
+    if WHOLE:
+        programs.append(mpi4py_fft / "tests/test_pencil.py")
+    text = job(3, tmp_path / "log", [mpi4py_fft], *programs)
+    assert text.count("pi is approximately 3.1416") == 1, text
