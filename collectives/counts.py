@@ -17,7 +17,7 @@ Table = tuple[tuple[int, ...], tuple[int, ...] | None]
 Lengths = tuple[int, ...]
 """The elements of a rank's messages to, or from, one other rank, in order."""
 
-Span = tuple[int, int]
+Range = tuple[int, int]
 """A rank's range: its first element, and its number of elements."""
 
 
@@ -90,7 +90,7 @@ def table_of(
     return lengths, _integers(displs, size, what.replace("counts", "displs"))
 
 
-def places_of(table: Table) -> list[Span]:
+def places_of(table: Table) -> list[Range]:
     """Return every rank's range."""
     lengths, starts = table
     if starts is None:
@@ -111,12 +111,12 @@ def _integers(given: Counts | None, size: int, what: str) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
-def end_of(places: list[Span]) -> int:
+def end_of(places: list[Range]) -> int:
     """Return the number of elements that an array with these ranges has at least."""
     return max(first + count for first, count in places)
 
 
-def refuse_overlap(places: list[Span], what: str) -> None:
+def refuse_overlap(places: list[Range], what: str) -> None:
     """Refuse ranges of an output that overlap."""
     taken = sorted(place for place in places if place[1])
     for (first, count), (following, _) in itertools.pairwise(taken):

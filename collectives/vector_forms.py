@@ -23,7 +23,7 @@ from numba_symm.collectives.checks import (
     check_type,
 )
 from numba_symm.collectives.counts import (
-    Span,
+    Range,
     agree_on_counts,
     end_of,
     places_of,
@@ -424,7 +424,7 @@ def check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
         )
 
 
-def check_room(view: ArrayView, places: list[Span], what: str) -> None:
+def check_room(view: ArrayView, places: list[Range], what: str) -> None:
     """Refuse an array that is too small for all ranges."""
     if view.size < end_of(places):
         raise ArgumentError(

@@ -29,7 +29,7 @@ PERIOD = 1.0
 _PROC = Path("/proc")
 
 
-class Found(NamedTuple):
+class RunningBoard(NamedTuple):
     """A board of a running job.
 
     Attributes:
@@ -43,9 +43,9 @@ class Found(NamedTuple):
     size: int
 
 
-def found(processes: Sequence[int]) -> list[Found]:
+def found(processes: Sequence[int]) -> list[RunningBoard]:
     """Return the boards that processes have open, each once, the oldest first."""
-    boards: dict[int, Found] = {}
+    boards: dict[int, RunningBoard] = {}
     for pid in processes:
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             for path in (_PROC / str(pid) / "fd").iterdir():
@@ -55,12 +55,12 @@ def found(processes: Sequence[int]) -> list[Found]:
                         facts = path.stat()
                         size = board_memory.size_of(facts.st_size)
                         if size and facts.st_ino not in boards:
-                            each = Found(facts.st_ino, path, size)
+                            each = RunningBoard(facts.st_ino, path, size)
                             boards[facts.st_ino] = each
     return sorted(boards.values(), key=_age)
 
 
-def _age(board: Found) -> tuple[int, int]:
+def _age(board: RunningBoard) -> tuple[int, int]:
     with contextlib.suppress(OSError), opened(board) as (_, records):
         return records.began, board.inode
     return 0, board.inode  # it has been closed meanwhile
@@ -84,7 +84,7 @@ def every_process() -> list[int]:
     return sorted(int(path.name) for path in _PROC.glob("[0-9]*"))
 
 
-def of(pid: int | None) -> list[Found]:
+def of(pid: int | None) -> list[RunningBoard]:
     """Return the boards of a job; of None, all of this user's jobs.
 
     Args:
@@ -120,7 +120,7 @@ def of(pid: int | None) -> list[Found]:
 
 
 @contextlib.contextmanager
-def opened(board: Found) -> Iterator[tuple[BoardMemory, Records]]:
+def opened(board: RunningBoard) -> Iterator[tuple[BoardMemory, Records]]:
     """Map a board within the block."""
     fd = os.open(board.path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -138,7 +138,7 @@ def opened(board: Found) -> Iterator[tuple[BoardMemory, Records]]:
             memory.close()
 
 
-def looks(boards: Sequence[Found]) -> list[dict[str, Any]]:
+def looks(boards: Sequence[RunningBoard]) -> list[dict[str, Any]]:
     """Return what boards show; without those that have been closed meanwhile."""
     shown = []
     for board in boards:
@@ -147,7 +147,7 @@ def looks(boards: Sequence[Found]) -> list[dict[str, Any]]:
     return shown
 
 
-def facts(board: Found) -> dict[str, Any]:
+def facts(board: RunningBoard) -> dict[str, Any]:
     """Return what a board shows, as ``--json`` prints it."""
     now = time.monotonic_ns()
     with opened(board) as (memory, records):
@@ -258,7 +258,7 @@ def _table(ranks: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def abort(boards: Sequence[Found], reason: str) -> None:
+def abort(boards: Sequence[RunningBoard], reason: str) -> None:
     """Make all communicators of a job fail, on all ranks of this node and others."""
     by = f"numba-symm status --abort (process {os.getpid()})"
     for board in boards:

@@ -16,7 +16,7 @@ from numba_symm.device.block_exchange import (
     ALL_TO_ALL,
     BROADCAST,
     REDUCE_SCATTER,
-    Kind,
+    BlockCollective,
     make_exchange,
 )
 from numba_symm.device.block_workspace import WorkspaceContext
@@ -206,7 +206,7 @@ def exchange_for(
     dtype: np.dtype[Any],
     other: np.dtype[Any],
     op: Any,
-    kind: Kind,
+    kind: BlockCollective,
     items: bool,
 ) -> Callable[..., bool]:
     """Return the device function of a collective, or raise ArgumentError.
@@ -234,7 +234,7 @@ _exchange_for = functools.cache(exchange_for)
 
 
 def _simulated(
-    kind: Kind, ws: Any, x: Any, out: Any, op: Any, root: int, items: bool
+    kind: BlockCollective, ws: Any, x: Any, out: Any, op: Any, root: int, items: bool
 ) -> bool:
     """Run a collective in the simulator."""
     if not isinstance(ws, WorkspaceContext):

@@ -95,7 +95,7 @@ root. Data has them with a probability of 2**-96."""
 EVERYONE = -1
 
 
-class Kind(NamedTuple):
+class BlockCollective(NamedTuple):
     """A collective within a kernel.
 
     Attributes:
@@ -115,13 +115,15 @@ class Kind(NamedTuple):
     rooted: bool = False
 
 
-ALL_REDUCE = Kind("all_reduce", BLOCK_ALL_REDUCE, reduces=True)
-REDUCE_SCATTER = Kind(
+ALL_REDUCE = BlockCollective("all_reduce", BLOCK_ALL_REDUCE, reduces=True)
+REDUCE_SCATTER = BlockCollective(
     "reduce_scatter", BLOCK_REDUCE_SCATTER, sends_shards=True, reduces=True
 )
-ALL_GATHER = Kind("all_gather", BLOCK_ALL_GATHER, gathers=True)
-BROADCAST = Kind("broadcast", BLOCK_BROADCAST, rooted=True)
-ALL_TO_ALL = Kind("all_to_all", BLOCK_ALL_TO_ALL, sends_shards=True, gathers=True)
+ALL_GATHER = BlockCollective("all_gather", BLOCK_ALL_GATHER, gathers=True)
+BROADCAST = BlockCollective("broadcast", BLOCK_BROADCAST, rooted=True)
+ALL_TO_ALL = BlockCollective(
+    "all_to_all", BLOCK_ALL_TO_ALL, sends_shards=True, gathers=True
+)
 
 
 @device_function
@@ -178,7 +180,7 @@ def make_access(unit: int) -> tuple[Callable[..., Any], Callable[..., None]]:
 
 
 @functools.cache
-def make_post(size: int, unit: int, kind: Kind) -> Callable[..., None]:
+def make_post(size: int, unit: int, kind: BlockCollective) -> Callable[..., None]:
     """Return a device function that posts a vector to each other rank.
 
     ``(ws, x, place, box, epoch, root)``; ``place`` is ``(first, count)``: the vector's
@@ -210,7 +212,7 @@ def make_post(size: int, unit: int, kind: Kind) -> Callable[..., None]:
 
 @functools.cache
 def make_use(
-    size: int, element: Element, op: Op, unit: int, kind: Kind
+    size: int, element: Element, op: Op, unit: int, kind: BlockCollective
 ) -> Callable[..., None]:
     """Return a device function that reduces or stores the vectors of all ranks.
 
@@ -300,7 +302,7 @@ def _give_up(ws: Any, own: int, block: int, thread: int) -> None:
 
 @functools.cache
 def make_exchange(
-    size: int, element: Element, op: Op, kind: Kind, items: bool
+    size: int, element: Element, op: Op, kind: BlockCollective, items: bool
 ) -> Callable[..., bool]:
     """Return the device function of a collective.
 

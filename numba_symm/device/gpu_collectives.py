@@ -7,14 +7,16 @@ The device function follows from the types of the arguments, and from the operat
 from typing import Any
 
 from numba_symm.device import block_collectives, block_exchange
-from numba_symm.device.block_exchange import Kind
+from numba_symm.device.block_exchange import BlockCollective
 from numba_symm.device.block_workspace import WorkspaceContext
 from numba_symm.device.compiler import Refusal, constant_of, specialized
 from numba_symm.device.ptx_views import dtype_of
 from numba_symm.errors import ArgumentError
 
 
-def _found(kind: Kind, ws: Any, x: Any, out: Any, op: Any, items: Any) -> Any:
+def _found(
+    kind: BlockCollective, ws: Any, x: Any, out: Any, op: Any, items: Any
+) -> Any:
     """Return the device function for arguments of these types, or raise Refusal."""
     made_by = getattr(ws, "instance_class", None)
     if not (isinstance(made_by, type) and issubclass(made_by, WorkspaceContext)):

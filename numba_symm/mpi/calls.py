@@ -33,7 +33,7 @@ def waited(look: Callable[[], Any], check: Callable[[], None]) -> Any:
     return found
 
 
-class Call:
+class StartedCall:
     """A call that was started; its methods are those of ``mpi4py.MPI.Request``."""
 
     def __init__(self, active: bool = True) -> None:
@@ -47,7 +47,7 @@ class Call:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, MPI.Request):
             return not self and other == MPI.REQUEST_NULL
-        return self is other or (isinstance(other, Call) and not (self or other))
+        return self is other or (isinstance(other, StartedCall) and not (self or other))
 
     __hash__ = object.__hash__
 

@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import array_in, message, on_device
-from numba_symm.mpi.calls import Call, describe, waited
+from numba_symm.mpi.calls import StartedCall, describe, waited
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import DoneRequest, Message, Receiving, Sending
@@ -200,7 +200,7 @@ class Messages:
         try:
             sends = self.Isend(sendbuf, dest, sendtag)
         except BaseException:
-            if isinstance(receives, Call):
+            if isinstance(receives, StartedCall):
                 receives._withdraw()
             else:
                 receives.Cancel()
@@ -356,11 +356,11 @@ class Together(Own):
         self._receives, self._sends = receives, sends
 
     def _progress(self) -> bool:
-        return not isinstance(self._receives, Call) or self._receives._progress()
+        return not isinstance(self._receives, StartedCall) or self._receives._progress()
 
     def _withdraw(self) -> None:
         for each in (self._receives, self._sends):
-            if isinstance(each, Call):
+            if isinstance(each, StartedCall):
                 each._withdraw()
 
     def _finish(self, status: MPI.Status | None) -> None:

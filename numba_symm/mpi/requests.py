@@ -8,12 +8,12 @@ from mpi4py import MPI
 
 from numba_symm import arrays
 from numba_symm.arguments import shown
-from numba_symm.mpi.calls import PAUSE, Call, describe, status_at, waited
+from numba_symm.mpi.calls import PAUSE, StartedCall, describe, status_at, waited
 from numba_symm.mpi.errors import MPITypeError, refusal, translated
 from numba_symm.mpi.kinds import Kind
 
 
-class Request(Call, metaclass=Kind):
+class Request(StartedCall, metaclass=Kind):
     """A call that was started. Its methods are those of ``mpi4py.MPI.Request``.
 
     The class methods take requests of mpi4py, too, so that a program may wait for its
@@ -38,7 +38,7 @@ class Request(Call, metaclass=Kind):
             return bool(self._of == of)
         return super().__eq__(of)
 
-    __hash__ = Call.__hash__
+    __hash__ = StartedCall.__hash__
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._of.Wait(status)
@@ -47,7 +47,7 @@ class Request(Call, metaclass=Kind):
         return bool(self._of.Test(status))
 
     def _progress(self) -> bool:
-        return not isinstance(self._of, Call) or self._of._progress()
+        return not isinstance(self._of, StartedCall) or self._of._progress()
 
     def Cancel(self) -> None:
         """Cancel a receive that no message has matched. Do nothing for other calls."""
@@ -64,7 +64,7 @@ class Request(Call, metaclass=Kind):
         """Wait for all requests."""
         requests = list(requests)  # an iterator ends after one pass
         _has_own(requests, "Waitall")
-        own = [request for request in requests if isinstance(request, Call)]
+        own = [request for request in requests if isinstance(request, StartedCall)]
         if len(own) > 1:  # start all copies before any is waited for
             waited(lambda: all([each._progress() for each in own]), lambda: None)
         for index, request in enumerate(requests):
@@ -285,7 +285,7 @@ class Own(Request):
     _of = None
 
     def __init__(self) -> None:
-        Call.__init__(self)
+        StartedCall.__init__(self)
 
     def __init_subclass__(cls) -> None:
         # mpi4py's own class methods refuse objects that are not its requests: "Cannot
@@ -314,13 +314,13 @@ class Own(Request):
 def _has_own(requests: Sequence[Any], what: str) -> bool:
     """Return whether some requests are this library's; else mpi4py waits for them."""
     for request in requests:
-        if not isinstance(request, Call | MPI.Request):
+        if not isinstance(request, StartedCall | MPI.Request):
             raise MPITypeError(
                 MPI.ERR_REQUEST,
                 f"{what}: expected requests of numba_symm.mpi or mpi4py, got "
                 f"{shown(request)}; pass MPI.REQUEST_NULL where there is none",
             )
-    return any(isinstance(request, Call) for request in requests)
+    return any(isinstance(request, StartedCall) for request in requests)
 
 
 def _active(requests: Sequence[Any]) -> list[int]:
@@ -328,7 +328,7 @@ def _active(requests: Sequence[Any]) -> list[int]:
     return [
         index
         for index, request in enumerate(requests)
-        if (request.is_active if isinstance(request, Call) else request)
+        if (request.is_active if isinstance(request, StartedCall) else request)
     ]
 
 
