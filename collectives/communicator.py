@@ -20,7 +20,7 @@ from numba_symm.collectives import (
 )
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.invocation import invocation
-from numba_symm.collectives.islands import construction
+from numba_symm.collectives.islands import construction, rebuilding
 from numba_symm.collectives.messages import IRECV, ISEND, RECV, SEND, SENDRECV
 from numba_symm.collectives.neighbors import (
     NEIGHBOR_ALL_GATHER,
@@ -1417,6 +1417,29 @@ class Communicator(Persistent, OthersNames):
                 "for the errors of all ranks"
             )
         self._calls.members.abort(reason)
+
+    def rebuild(self) -> "Communicator":
+        """Return a new communicator of the ranks that are left, after a failure.
+
+        Collective over these: those of this communicator whose processes run. This
+        communicator is closed on this rank, if it is not yet. The new one has the same
+        GPU, timeout, stream, debug mode, requests and limit of multiprocessors. Its
+        ranks are in the same order. The program makes its arrays and its children anew.
+
+        If a process has ended, MPI must continue without it: start the job by
+        ``numba-symm run --survive``. If one ends meanwhile, the call begins again.
+
+        Returns:
+            The communicator, which all its ranks must close.
+
+        Raises:
+            ArgumentError: this communicator has not failed, or has only some of the
+                ranks that it was made of, or was not made of mpi4py's.
+            ClosedError: it was closed without a failure, or was rebuilt before.
+            ExchangeError: a process has ended, and MPI cannot continue.
+            DeviceError, BackendError: the new communicator cannot be made.
+        """
+        return cast(Communicator, self._of(rebuilding.rebuilt(self._calls)))
 
     def close(self) -> None:
         """Wait for this GPU's work, unmap all peers, and free unused memory.

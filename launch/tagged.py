@@ -133,6 +133,19 @@ class TaggedComm:
             self.released = True
             self._shared.release(self._number)
 
+    def own(self) -> None:
+        """Let the last user of MPI's communicator free it."""
+        self._shared.own()
+
+    def free_if_alone(self) -> None:
+        """Release everything of this number, and free what no other one uses.
+
+        Messages may be left in MPI. So the number is not given to others, unless MPI's
+        communicator is freed.
+        """
+        self.released = True
+        self._shared.free_if_alone(self._number)
+
 
 class _Shared:
     """An MPI communicator, and what uses it on this rank.
@@ -157,6 +170,19 @@ class _Shared:
         self._uses: Counter[int] = Counter()  # by number, the tables that have it
         self._deciding: set[int] = set()  # the communicators in ``child``, by number
         self._holder: int | None = None  # the one that may take a number
+
+    def own(self) -> None:
+        """Let the last user free the communicator."""
+        self._owned = True
+
+    def free_if_alone(self, number: int) -> None:
+        """Free the communicator if no other number uses it."""
+        with self._lock:
+            alone = set(self._uses) == {number}
+            if alone:
+                del self._uses[number]
+        if alone and self._owned and not ranks.mpi().Is_finalized():
+            self.mpi.Free()
 
     def use(self, number: int) -> None:
         """Note that one more object uses a number."""
@@ -183,6 +209,8 @@ class _Shared:
     def release(self, number: int) -> None:
         """Note that an object uses a number no longer; free what nothing uses."""
         with self._lock:
+            if number not in self._uses:  # freed after a failure
+                return
             self._uses[number] -= 1
             if not self._uses[number]:
                 del self._uses[number]

@@ -456,12 +456,17 @@ def _received(
     MPI has all of it. Its request is in ``receives`` meanwhile.
     """
     requests = receives.setdefault(rank, [])
-    if not requests:
-        message = comm.mpi.improbe(comm.ranks[rank], comm.tag)
-        if message is None:
-            return {}
-        begin(requests, message.irecv)
-    arrived, found = requests[0].test()
+    try:
+        if not requests:
+            message = comm.mpi.improbe(comm.ranks[rank], comm.tag)
+            if message is None:
+                return {}
+            begin(requests, message.irecv)
+        arrived, found = requests[0].test()
+    except sys.modules["mpi4py.MPI"].Exception as error:
+        raise RankLeft(
+            f"rank {rank} has ended, as MPI reports ({error})", ranks=(rank,)
+        ) from error
     if not arrived:
         return {}
     del receives[rank]

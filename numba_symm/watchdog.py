@@ -17,7 +17,7 @@ from typing import Any
 from numba_symm import forks, threads
 from numba_symm.board import Board
 from numba_symm.engines.protocol import Engine
-from numba_symm.errors import CollectiveError, summary
+from numba_symm.errors import CollectiveError, RankLeft, summary
 from numba_symm.launch import ranks, waiting
 from numba_symm.launch.tagged import TaggedComm
 
@@ -131,10 +131,31 @@ class Watchdog:
 
     def _receive_reports(self) -> None:
         mpi, comm = ranks.mpi(), self._comm
-        # What improbe returns could be lost to an interrupt, a probe's result cannot.
-        while self._receives or comm.mpi.iprobe(mpi.ANY_SOURCE, comm.tag):
-            if not waiting.undisturbed(self._receive):
-                return
+        try:
+            # An interrupt could lose what improbe returns, but no probe's result.
+            while self._receives or comm.mpi.iprobe(mpi.ANY_SOURCE, comm.tag):
+                if not waiting.undisturbed(self._receive):
+                    return
+        except mpi.Exception:
+            if not self._report_dead():
+                raise
+
+    def _report_dead(self) -> bool:
+        """Report ranks that MPI has found to be dead. Return whether there are any.
+
+        Only an MPI that continues after a death finds them.
+        """
+        mpi, comm = ranks.mpi(), self._comm
+        if not hasattr(comm.mpi, "Get_failed"):
+            return False
+        dead = comm.mpi.Get_failed()
+        there = mpi.Group.Translate_ranks(dead, None, comm.mpi.Get_group())
+        comm.mpi.Ack_failed(dead.size)  # otherwise each later probe would raise
+        here = [rank for rank, at in enumerate(comm.ranks) if at in there]
+        if here:
+            text = f"{ranks.name_ranks(here)} ended without closing the communicator"
+            self._board.fail(RankLeft(text, ranks=tuple(here)))
+        return bool(there)
 
     def _receive(self) -> bool:
         """Begin or continue to receive a report. Return whether to do so again.

@@ -40,6 +40,23 @@ def _made(
     comm: ranks.Comm, device: int | None, timeout: float | None, options: Options
 ) -> Calls:
     mine = waiting.duplicate(comm, Wait("Communicator", comm.rank, patience()))
+    return made_of(mine, device, timeout, options)
+
+
+def made_of(
+    mine: ranks.Comm | TaggedComm,
+    device: int | None,
+    timeout: float | None,
+    options: Options,
+) -> Calls:
+    """Return the calls of a communicator of ranks, by messages of its own. Collective.
+
+    Args:
+        mine: the ranks; see :func:`waiting.duplicate`.
+        device: as for the constructor.
+        timeout: as for the constructor.
+        options: as for the constructor.
+    """
     with _claimed(mine):
         try:
             return lifetime.begin(
@@ -49,7 +66,7 @@ def _made(
             if not isinstance(mine, TaggedComm):
                 raise PeerAccessError(
                     f"{error}; between several islands, expected a communicator of "
-                    f"mpi4py's, got {comm!r}"
+                    f"mpi4py's, got {mine!r}"
                 ) from error
         from numba_symm.collectives.islands import several
 

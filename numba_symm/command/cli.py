@@ -32,7 +32,7 @@ from numba_symm.launch.devices import visible_gpus
 
 BENCH = "numba-symm bench"
 
-OWN_FLAGS = ("-h", "--help", "-n", "-m", "--simulate", "--as-mpi4py")
+OWN_FLAGS = ("-h", "--help", "-n", "-m", "--simulate", "--as-mpi4py", "--survive")
 """Flags of ``run``; all others before the program are mpirun's."""
 
 
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="start a Python program on several ranks of this node",
-        usage="numba-symm run [-h] -n RANKS [--simulate] [--as-mpi4py] "
+        usage="numba-symm run [-h] -n RANKS [--simulate] [--as-mpi4py] [--survive] "
         "[mpirun's flags --] [-m] program ...",
         description="Start a Python program on several ranks of this node. Without "
         "GPUs, or with --simulate, kernels run in Numba's CUDA simulator. An error "
@@ -98,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--simulate", action="store_true", help="use the simulator instead of GPUs"
+    )
+    run.add_argument(
+        "--survive",
+        action="store_true",
+        help="let the other ranks go on after one has failed, for comm.rebuild() "
+        "(Open MPI 5: --with-ft ulfm)",
     )
     run.add_argument(
         "--as-mpi4py",
@@ -269,7 +275,7 @@ def _tune(options: argparse.Namespace) -> int:
             "nothing; pass -n, and --simulate without GPUs"
         )
     options.module, options.program = True, "numba_symm.bench.tune"
-    options.as_mpi4py = False
+    options.as_mpi4py = options.survive = False
     given = {"--largest": options.largest, "--plot": options.plot}
     options.arguments = [f"{name}={value}" for name, value in given.items() if value]
     tune.parse(options.arguments)  # before ranks start, which parse them again
@@ -355,12 +361,15 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Replace this process by mpirun, which keeps its exit code and signals."""
-    from numba_symm.command.runner import IN_PLACE, WORD  # imports mpi4py
+    from numba_symm.command.runner import IN_PLACE, SURVIVE, WORD  # imports mpi4py
 
     simulate = simulation_needed(options.ranks, ask=options.simulate)
     runner = Path(__file__).with_name("runner.py")
     numbers = str(os.getpid()), str(options.ranks)  # mpirun takes this process' place
-    program = [str(runner), *numbers, *[IN_PLACE] * options.as_mpi4py]
+    if options.survive:
+        flags = ["--with-ft", "ulfm", *flags]
+    program = [str(runner), *numbers, *[SURVIVE] * options.survive]
+    program += [IN_PLACE] * options.as_mpi4py
     program += ["-m"] * options.module
     program += [options.program, *options.arguments]
     command = launcher.mpirun_command(

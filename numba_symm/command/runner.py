@@ -1,6 +1,6 @@
 """Runs the program in each rank that ``numba-symm run`` starts, and shows its errors.
 
-    python runner.py MPIRUN RANKS [--as-mpi4py] [-m] PROGRAM [ARGUMENTS]
+    python runner.py MPIRUN RANKS [--survive] [--as-mpi4py] [-m] PROGRAM [ARGUMENTS]
 
 This module does not see a program's ordinary output. An error that several ranks raise
 is shown once, with their numbers. The first rank that fails collects the errors of the
@@ -51,6 +51,9 @@ PRINTED = b"p"
 
 WORD = "NUMBA_SYMM_RUN"
 """The variable with the random word, which the program does not see."""
+
+SURVIVE = "--survive"
+"""The argument of a job whose ranks go on after one has failed."""
 
 IN_PLACE = "--as-mpi4py"
 """The argument that puts ``numba_symm.mpi`` in the place of ``mpi4py.MPI``."""
@@ -350,13 +353,17 @@ def run(program: Sequence[str]) -> None:
 
 def main(mpirun: str, ranks: str, *program: str) -> None:
     """Run the program of one rank; see the module's docstring."""
+    survive = program[0] == SURVIVE
+    program = program[survive:]
     if program[0] == IN_PLACE:
         program = program[1:]
         sys.meta_path.insert(0, InPlace())
     process = os.getpid()
     failure = None
     rank, word = own_rank(), os.environ.pop(WORD, "")
-    if rank is not None and word:  # otherwise Python shows each rank's error
+    if (
+        rank is not None and word and not survive
+    ):  # otherwise Python shows each rank's error
         failure = RankFailure(int(mpirun), word, int(ranks), rank)
         sys.excepthook = failure.hook
         atexit.register(failure.end)
@@ -366,6 +373,8 @@ def main(mpirun: str, ranks: str, *program: str) -> None:
         if os.getpid() != process:  # a child that this rank has forked
             sys.excepthook = sys.__excepthook__
             raise
+        if survive:
+            leave(error)
         set_abort_status(error)
         if isinstance(error, SystemExit) and failure:
             text, code = exit_of(error)
@@ -373,6 +382,23 @@ def main(mpirun: str, ranks: str, *program: str) -> None:
                 failure.report(text, code)
                 raise SystemExit(code) from None
         raise  # to sys.excepthook, which the program may have replaced
+
+
+def leave(error: BaseException) -> None:
+    """Show this rank's error, and end its process, while the others go on.
+
+    It ends by a signal, because Open MPI ends the job if a rank exits with a code. MPI
+    is not finalized, because that would wait for the others.
+    """
+    if isinstance(error, SystemExit):
+        text, code = exit_of(error)
+        if not code:
+            return
+        print(text, file=sys.stderr)
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def exit_of(ended: SystemExit) -> tuple[str, int]:

@@ -75,6 +75,7 @@ def job(monkeypatch):
     job = Job()
     mpi = types.SimpleNamespace(ANY_SOURCE=-1, Is_finalized=lambda: job.finalized)
     mpi.Status = types.SimpleNamespace
+    mpi.Exception = OSError  # none of these tests raises it
     monkeypatch.setattr(ranks, "mpi", lambda: mpi)
     monkeypatch.setattr(watchdog, "_fall_silent_before_finalize", lambda: None)
     return job

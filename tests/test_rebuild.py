@@ -1,0 +1,236 @@
+"""Communicators after a failure: of all ranks, or of those that are left.
+
+mpirun starts the ranks, with ULFM or without it.
+"""
+
+import gc
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from numba_symm.command import launcher
+from tests.test_lost_islands import possible
+from tests.test_mpirun import environment, run
+
+CYCLES = 50
+
+
+def played(name, folder, ranks, flags=("--with-ft", "ulfm"), **variables):
+    """Return what each rank of a program has written, by rank."""
+    if not possible(ranks):
+        pytest.skip("too few GPUs")
+    program = [__file__, name, str(folder)]
+    command = launcher.mpirun_command(ranks, program, launcher.find_mpirun(), flags)
+    log = folder / "mpirun.txt"
+    code = run(command, environment(ranks) | variables, log, 120)
+    assert code is not None, log.read_text()
+    found = {rank: folder / f"{rank}.json" for rank in range(ranks)}
+    found = {rank: json.loads(f.read_text()) for rank, f in found.items() if f.exists()}
+    assert found, log.read_text()
+    return found
+
+
+def total(comm):
+    """Return the result of an all-reduce of each rank's number plus 1."""
+    from numba import cuda
+
+    x = cuda.to_device(np.full(5, comm.rank + 1, np.float32))
+    y = comm.all_reduce(x)
+    comm.synchronize()
+    return y.copy_to_host().tolist()
+
+
+def failed(comm):
+    """Wait until a communicator has failed; return the error's class and text."""
+    import numba_symm as ns
+
+    end = time.monotonic() + 10
+    try:
+        while time.monotonic() < end:
+            comm.check()
+            time.sleep(0.005)
+    except ns.CollectiveError as error:
+        return type(error).__name__, str(error)
+    raise TimeoutError
+
+
+def attempt(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def leftovers():
+    gc.collect()
+    fds = len(list(Path("/proc/self/fd").iterdir()))
+    return fds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10  # MiB
+
+
+def survive(world):
+    """Rebuild a communicator again and again; then one rank dies, and another one."""
+    import numba_symm as ns
+
+    comm = ns.Communicator(world, timeout=20)
+    seen = []
+    for cycle in range(CYCLES):
+        if comm.rank == cycle % comm.size:
+            comm.abort(f"cycle {cycle}")
+        assert failed(comm)[0] == "Aborted"
+        old, comm = comm, comm.rebuild()
+        assert total(comm) == [6.0] * 5
+        old.close()
+        world.Barrier()  # before the next rank aborts it
+        if cycle in (4, CYCLES - 1):
+            seen.append(leftovers())
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    died = attempt(lambda: comm.zeros(3))
+    comm = comm.rebuild()
+    left = [comm.rank, comm.size, total(comm)]
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    attempt(lambda: comm.zeros(3))
+    with comm.rebuild() as last:
+        return seen, died, left, [last.size, total(last)]
+
+
+def test_survivors_continue_and_nothing_leaks(tmp_path):
+    found = played("survive", tmp_path, 3)
+    assert set(found) == {2}  # the others have died
+    seen, died, left, last = found[2]
+    (fds, memory), (fds_after, memory_after) = seen
+    assert fds_after == fds
+    assert memory_after - memory < 20
+    assert died.startswith("RankLeft: rank 1 has ended without closing the ")
+    assert left == [1, 2, [3.0] * 5]
+    assert last == [1, [1.0] * 5]
+
+
+def dies_meanwhile(world):
+    """Several islands: a rank dies, and another one while the others rebuild."""
+    import numba_symm as ns
+    from numba_symm.collectives.islands import rebuilding
+
+    comm = ns.Communicator(world, timeout=3)
+    islands = [comm.islands, total(comm)]
+    if world.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = attempt(lambda: comm.zeros(3))
+    if world.rank == 1:
+        made = rebuilding._construct
+
+        def construct(*args):
+            made(*args)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        rebuilding._construct = construct
+    with comm.rebuild() as left:
+        return islands, error, left.rank, left.islands, total(left)
+
+
+def test_a_death_on_other_islands_and_one_in_the_rebuild(tmp_path):
+    found = played("dies_meanwhile", tmp_path, 4, NUMBA_SYMM_ISLAND_SIZE="2")
+    assert set(found) == {0, 2}
+    for number, rank in enumerate(found):
+        islands, error, now, left, result = found[rank]
+        assert islands == [[[0, 1], [2, 3]], [10.0] * 5]
+        assert re.match("(RankLeft|CollectiveTimeout): ", error)
+        assert now == number
+        assert [each for part in left for each in part] == [0, 1]
+        assert result == [3.0] * 5
+
+
+def raises(world):
+    """A rank ends by an error; under --survive, the other one continues."""
+    import numba_symm as ns
+
+    comm = ns.Communicator(world, timeout=20)
+    if world.rank == 1:
+        raise ValueError("rank 1 has had enough")
+    died = attempt(lambda: comm.zeros(3))
+    with comm.rebuild() as left:
+        return died, left.size, total(left)
+
+
+def test_an_error_of_one_rank_ends_only_that_rank(tmp_path):
+    if not possible(2):
+        pytest.skip("too few GPUs")
+    command = [sys.executable, "-m", "numba_symm.command.cli", "run", "--survive"]
+    command += ["-n", "2", __file__, "raises", str(tmp_path)]
+    log = tmp_path / "mpirun.txt"
+    assert run(command, environment(2), log, 100) is not None, log.read_text()
+    died, size, result = json.loads((tmp_path / "0.json").read_text())
+    assert died.startswith("RankLeft: rank 1 has ended without closing the ")
+    assert (size, result) == (1, [1.0] * 5)
+    assert "ValueError: rank 1 has had enough" in log.read_text()
+    assert not (tmp_path / "1.json").exists()
+
+
+def abort_within(comm, world):
+    with comm:
+        world.Barrier()
+        if world.rank == 0:
+            comm.abort()
+        failed(comm)
+        comm.check()
+
+
+def alone(world):
+    """Without ULFM, the same ranks continue; other rebuilds are refused."""
+    import numba_symm as ns
+
+    comm = ns.Communicator(world, timeout=20)
+    child = comm.split(comm.rank % 2)
+    refused = [attempt(comm.rebuild)]
+    child.abort()
+    refused.append(attempt(child.rebuild))
+    ended = attempt(lambda: abort_within(comm, world))
+    assert ended.startswith("Aborted: ")
+    again = comm.rebuild()  # after the with block has closed it
+    results = total(again)
+    refused.append(attempt(comm.rebuild))
+    again.close()
+    refused.append(attempt(again.rebuild))
+    comm = ns.Communicator(world, timeout=20)
+    world.Barrier()
+    if world.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    attempt(lambda: comm.zeros(3))
+    return refused, results, attempt(comm.rebuild)
+
+
+def test_without_ulfm_the_same_ranks_continue(tmp_path):
+    found = played("alone", tmp_path, 3, ["--continuous"])
+    assert set(found) == {0, 1}
+    for refused, results, dead in found.values():
+        works, child, rebuilt, closed = refused
+        assert works.startswith("ArgumentError: rebuild: expected a communicator that")
+        assert "rebuild: expected a communicator of all ranks that it was" in child
+        assert rebuilt.startswith("ClosedError: rebuild: the communicator was rebuilt")
+        assert closed.startswith("ClosedError: ")
+        assert results == [6.0] * 5
+        assert dead == (
+            "ExchangeError: rebuild: expected an MPI that continues after a rank has "
+            "died, got one that does not, and rank 2 ended; start the job by "
+            "`numba-symm run --survive`, or by `mpirun --with-ft ulfm`"
+        )
+
+
+if __name__ == "__main__":
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    found = globals()[sys.argv[1]](world)
+    Path(sys.argv[2], f"{world.rank}.json").write_text(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # MPI cannot be finalized without the ranks that have died
