@@ -71,8 +71,8 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
     A small message crosses along the root's rail. A large one is first distributed
     within the root's island. Then one shard of it crosses along each rail, and the
     other islands gather the shards. If there are many chunks, each island sends them to
-    the next one, and no rank sends a byte twice. If there are more islands than that,
-    the shards cross in parts.
+    the next one, and no rank sends a byte twice. Between more than ``few`` islands,
+    each shard is scattered over the islands and then gathered, if that takes less time.
     """
     shards, m, sizes = site.largest, len(site.parts), site.sizes
     small = call.nbytes * (m - 1) <= sizes.one_rail

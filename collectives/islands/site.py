@@ -31,8 +31,8 @@ class Site:
         islands: the ranks.
         end: this rank's end of its island, for kernels.
         staging: the address of ``sizes.staging`` bytes, which every call may use.
-        listing: whether calls are bound for the sake of their kernels only. Then a
-            chunk is left out if an equal one needs the same kernels.
+        listing: True when binding only to list kernels. Then a chunk is left out if an
+            equal one needs the same kernels.
         shares: whether kernels leave the engine's multiprocessors to the engine.
         sizes: the limits by which calls choose their steps.
     """

@@ -10,17 +10,20 @@ class Sizes:
     """Limits, equal on all ranks. All but ``few`` are bytes.
 
     Attributes:
-        staging: of the memory through which reductions pass, on each rank. It has two
-            halves, for two chunks that overlap.
+        staging: the size of the memory through which reductions pass, on each rank. It
+            has two halves, for two chunks that overlap.
         few: up to this number of islands, each sends small messages to every other one.
-        small: of the largest carried message that few islands exchange as a whole.
+        small: the size of the largest message, as carried, that few islands exchange as
+            a whole.
         along: the most that a rank receives in a call whose steps follow the rails.
-        one_step: that the owner of a carried shard receives at most in one step. Longer
-            shards are exchanged in two: parts of them, and the results of these.
-        chunk: the least of a chunk's shard.
+        one_step: the most that the owner of a shard, as carried, receives in one step.
+            Longer shards are exchanged in two steps: first smaller ranges of them, and
+            then the results of these.
+        chunk: the smallest size of a chunk's shard.
         one_rail: the most of a broadcast that the root sends to all other islands.
-        start: that cross while an exchange starts.
-        message: that cross while another message of an exchange starts.
+        start: what a link carries in the time that an exchange takes to start.
+        message: what a link carries in the time that each further message of an
+            exchange takes to start.
     """
 
     staging: int

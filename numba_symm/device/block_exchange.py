@@ -1,8 +1,8 @@
 """One exchange of a block with the blocks of the same index on all other ranks.
 
 It is the one-shot exchange of the library's own kernels, by packets of the LL protocol
-(``packets.py``), but may be repeated within a kernel. So nothing in it rests on the end
-of a kernel.
+(``packets.py``), but may be repeated within a kernel. So it does not rely on the end of
+a kernel.
 
 Who writes what before whom. A thread exchanges data with the threads of its index only,
 one on every other rank. It counts the calls in which it does so: its epoch. In epoch k:
