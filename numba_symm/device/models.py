@@ -126,10 +126,10 @@ def _shape(function: Callable[..., Any]) -> _Shape | None:
             return DeviceFunction, callees.index(value)
         if isinstance(value, CUDADispatcher):
             raise TypeError  # Numba inlines it; so it may call any of the others
-        if type(value) is tuple:
-            return tuple, *map(constant, value)
+        if isinstance(value, tuple):
+            return type(value), *map(constant, value)
         hash(value)
-        return type(value), value  # 1 == True == 1.0
+        return type(value), value, repr(value)  # 1 == True, and 0.0 == -0.0
 
     try:
         cells = [constant(each.cell_contents) for each in function.__closure__ or ()]

@@ -225,6 +225,15 @@ def applied(function, a, b):
     return function(a, b)
 
 
+def make_storing(first, constant):
+    def caller(out, a, b):
+        out[0] = first(a, b)
+        out[1] = constant
+
+    caller.__module__ = "numba_symm.test"
+    return caller
+
+
 def make_passing(first):
     def caller(out, a, b):
         out[0] = first(a, b)
@@ -263,6 +272,7 @@ def make_caller(first, second, third=last):
             True,
         ),  # inlined
         (make_passing, (minus,), (both,), True),
+        (make_storing, (minus, 0.0), (both, -0.0), True),
     ],
 )
 def test_functions_are_compiled_again_if_more_differs(
