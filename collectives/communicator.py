@@ -1419,15 +1419,17 @@ class Communicator(Persistent, OthersNames):
         self._calls.members.abort(reason)
 
     def rebuild(self) -> "Communicator":
-        """Return a new communicator of the ranks that are left, after a failure.
+        """Return a new communicator of the remaining ranks, after a failure.
 
-        Collective over these: those of this communicator whose processes run. This
+        Collective over the ranks of this communicator whose processes run. This
         communicator is closed on this rank, if it is not yet. The new one has the same
         GPU, timeout, stream, debug mode, requests and limit of multiprocessors. Its
-        ranks are in the same order. The program makes its arrays and its children anew.
+        ranks are in the same order. The program makes new arrays and new child
+        communicators.
 
         If a process has ended, MPI must continue without it: start the job by
-        ``numba-symm run --survive``. If one ends meanwhile, the call begins again.
+        ``numba-symm run --survive``. If a process ends during the call, the call begins
+        again.
 
         Returns:
             The communicator, which all its ranks must close.
