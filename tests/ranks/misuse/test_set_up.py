@@ -457,3 +457,20 @@ def test_a_forked_child_leaves_mpi_to_its_parent(world):
         os._exit(9)
     _, status = os.waitpid(child, 0)
     assert world.allgather(os.waitstatus_to_exitcode(status)) == [7] * world.size
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "text"),
+    [
+        ("NUMBA_SYMM_ENGINE", "x", "expected nccl or mpi"),
+        ("NUMBA_SYMM_SHOW_ISLANDS", "2", "expected 0 or 1"),
+    ],
+)
+def test_variables_of_several_islands_are_checked_with_one(
+    world, monkeypatch, variable, value, text
+):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ns.ArgumentError) as found:
+        ns.Communicator(world)
+    assert variable in str(found.value)
+    assert text in str(found.value)
