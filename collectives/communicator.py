@@ -154,8 +154,8 @@ class Communicator(Persistent, OthersNames):
         device: this rank's GPU (name, UUID, ordinal …).
         backend: the backend: ``"vmm"``, ``"ipc"`` or ``"host"``.
         refused_backends: by name, the reasons against the backends tried before it.
-        peer_access: which rank's GPU can access which other's; None where it is
-            unknown.
+        peer_access: which of the GPUs of this node's ranks can access which; None where
+            it is unknown.
         islands: the ranks of each island. There is one, unless the ranks are on several
             nodes, or their GPUs do not all reach each other.
         timeout: the seconds that a kernel waits for a peer.

@@ -41,6 +41,7 @@ from numba_symm.island import Island
 from numba_symm.kernels import load_listed
 from numba_symm.launch import devices, ranks, tagged, waiting
 from numba_symm.launch.tagged import TaggedComm
+from numba_symm.launch.undo import Undo
 from numba_symm.members import Members
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
@@ -72,7 +73,7 @@ def begin(make: Callable[[ExitStack], Island], options: Options) -> Calls:
         make: makes the island; see :class:`Members` for its argument.
         options: the options.
     """
-    with waiting.Undo() as undo:
+    with Undo() as undo:
         members = make(undo)
         heap = Heap(members)
         undo.callback(heap.close_locally)
@@ -109,21 +110,19 @@ class Settings(NamedTuple):
 def agreed_settings(members: Members, options: Options) -> Settings:
     """Check the settings of a communicator. Collective."""
     exchange = members.exchange
-    with exchange.agreed("Communicator"):
+    with exchange.agreed("Communicator") as each:
         debug = arguments.flag(options.debug, "Communicator", "debug")
         requests = arguments.flag(options.requests, "Communicator", "requests")
         streams.handle_or_default(options.stream)
         asked = environment.chosen_multiprocessors(options.multiprocessors)
         limit = _multiprocessors(asked)
-    given = f"multiprocessors={asked}, debug={debug}, requests={requests}"
-    exchange.agree_equal(given, "Communicator")
-    limits = exchange.all_gather(limit, "limits of multiprocessors")
-    if asked is None and not SIMULATED:  # simulated ranks never share a GPU
-        ranks_of = devices.sharers(members.gpus)
-        limits = [
-            max(1, each // ranks_of[gpu.uuid])
-            for each, gpu in zip(limits, members.gpus, strict=True)
-        ]
+        if asked is None and not SIMULATED:  # simulated ranks never share a GPU
+            sharers = devices.sharers(members.gpus)[members.gpu.uuid]
+            limit = max(1, limit // sharers)
+        given = f"multiprocessors={asked}, debug={debug}, requests={requests}"
+        each.mine = given, limit
+    facts, limits = zip(*each.all, strict=True)
+    exchange.refuse_different(facts, "Communicator")
     return Settings(debug, requests, min(limits))
 
 
@@ -281,6 +280,11 @@ def _child_of(
     except CollectiveError as error:
         board.look()
         raise ExchangeError(str(error)) from error  # the parent has not failed
+    except BaseException as error:
+        if not isinstance(error, SymmError):
+            # Otherwise its ranks would wait for this one if it had not begun.
+            waiting.leave(comm, error, exchange.call)
+        raise
 
 
 def close(calls: Calls) -> None:

@@ -58,7 +58,9 @@ class _DeviceOffer:
     share: bool
 
 
-def bind(exchange: StoreExchange, device: int | None = None) -> GPU:
+def bind(
+    exchange: StoreExchange, device: int | None = None
+) -> tuple[GPU, tuple[GPU, ...]]:
     """Assign every rank a GPU of its own and make it current. Collective.
 
     Args:
@@ -67,61 +69,62 @@ def bind(exchange: StoreExchange, device: int | None = None) -> GPU:
             context, else the GPU of this rank's number, else any.
 
     Returns:
-        This rank's GPU, current for Numba and cuda.core in the calling thread.
+        This rank's GPU, current for Numba and cuda.core in the calling thread, and by
+        rank, its GPU.
 
     Raises:
         DeviceError: on all ranks: no GPU, MIG slices only, or too few GPUs although
             sharing is not allowed.
         ArgumentError: on all ranks: a rank does not see its ``device``.
     """
-    with exchange.agreed("finding GPUs"):
+    with exchange.agreed("finding GPUs") as each:
         gpus = visible_gpus()
-        offer = _DeviceOffer(
+        each.mine = _DeviceOffer(
             visible=[gpu.uuid for gpu in refuse_mig(gpus)],
             preferred=_preferred(gpus, device),
             share=allow_overlapping_devices(),
         )
-    offers = exchange.all_gather(offer, "assigning GPUs")
+    offers: list[_DeviceOffer] = each.all
     uuids = assign(
         [offer.visible for offer in offers],
         [offer.preferred for offer in offers],
         share=all(offer.share for offer in offers),
     )
-    with exchange.agreed("binding GPUs"):
+    with exchange.agreed("binding GPUs") as each:
         gpu = next(gpu for gpu in gpus if gpu.uuid == uuids[exchange.rank])
         _make_current(gpu.ordinal)
-    return gpu
+        each.mine = gpu
+    return gpu, tuple(each.all)
 
 
-def check_peer_access(
-    exchange: StoreExchange, gpu: GPU
-) -> tuple[Matrix, tuple[GPU, ...]]:
-    """Return which rank's GPU can access which other's memory. Collective.
-
-    Returns:
-        The matrix and the GPUs of :func:`peer_access`.
+def check_peer_access(exchange: StoreExchange, gpu: GPU, gpus: Sequence[GPU]) -> Matrix:
+    """Return the matrix of :func:`peer_access`. Collective.
 
     Raises:
         PeerAccessError: on all ranks; the text names the pairs without access.
     """
-    matrix, gpus = peer_access(exchange, gpu)
+    matrix = peer_access(exchange, gpu, gpus)
     refuse_missing_access(matrix, [each.uuid for each in gpus])
-    return matrix, gpus
+    return matrix
 
 
-def peer_access(exchange: StoreExchange, gpu: GPU) -> tuple[Matrix, tuple[GPU, ...]]:
+def peer_access(exchange: StoreExchange, gpu: GPU, gpus: Sequence[GPU]) -> Matrix:
     """Return which rank's GPU can access which other's memory. Collective.
 
+    Args:
+        exchange: the ranks, all of one node.
+        gpu: this rank's GPU.
+        gpus: by rank, its GPU.
+
     Returns:
-        The matrix and the ranks' GPUs. ``matrix[r][s]``: whether rank r's GPU can
+        A row for each rank. ``matrix[r][s]``: whether rank r's GPU can
         access rank s's. None if rank r's process does not see the other GPU, so that
         the driver cannot answer.
     """
-    gpus = tuple(exchange.all_gather(gpu, "GPUs of all ranks"))
-    with exchange.agreed("checking peer access"):
+    with exchange.agreed("checking peer access") as each:
         ordinals = {seen.uuid: seen.ordinal for seen in visible_gpus()}
-        row = [_access(gpu.ordinal, ordinals.get(peer.uuid)) for peer in gpus]
-    return exchange.all_gather(row, "peer access"), gpus
+        each.mine = [_access(gpu.ordinal, ordinals.get(peer.uuid)) for peer in gpus]
+    return each.all
 
 
 def assign(

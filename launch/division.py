@@ -9,32 +9,30 @@ Parts = tuple[tuple[int, ...], ...]
 """The ranks of each island, in rank order; islands are in order of their first rank."""
 
 
-def divide(nodes: Sequence[str], access: Matrix, most: int | None = None) -> Parts:
-    """Return the islands: each rank joins the first one that it fits into.
+def divide(ranks: Sequence[int], access: Matrix, most: int | None = None) -> Parts:
+    """Return a node's islands: each rank joins the first one that it fits into.
 
     Args:
-        nodes: by rank, the node.
-        access: ``access[r][s]``: whether rank r's GPU can access rank s's, for ranks of
-            one node; None if the driver cannot answer.
+        ranks: the ranks of the node.
+        access: ``access[r][s]``: whether the GPU of the r-th of them can access that of
+            the s-th; None if the driver cannot answer.
         most: the most ranks of an island; None: no limit.
     """
     parts: list[list[int]] = []
-    for rank, node in enumerate(nodes):
+    for number in range(len(ranks)):
 
-        def fits(part: list[int], rank: int = rank, node: str = node) -> bool:
-            return (
-                nodes[part[0]] == node
-                and (most is None or len(part) < most)
-                and all(_reach_each_other(access, rank, other) for other in part)
+        def fits(part: list[int], number: int = number) -> bool:
+            return (most is None or len(part) < most) and all(
+                _reach_each_other(access, number, other) for other in part
             )
 
         for part in parts:
             if fits(part):
-                part.append(rank)
+                part.append(number)
                 break
         else:
-            parts.append([rank])
-    return tuple(map(tuple, parts))
+            parts.append([number])
+    return tuple(tuple(ranks[number] for number in part) for part in parts)
 
 
 def _reach_each_other(access: Matrix, rank: int, other: int) -> bool:

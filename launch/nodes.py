@@ -1,12 +1,12 @@
 """The nodes that the ranks run on, and each rank's place there."""
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from numba_symm.errors import ArgumentError
 from numba_symm.launch.ranks import are_integers
-from numba_symm.launch.store import StoreExchange
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -41,23 +41,39 @@ class World:
             )
 
 
-def discover(exchange: StoreExchange) -> World:
-    """Return this rank's place. Collective.
+NodeKey = tuple[str, str]
+"""The boot id of the Linux kernel, and the host name."""
+
+
+def here() -> NodeKey:
+    """Return the node that this process runs on."""
+    return _boot_id(), socket.gethostname()
+
+
+def place(rank: int, seen: Sequence[NodeKey]) -> tuple[World, tuple[str, ...]]:
+    """Return a rank's place and, by rank, the name of its node.
 
     Ranks are on one node if their Linux kernels have the same boot id. Two containers
     of one node share the boot id, but not the host name.
+
+    Args:
+        rank: the rank.
+        seen: by rank, what :func:`here` returned.
     """
-    seen = exchange.all_gather((_boot_id(), socket.gethostname()), "nodes")
-    boot_id = seen[exchange.rank][0]
-    local = [rank for rank, (other, _) in enumerate(seen) if other == boot_id]
-    return World(
-        rank=exchange.rank,
-        size=exchange.size,
-        local_rank=local.index(exchange.rank),
+    names: dict[str, str] = {}
+    for boot_id, host in seen:
+        # The first rank's host name, so that containers of one node agree on it.
+        names.setdefault(boot_id, f"{host} ({boot_id[:8]})")
+    boot_id = seen[rank][0]
+    local = [other for other, each in enumerate(seen) if each[0] == boot_id]
+    world = World(
+        rank=rank,
+        size=len(seen),
+        local_rank=local.index(rank),
         local_size=len(local),
-        # The first local rank's name, so that containers of one node agree on it.
-        node=f"{seen[local[0]][1]} ({boot_id[:8]})",
+        node=names[boot_id],
     )
+    return world, tuple(names[each[0]] for each in seen)
 
 
 MOST_RANKS = 64

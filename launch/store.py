@@ -5,8 +5,8 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 from numba_symm import environment, forks, open_files
 from numba_symm.errors import (
@@ -24,16 +24,26 @@ from numba_symm.launch.waiting import Wait
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Contribution:
-    prefix: str
-    step: int
-    what: str
-    value: Any
+_MARK = "numba_symm"
 
-    @property
-    def place(self) -> str:
-        return f"{self.what!r} ({self.prefix}, step {self.step})"
+_Contribution = tuple[str, str, int, str, Any]
+"""The mark, the store's name, its step, the step's name, and a rank's value.
+
+Not a class of its own, whose name would be sent for each rank.
+"""
+
+
+@dataclass
+class Outcomes(Generic[T]):
+    """The values of the ranks at the end of a block of :meth:`StoreExchange.agreed`.
+
+    Attributes:
+        mine: this rank's, which the block may set; anything small that can be pickled.
+        all: every rank's, in rank order, after the block.
+    """
+
+    mine: T | None = None
+    all: list[T] = field(default_factory=list)
 
 
 class Failed(Protocol):
@@ -186,7 +196,7 @@ class StoreExchange:
         """
         if self._refusal:  # do not wait for others, which may have given up
             raise ExchangeError(self._refusal)
-        mine = _Contribution(self.prefix, self._step, what, value)
+        mine = _MARK, self.prefix, self._step, what, value
         self._step += 1
         try:
             messages = self._gathered(mine, wait or self.wait(what))
@@ -201,7 +211,7 @@ class StoreExchange:
                 "every rank must make the same calls in the same order"
             )
             raise ExchangeError(self._refusal)
-        return [message.value for message in messages]
+        return [message[-1] for message in messages]
 
     def _gathered(self, mine: _Contribution, wait: Wait) -> list[Any]:
         if self._meeting is None:
@@ -243,7 +253,15 @@ class StoreExchange:
         Raises:
             ArgumentError: on all ranks, with each rank's fact, if they differ.
         """
-        found = self.all_gather(str(fact), what)
+        self.refuse_different(self.all_gather(str(fact), what), what)
+
+    def refuse_different(self, found: Sequence[str], what: str) -> None:
+        """Raise ArgumentError, with each rank's fact, if these differ. Local.
+
+        Args:
+            found: the facts of :meth:`agree_equal`, which all ranks have gathered.
+            what: the operation to which they belong.
+        """
         facts = dict(zip(self.names, found, strict=True))
         if len(set(facts.values())) > 1:
             raise ArgumentError(
@@ -252,11 +270,12 @@ class StoreExchange:
             )
 
     @contextmanager
-    def agreed(self, what: str) -> Iterator[None]:
+    def agreed(self, what: str) -> Iterator[Outcomes[Any]]:
         """Agree at the end of the block whether it succeeded on every rank.
 
         Collective. The block contains local work only, because a rank that fails leaves
-        it early, and would miss an exchange in it.
+        it early, and would miss an exchange in it. Each rank may set a value, which
+        all ranks have afterwards.
 
         Raises:
             SymmError: on all ranks, if the block failed on any, with the text of each
@@ -266,23 +285,32 @@ class StoreExchange:
                 a second at most, even if other ranks have not reached this step.
         """
         step = f"{what}: outcome"
+        outcomes: Outcomes[Any] = Outcomes()
         try:
-            yield
+            yield outcomes
         except Exception as error:
             if isinstance(error, CollectiveError) and self._meeting is not None:
                 raise  # the status board reports it to all
-            reports = self.all_gather(_report(error), step)
+            reports, _ = self._outcomes((_report(error), None), step)
             raise _common_error(what, reports, self.names) from error
         except BaseException as error:
             self._reported = error
             # Raise the first error even if other ranks do not reach this step.
-            with suppress(SymmError), waiting.watching(_for_others(_OUTCOMES)):
-                self.all_gather(_report(error), step)
+            look = _for_others(_OUTCOMES, error)
+            with suppress(SymmError), waiting.watching(look):
+                self._outcomes((_report(error), None), step)
                 error.__dict__[_MET_BY] = self._comm
             raise
-        reports = self.all_gather(None, step)
+        reports, outcomes.all = self._outcomes((None, outcomes.mine), step)
         if any(reports):
             raise _common_error(what, reports, self.names)
+
+    def _outcomes(
+        self, mine: tuple[Any, Any], step: str
+    ) -> tuple[list[Any], list[Any]]:
+        """Return every rank's report of an error, or None, and every rank's value."""
+        found = self.all_gather(mine, step)
+        return [report for report, _ in found], [value for _, value in found]
 
     def is_everybodys(self, error: BaseException | None) -> bool:
         """Return whether every rank raises ``error`` at this step, or none an error.
@@ -299,21 +327,26 @@ _MET_BY = "_met_by_all_of"  # an exception's attribute
 _OUTCOMES = 1.0  # seconds in which an interrupted rank waits for the others
 
 
-def _for_others(seconds: float) -> Callable[[], bool]:
-    """Return what ends a wait after some seconds, without a report to other ranks."""
+def _for_others(seconds: float, cause: BaseException) -> Callable[[], None]:
+    """Return what ends an interrupted rank's wait after some seconds."""
     end = time.monotonic() + seconds
 
-    def look() -> bool:
+    def look() -> None:
         if time.monotonic() > end:
-            raise ExchangeError(f"other ranks did not come within {seconds:g} s")
-        return False
+            text = f"other ranks did not come within {seconds:g} s"
+            raise waiting.GivenUp(text, cause)
 
     return look
 
 
+def _is_ours(message: object) -> TypeGuard[_Contribution]:
+    return isinstance(message, tuple) and message[:1] == (_MARK,)
+
+
 def _place(message: object) -> str:
-    if isinstance(message, _Contribution):
-        return message.place
+    if _is_ours(message):
+        _, prefix, step, what, _ = message
+        return f"{what!r} ({prefix}, step {step})"
     return f"a call that is not numba_symm's ({type(message).__name__})"
 
 

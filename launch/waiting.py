@@ -5,7 +5,6 @@ messages. A wait can have a deadline, and can name the ranks that it waits for.
 """
 
 import copy
-import functools
 import math
 import os
 import signal
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import starmap
@@ -27,8 +26,8 @@ from numba_symm.errors import (
     RankLeft,
     left,
 )
-from numba_symm.launch import tagged
-from numba_symm.launch.ranks import Comm, checked, is_mpi, name_ranks
+from numba_symm.launch import trees
+from numba_symm.launch.ranks import Comm, name_ranks
 from numba_symm.launch.tagged import TaggedComm
 
 T = TypeVar("T")
@@ -38,28 +37,12 @@ PATIENCE = 60.0
 
 _SPIN = 2e-4  # seconds of a wait without sleep
 _LONGEST_PAUSE = 1e-3
+_LONG = 1.0
 
-_watched: ContextVar[tuple[Callable[[], bool], ...]] = ContextVar("watched", default=())
-_begun: list[list[tuple[Any, Any]]] = []  # Idup's results, of each communicator
-_unfinished: list[Any] = []  # requests, whose memory MPI may still use
-
-
-@functools.cache
-def _key() -> int:
-    """Return the key of a communicator's own list in ``_begun``, its attribute.
-
-    MPI drops the attribute when the communicator is freed. A new one may have the same
-    handle, but has no attribute.
-    """
-    create = sys.modules["mpi4py.MPI"].Comm.Create_keyval
-    return int(create(delete_fn=_never_used))
-
-
-def _never_used(comm: object, key: int, begun: list[tuple[Any, Any]]) -> None:
-    """Give up the duplicates of a communicator that is freed before a claim."""
-    _begun[:] = [each for each in _begun if each is not begun]
-    _unfinished.extend(begun)  # MPI may still store the handles
-    begun.clear()
+Look = Callable[[], object]
+_watched: ContextVar[tuple[Look, ...]] = ContextVar("watched", default=())
+unfinished: list[Any] = []
+"""Requests whose memory MPI may still use."""
 
 
 class Wait:
@@ -93,7 +76,6 @@ class Wait:
         self._began = time.monotonic()
         self._end = self._began + seconds if seconds else math.inf
         self._warn_at = self._began + PATIENCE
-        self._left = False
 
     def for_answers(self, seconds: float) -> "Wait":
         """Return a new wait, for ranks that have all arrived in the same call.
@@ -113,6 +95,16 @@ class Wait:
         """The seconds since it began."""
         return time.monotonic() - self._began
 
+    @property
+    def long(self) -> bool:
+        """Whether it has lasted a quarter of its time, or a second."""
+        return self.seconds > min(self._seconds / 4 or _LONG, _LONG)
+
+    @property
+    def overdue(self) -> bool:
+        """Whether its deadline has passed a second ago, or a time as long as it."""
+        return time.monotonic() > self._end + min(self._seconds, _LONG)
+
     def look(self, absent: Sequence[int]) -> bool:
         """Return whether the deadline has passed. Warn once when the wait is long.
 
@@ -126,12 +118,8 @@ class Wait:
                 f"rank {self._rank} has {self.text(absent)} for {PATIENCE:g} s; "
                 "NUMBA_SYMM_SETUP_TIMEOUT sets the seconds after which it gives up"
             )
-        # A rank may be past it because all had arrived, which this one may see later.
-        before, self._left = self._left, any(look() for look in _watched.get())
-        if before and self._left:
-            raise ExchangeError(
-                f"rank {self._rank} {self.text(absent)}, and one of its ranks has left"
-            )
+        for look in _watched.get():
+            look()
         _progress()
         return now > self._end
 
@@ -167,11 +155,8 @@ class Wait:
 
 
 @contextmanager
-def watching(look: Callable[[], bool]) -> Iterator[None]:
-    """Make every wait within the block call ``look`` regularly.
-
-    It may raise, or return whether a rank that takes part in the block is past it.
-    """
+def watching(look: Callable[[], object]) -> Iterator[None]:
+    """Make every wait within the block call ``look`` regularly, which may raise."""
     token = _watched.set((*_watched.get(), look))
     try:
         yield
@@ -179,68 +164,9 @@ def watching(look: Callable[[], bool]) -> Iterator[None]:
         _watched.reset(token)
 
 
-def duplicate(comm: Comm, wait: Wait) -> Comm | TaggedComm:
-    """Return a communicator whose messages cannot mix with the user's.
-
-    Collective. An mpi4py communicator is duplicated, see :func:`duplicates`; pass
-    the result to :func:`numba_symm.launch.tagged.release` in the end. Any other object
-    is returned unchanged.
-    """
-    comm = checked(comm)
-    if not is_mpi(comm):
-        return comm
-    (made,) = duplicates(comm, 1, wait)
-    return tagged.whole(made, owned=True)
-
-
-def duplicates(comm: Any, number: int, wait: Wait) -> list[Any]:
-    """Return duplicates of mpi4py's communicator. Collective.
-
-    MPI cannot cancel this call. So a rank that is interrupted before it calls
-    :func:`claim` continues with the same duplicates in its next call. Otherwise it
-    might use one for another purpose than the other ranks do. All duplicates of a
-    communicator have the same purposes, in the same order.
-
-    Raises:
-        CollectiveTimeout: not all ranks have arrived in time; MPI cannot name them.
-    """
-    begun: list[tuple[Any, Any]] | None = comm.Get_attr(_key())
-    if begun is None:
-        begun = []
-        comm.Set_attr(_key(), begun)
-    if not any(each is begun for each in _begun):
-        _begun.append(begun)  # first, because an interrupt may follow the start
-    for index in range(number):
-        if index == len(begun):
-            begin(begun, comm.Idup)
-        while not begun[index][1].Test():
-            if wait.pause(()):
-                raise wait.error(())
-    return [made for made, _ in begun[:number]]
-
-
-def claim(comm: Any) -> None:
-    """Note that this rank uses duplicates, so that no later call returns them. Local.
-
-    The other ranks may wait for this rank's messages by then, so whoever calls it
-    reports a later interrupt to them.
-
-    Args:
-        comm: what :func:`duplicate` returned, or one of :func:`duplicates`.
-    """
-    used = comm.mpi if isinstance(comm, TaggedComm) else comm
-    for each in list(_begun):
-        if any(made is used for made, _ in each):
-            # Of more duplicates than are used now, MPI may still store the handles.
-            _unfinished.extend(each)
-            each.clear()
-            _begun[:] = [other for other in _begun if other is not each]
-    _drop_finished()
-
-
-def _drop_finished() -> None:
+def drop_finished() -> None:
     """Drop the requests that MPI has ended."""
-    for each in list(_unfinished):
+    for each in list(unfinished):
         request = each[1] if isinstance(each, tuple) else each
         try:
             ended = request.Test()
@@ -248,13 +174,26 @@ def _drop_finished() -> None:
             ended = True
         if ended:
             with suppress(ValueError):  # another thread has dropped it
-                _unfinished.remove(each)
+                unfinished.remove(each)
 
 
-def all_gather(comm: Comm | TaggedComm, value: T, wait: Wait) -> list[T]:
+def all_gather(
+    comm: Comm | TaggedComm,
+    value: T,
+    wait: Wait,
+    error_for: Callable[[BaseException], CollectiveError] | None = None,
+) -> list[T]:
     """Return every rank's ``value``, in rank order. Collective.
 
     Only MPI's messages can be polled for. Other communicators wait in their own way.
+    A rank that raises makes all others raise, in this call or in the next one.
+
+    Args:
+        comm: the ranks.
+        value: anything that can be pickled. Equal values are sent once.
+        wait: the wait.
+        error_for: returns what the others raise for this rank's error; None: that it
+            left.
 
     Raises:
         CollectiveTimeout: a rank has not arrived in time.
@@ -263,41 +202,125 @@ def all_gather(comm: Comm | TaggedComm, value: T, wait: Wait) -> list[T]:
     """
     if not isinstance(comm, TaggedComm):
         return comm.allgather(value)
-    mpi = sys.modules["mpi4py.MPI"]
-    gathered: dict[int, Any] = {comm.rank: value}
-    sends: list[Any] = []
-    receives: dict[int, list[Any]] = {}
-
-    def receive() -> list[int]:
-        """Return the ranks whose messages have not arrived yet."""
-        for rank in range(comm.size):
-            if rank not in gathered:
-                gathered.update(_received(comm, rank, receives))
-        return [rank for rank in range(comm.size) if rank not in gathered]
-
+    step = _Step(comm, value, wait)
     try:
-        _send_to_others(comm, value, sends)
-        while absent := receive():
-            try:
-                if wait.pause(absent):
-                    raise wait.error(absent)
-            except CollectiveError:  # also of a rank that left after this step
-                if receive():
-                    raise
+        return step.run()
+    except BaseException as error:
+        step.give_up()
+        if not sys.modules["mpi4py.MPI"].Is_finalized():
+            _refuse(comm, _error_of_others(comm, error, wait.what, error_for))
+        raise
+
+
+class _Step:
+    """One all-gather: values go up the tree of ranks to its root, and down again.
+
+    A rank that has waited for a while sends to its neighbours in the tree for which
+    ranks it waits. So errors name a rank that has not arrived, although most ranks
+    exchange nothing with it. Messages between two ranks stay in order, so none of these
+    is left when the step has ended.
+
+    Args:
+        comm: the ranks.
+        value: this rank's value.
+        wait: the wait.
+    """
+
+    def __init__(self, comm: TaggedComm, value: Any, wait: Wait):
+        self._comm, self._wait = comm, wait
+        self._parent = trees.parent(comm.rank)
+        self._children = trees.children(comm.rank, comm.size)
+        self._parts = {comm.rank: trees.gathered(value)}  # by the first of their ranks
+        self._waiting: dict[int, Sequence[int]] = {}  # by neighbour, for which ranks
+        self._sent: Sequence[int] = ()  # the ranks of the latest such message
+        self._sends: list[Any] = []
+        self._receives: dict[int, list[Any]] = {}
+
+    def run(self) -> list[Any]:
+        """Return all ranks' values."""
+        mpi, parent = sys.modules["mpi4py.MPI"], self._parent
+        up = [] if parent is None else [parent]
+        self._await(self._children, beside=up)
+        whole = trees.merged(self._parts[rank] for rank in sorted(self._parts))
+        if parent is not None:
+            self._send([parent], whole)
+            self._await([parent])
+            whole = self._parts[parent]
+        self._send(self._children, whole)
         # This rank has all values, so the step has succeeded. A rank that has received
         # this one's value may be past the step, and may have failed since.
         with suppress(CollectiveError, ExchangeError):
-            while not mpi.Request.testall(sends)[0]:
-                if wait.pause(()):
+            while not mpi.Request.testall(self._sends)[0]:
+                if self._wait.pause(()):
                     break
-        if not mpi.Request.testall(sends)[0]:
-            _unfinished.extend(sends)
-    except BaseException:
-        _unfinished.extend(sends)
-        for requests in receives.values():
-            _unfinished.extend(requests)
-        raise
-    return [gathered[rank] for rank in range(comm.size)]
+        if not mpi.Request.testall(self._sends)[0]:
+            unfinished.extend(self._sends)
+        return whole.each()
+
+    def give_up(self) -> None:
+        """Keep the requests that MPI may still serve."""
+        unfinished.extend(self._sends)
+        for requests in self._receives.values():
+            unfinished.extend(requests)
+
+    def _await(self, peers: Sequence[int], beside: Sequence[int] = ()) -> None:
+        """Wait for the values of neighbours.
+
+        Args:
+            peers: the neighbours.
+            beside: others, which may refuse, or report for whom they wait.
+        """
+        while missing := self._receive(peers, beside):
+            absent = sorted(
+                {rank for peer in missing for rank in self._waiting.get(peer, [peer])}
+            )
+            try:
+                late = self._wait.pause(absent)
+                if late and self._reported(missing):
+                    raise self._wait.error(absent)
+            except CollectiveError:  # also of a rank that left after this step
+                if self._receive(peers, beside):
+                    raise
+                return
+            if self._wait.long and absent != self._sent:
+                self._sent = absent
+                others = [*beside, *self._children]
+                others = [peer for peer in others if peer not in missing]
+                self._send(others, trees.Waiting(absent))
+
+    def _reported(self, missing: Sequence[int]) -> bool:
+        """Return whether neighbors have sent for whom they wait, or will not do so."""
+        return self._wait.overdue or all(peer in self._waiting for peer in missing)
+
+    def _receive(self, peers: Sequence[int], beside: Sequence[int]) -> list[int]:
+        """Return the neighbours whose values have not arrived yet."""
+        for peer in (*beside, *peers):
+            while peer not in self._parts:
+                found = _received(self._comm, peer, self._receives)
+                if peer not in found:
+                    break
+                self._take(peer, found[peer])
+        return [peer for peer in peers if peer not in self._parts]
+
+    def _take(self, peer: int, message: Any) -> None:
+        size, rank = self._comm.size, self._comm.rank
+        if isinstance(message, trees.Waiting):
+            self._waiting[peer] = message.absent
+        elif isinstance(message, trees.Gathered):
+            self._parts[peer] = message
+        elif peer > rank:  # of other code
+            self._parts[peer] = trees.gathered(message, trees.below(peer, size))
+        else:
+            mine = trees.below(rank, size)
+            theirs = [(message, rank), (message, size - rank - mine)]
+            before, after = (trees.gathered(*each) for each in theirs)
+            own = trees.merged(self._parts[each] for each in sorted(self._parts))
+            self._parts[peer] = trees.merged([before, own, after])
+
+    def _send(self, peers: Sequence[int], message: Any) -> None:
+        comm = self._comm
+        for peer in peers:
+            begin(self._sends, comm.mpi.isend, message, comm.ranks[peer], comm.tag)
 
 
 def undisturbed(call: Callable[[], T]) -> T:
@@ -333,22 +356,6 @@ def undisturbed(call: Callable[[], T]) -> T:
             signal.raise_signal(number)
 
 
-class Undo(ExitStack):
-    """Undoes steps, also those that a signal handler interrupts between two of them.
-
-    ``ExitStack`` catches what a step raises, and continues. But a handler may raise
-    while no step runs.
-    """
-
-    def __exit__(self, *error: Any) -> bool:
-        """Undo the steps in reverse order."""
-        try:
-            return bool(super().__exit__(*error))
-        except BaseException as later:
-            super().__exit__(type(later), later, later.__traceback__)
-            raise
-
-
 def begin(into: list[Any], call: Callable[..., Any], *args: Any) -> None:
     """Make a call of MPI, and append its result, such as a request, to a list.
 
@@ -374,7 +381,7 @@ def gate(
     comm: TaggedComm,
     wait: Wait,
     error_for: Callable[[BaseException], CollectiveError] | None = None,
-    lost: Callable[[], bool] | None = None,
+    lost: Callable[[], object] | None = None,
     answered: float | None = None,
 ) -> None:
     """Return on all ranks after all have arrived, or raise on all. Collective.
@@ -394,38 +401,47 @@ def gate(
         answered: seconds in which ranks that have arrived answer, if ``wait`` lasts
             indefinitely; None: ``NUMBA_SYMM_TIMEOUT``.
     """
+    all_gather(comm, None, wait, error_for)
     try:
-        all_gather(comm, None, wait)
         wait.look(())  # refuse after a failure that is known, although all have arrived
-        seconds = environment.timeout() if answered is None else answered
-        token = _watched.set((lost,) if lost else ())
-        try:
-            all_gather(comm, None, wait.for_answers(seconds))
-        finally:
-            _watched.reset(token)
     except BaseException as error:
-        if not sys.modules["mpi4py.MPI"].Is_finalized():
-            reason = (
-                error_for(error)
-                if error_for
-                else _error_of_others(comm, error, wait.what)
-            )
-            _refuse(comm, reason)
+        _refuse(comm, _error_of_others(comm, error, wait.what, error_for))
         raise
+    seconds = environment.timeout() if answered is None else answered
+    token = _watched.set((lost,) if lost else ())
+    try:
+        all_gather(comm, None, wait.for_answers(seconds), error_for)
+    finally:
+        _watched.reset(token)
 
 
 def _error_of_others(
-    comm: TaggedComm, error: BaseException, what: str
+    comm: TaggedComm,
+    error: BaseException,
+    what: str,
+    error_for: Callable[[BaseException], CollectiveError] | None = None,
 ) -> CollectiveError:
+    if error_for is not None:
+        return error_for(error)
     if isinstance(error, CollectiveError):
         return error
+    if isinstance(error, GivenUp):
+        error = error.cause
     text = f"rank {comm.rank} {left(error, what)}"
     return RankLeft(text, ranks=(comm.rank,), operation=what)
 
 
 def _refuse(comm: TaggedComm, error: CollectiveError) -> None:
-    """Make the other ranks raise an error in :func:`all_gather`. Local."""
-    _send_to_others(comm, _Refusal(error), _unfinished)
+    """Make the other ranks raise an error in :func:`all_gather`. Local.
+
+    Each rank that raises passes it on to its neighbours in the tree of ranks.
+    """
+    parent = trees.parent(comm.rank)
+    peers = trees.children(comm.rank, comm.size)
+    for peer in peers if parent is None else [parent, *peers]:
+        there = comm.ranks[peer]
+        with suppress(sys.modules["mpi4py.MPI"].Exception):  # it has ended
+            begin(unfinished, comm.mpi.isend, _Refusal(error), there, comm.tag)
 
 
 @dataclass(frozen=True)
@@ -433,18 +449,12 @@ class _Refusal:
     error: CollectiveError
 
 
-def _send_to_others(comm: TaggedComm, value: object, sends: list[Any]) -> None:
-    """Start to send a value; append the requests to a list."""
-    for rank, there in enumerate(comm.ranks):
-        if rank != comm.rank:
-            begin(sends, comm.mpi.isend, value, there, comm.tag)
+class GivenUp(ExchangeError):
+    """A rank that is interrupted by ``cause`` does not wait for others any longer."""
 
-
-def has_sent(comm: Comm | TaggedComm, rank: int) -> bool:
-    """Return whether a rank's message of the next :func:`all_gather` has arrived."""
-    if not isinstance(comm, TaggedComm):
-        return False
-    return bool(comm.mpi.iprobe(comm.ranks[rank], comm.tag))
+    def __init__(self, text: str, cause: BaseException):
+        super().__init__(text)
+        self.cause = cause
 
 
 def _received(

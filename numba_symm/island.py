@@ -28,6 +28,9 @@ class Apart(PeerAccessError):
 class Island(Members):
     """The ranks of one node, which access each other's memory."""
 
+    def _check(self) -> None:
+        pass
+
     def _make(self, device: int | None) -> None:
         exchange = self.exchange
         self.parts = (tuple(range(self.world.size)),)
@@ -50,10 +53,10 @@ class Island(Members):
                 self.channel.discard()
             raise
         exchange.meet_at(self.board)
-        self.gpu = devices.bind(exchange, device)
+        self.gpu, self.gpus = devices.bind(exchange, device)
         try:
-            found = devices.check_peer_access(exchange, self.gpu)
-            self.peer_access, self.gpus = found
+            given = exchange, self.gpu, self.gpus
+            self.peer_access = devices.check_peer_access(*given)
         except PeerAccessError as error:
             raise Apart(str(error)) from error
         links.note_missing(devices.without_atomics(self.gpu, self.gpus))
@@ -70,7 +73,7 @@ class Island(Members):
     def _refuse_several(self) -> None:
         """Raise :class:`Apart` if the ranks are on several nodes, or pretend to be."""
         if self.world.local_size < self.world.size:
-            found = dict(enumerate(self.exchange.all_gather(self.world.node, "nodes")))
+            found = dict(enumerate(self.nodes))
             raise Apart(
                 f"expected the ranks of an island on one node, and "
                 f"{ranks.sentence(found, 'is on', 'are on')}"

@@ -17,6 +17,7 @@ from numba_symm.errors import (
     CollectiveTimeout,
     ExchangeError,
     RankLeft,
+    SymmError,
 )
 from numba_symm.failures import Failure
 from numba_symm.island import Island
@@ -45,7 +46,6 @@ class Islands(Members):
             sockets and locks within this rank's island are used here, too.
 
     Attributes:
-        nodes: by rank, the node's name.
         index: the number of this rank's island.
         local: this rank's number there.
         places: where the ranks are.
@@ -73,30 +73,27 @@ class Islands(Members):
         self.operation = "Communicator"
         super().__init__(comm, undo, device, timeout, part, parent=parent)
 
+    def _check(self) -> None:
+        _refuse_one_thread()
+        self.shown = environment.show_islands() and self.comm.rank == 0
+
     def _make(self, device: int | None) -> None:
         exchange = self.exchange
-        with exchange.agreed("Communicator"):
-            _refuse_one_thread()
-            self.shown = environment.show_islands() and self.world.rank == 0
         rank = self.world.rank
-        self.nodes = tuple(exchange.all_gather(self.world.node, "nodes"))
         exchange.nodes = self.nodes
-        self._bind(device)
-        parts = self._known or divide(self.nodes, self.peer_access, self._most)
-        self.parts = exchange.all_gather(parts, "islands")[0]
+        self.parts = self._bind(device)
         self.places = Places(self.parts)
-        self.index, mine = next(
-            (index, part) for index, part in enumerate(self.parts) if rank in part
-        )
-        self.local = mine.index(rank)
+        self.index, self.local = self.places.of[rank]
+        mine = self.parts[self.index]
         parent, self._parent = self._parent, None  # which may end first
         if parent is not None:
             whole, members = parent
             parent = whole.at_home([members[each] for each in mine])
         comm = self.comm.part(mine, Purpose.ISLAND)
+        reports = self.comm.part(range(self.comm.size), Purpose.WATCHDOG)
+        self._shared.callback(self._release_watchdog, reports)
         with exchange.agreed("Communicator"):
-            nodes = [self.world.node] * len(mine)
-            with waiting.watching(self._left(mine)):
+            try:
                 self.inner = Island(
                     comm,
                     self._undo,
@@ -104,36 +101,34 @@ class Islands(Members):
                     self.timeout,
                     part=True,
                     names=mine,
-                    nodes=nodes,
+                    nodes=[self.world.node] * len(mine),
                     parent=parent,
                 )
+            except BaseException as error:
+                if not isinstance(error, SymmError):
+                    # Otherwise its ranks would wait for this one if it had not begun.
+                    waiting.leave(comm, error, exchange.call)
+                raise
             # Here, because another island may fail in this step.
             self._shared.callback(self.inner.close)
+            self.channel, self.board = self.inner.channel, self.inner.board
+            # A thread that nothing stops would use the duplicate after it was freed.
+            waiting.undisturbed(lambda: self._start_watchdog(reports))
         others = tuple(part for part in self.parts if part != mine)
         self.inner.note = (
             "; ranks are numbered within the island of "
             f"{described((mine,), self.nodes)}, which cannot access the memory of "
             f"{described(others, self.nodes)}"
         )
-        self.channel, self.board = self.inner.channel, self.inner.board
         self.board.describe_others(described(others, self.nodes))
         self.backend, self.refused = self.inner.backend, self.inner.refused
         self.guard = self.inner.guard
         self._across = _Across(self)
-        self._start_watchdog()
         exchange.meet_at(self._across)  # the watchdog reports the islands' failures
 
-    def _start_watchdog(self) -> None:
-        comm = self.comm.part(range(self.comm.size), Purpose.WATCHDOG)
-        self._shared.callback(self._release_watchdog, comm)
-
-        def start() -> None:
-            self.watchdog = Watchdog(comm, self.board, *engines.partners(self))
-            self._undo.callback(self.watchdog.stop)
-
-        with self.exchange.agreed("Communicator"):
-            # A thread that nothing stops would use the duplicate after it was freed.
-            waiting.undisturbed(start)
+    def _start_watchdog(self, comm: TaggedComm) -> None:
+        self.watchdog = Watchdog(comm, self.board, self.parts, self.index, self.local)
+        self._undo.callback(self.watchdog.stop)
 
     def _release_watchdog(self, comm: TaggedComm) -> None:
         if self.watchdog is None or not self.watchdog.told:
@@ -160,46 +155,31 @@ class Islands(Members):
             self.board.look()
             raise
 
-    def _bind(self, device: int | None) -> None:
-        """Bind this rank to a GPU of its node, and find which GPUs reach each other."""
+    def _bind(self, device: int | None) -> Parts:
+        """Bind this rank to a GPU of its node, and return the islands."""
         exchange, names = self.exchange, self.nodes
         here = [rank for rank, name in enumerate(names) if name == self.world.node]
-        comm = self.comm.part(here, Purpose.NODE)
-        with self._releasing(comm), exchange.agreed("Communicator"):
-            local = StoreExchange(comm, "node", exchange.timeout)
+        comm, clean = self.comm.part(here, Purpose.NODE), True
+        with exchange.agreed("Communicator") as each:
+            local = StoreExchange(comm, "node", exchange.timeout, here)
             try:
-                local.call = exchange.call
-                with waiting.watching(self._left(here)):
-                    self.gpu = devices.bind(local, device)
-                    reach, _ = devices.peer_access(local, self.gpu)
+                local.call, local.nodes = exchange.call, [self.world.node] * len(here)
+                self.gpu, self.gpus = devices.bind(local, device)
+                reach = devices.peer_access(local, self.gpu, self.gpus)
             except BaseException as error:
                 # Otherwise the ranks of this node would wait for this one indefinitely.
-                if not local.is_everybodys(error):
+                if not (clean := local.is_everybodys(error)):
                     local.leave(error)
                 raise
-        row: list[bool | None] = [False] * len(names)
-        for other, access in zip(here, reach[self.world.local_rank], strict=True):
-            row[other] = access
-        found = exchange.all_gather((row, self.gpu), "peer access")
-        self.peer_access = [each for each, _ in found]
-        self.gpus = tuple(gpu for _, gpu in found)
-
-    @contextmanager
-    def _releasing(self, comm: TaggedComm) -> Iterator[None]:
-        """Release ranks after the block, unless only this rank gives up."""
-        try:
-            yield
-        except BaseException as error:
-            if self.exchange.is_everybodys(error):
-                comm.release()
-            raise
-        comm.release()
-
-    def _left(self, members: Sequence[int]) -> Callable[[], bool]:
-        """Return a check whether one of some ranks has left a step of these ranks."""
-        ahead = _Ahead(self.comm)
-        others = [rank for rank in members if rank != self.world.rank]
-        return lambda: any(map(ahead, others))
+            finally:
+                if clean:  # otherwise messages may be left
+                    comm.release()
+            self.peer_access = reach
+            if self.world.local_rank == 0 and self._known is None:
+                each.mine = divide(here, reach, self._most)
+        if self._known is not None:
+            return self._known
+        return tuple(sorted(part for parts in each.all for part in parts or ()))
 
     @property
     def island(self) -> Island:
@@ -319,11 +299,9 @@ class _Across:
 
     def __init__(self, islands: Islands):
         self._islands = islands
-        self._ahead = _Ahead(islands.comm)
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's bytes, or raise CollectiveError. Collective."""
-        self._ahead = _Ahead(self._islands.comm)
         try:
             return gather(self._islands, data, wait)
         except CollectiveTimeout as error:
@@ -381,8 +359,8 @@ class _Across:
         self._islands.board.look()
 
     def is_ahead(self, rank: int) -> bool:
-        """Return whether a rank has sent its message of a later step a while ago."""
-        return self._ahead(rank)
+        """Return False: a rank that leaves a step reports that."""
+        return False
 
     def late(self, wait: Wait, absent: Sequence[int]) -> CollectiveError:
         """Make the communicator fail because ranks are late. Return the error."""
@@ -393,20 +371,6 @@ class _Across:
     def abandon(self, cause: BaseException, operation: str) -> None:
         """Report to all ranks that this one leaves a call by an exception."""
         self._islands.abandon(cause, operation)
-
-
-class _Ahead:
-    """Checks whether a rank has sent its message of a later step a while ago."""
-
-    def __init__(self, comm: TaggedComm):
-        self._comm = comm
-        self._since: dict[int, float] = {}  # by rank
-
-    def __call__(self, rank: int) -> bool:
-        if not waiting.has_sent(self._comm, rank):
-            return False
-        first = self._since.setdefault(rank, time.monotonic())
-        return time.monotonic() - first >= _ANSWERED
 
 
 # Seconds after a message, in which those sent before it arrive. If a rank stops for

@@ -48,8 +48,8 @@ class Members(ABC):
     Collective: every rank passes the same ``timeout``.
 
     Args:
-        comm: the ranks, by messages of their own: see :func:`waiting.duplicate`. It is
-            released in the end.
+        comm: the ranks, by messages of their own: see :func:`duplicates.duplicate`. It
+            is released in the end.
         undo: gives the construction up if an exception ends its block. Otherwise its
             end closes what was made here, without other ranks.
         device: the ordinal of this rank's GPU. None: one is assigned.
@@ -68,12 +68,13 @@ class Members(ABC):
         timeout: the seconds, checked.
         comm: the ranks, by messages of their own.
         world: this rank's place.
+        nodes: by rank, the name of its node.
         parts: the ranks of each island.
         exchange: exchanges small values between the ranks.
         channel: sends file descriptors between the ranks of this rank's island.
         gpu: this rank's GPU.
-        gpus: by rank, its GPU.
-        peer_access: which GPU can access which, by rank; None where it is unknown.
+        gpus: the GPUs of this node's ranks, in the order of these ranks.
+        peer_access: which of these can access which; None where it is unknown.
         backend: allocates and maps memory of this rank's island.
         refused: why better backends were not used, by name.
         board: the status board of this rank's island, where kernels report failures.
@@ -137,8 +138,8 @@ class Members(ABC):
     def _agree(self, timeout: float | None) -> None:
         """Find this rank's place, and check the settings that must be equal."""
         exchange = self.exchange
-        self.world = nodes.discover(exchange)
-        with exchange.agreed("Communicator"):
+        with exchange.agreed("Communicator") as each:
+            self._check()
             environment.chosen_setup_timeout()
             environment.requested_engine()
             environment.show_islands()
@@ -148,8 +149,15 @@ class Members(ABC):
             if not self._part:
                 # A communicator of fewer ranks is made in many programs, too.
                 self._most = environment.island_size(tagged.of_job(self.comm))
-        pretended = f", NUMBA_SYMM_ISLAND_SIZE={self._most}" if self._most else ""
-        exchange.agree_equal(f"timeout={self.timeout:g}{pretended}", "Communicator")
+            size = f", NUMBA_SYMM_ISLAND_SIZE={self._most}" if self._most else ""
+            each.mine = nodes.here(), f"timeout={self.timeout:g}{size}"
+        seen, facts = zip(*each.all, strict=True)
+        exchange.refuse_different(facts, "Communicator")
+        self.world, self.nodes = nodes.place(exchange.rank, seen)
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Check what this rank needs, before the ranks agree. Local."""
 
     @abstractmethod
     def _make(self, device: int | None) -> None:

@@ -1,8 +1,10 @@
 """The watchdog: a thread that reports a communicator's failures to its other islands.
 
-Within an island, ranks see a failure on the status board. The watchdog of each rank
-sends a new failure to the ranks on its rail by MPI, and stores what it receives on its
-own board.
+Within an island, ranks see a failure on the status board. Two ranks of each island
+report a new failure to other islands by MPI, and every rank stores what it receives on
+its own board. The islands form two binomial trees, and each reports to its neighbors in
+both. So all islands know after at most 2 ⌈log₂ islands⌉ reports in a row, even if one
+gives no report. There are at most 8 reports for each island.
 
 The watchdog also queries the engine for errors and for exchanges that last too long,
 and aborts it after a failure.
@@ -11,14 +13,14 @@ and aborts it after a failure.
 import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from numba_symm import forks, threads
 from numba_symm.board import Board
 from numba_symm.engines.protocol import Engine
 from numba_symm.errors import CollectiveError, RankLeft, summary
-from numba_symm.launch import ranks, waiting
+from numba_symm.launch import ranks, trees, waiting
+from numba_symm.launch.division import Parts
 from numba_symm.launch.tagged import TaggedComm
 
 _PAUSE = 0.02  # seconds between two looks
@@ -27,6 +29,23 @@ _AT_FULL_RATE = 50
 
 Each look holds Python's lock. At that rate, the looks of 700 would take a core.
 """
+_REPORTERS = 2  # ranks of an island
+
+
+def neighbors(index: int, islands: int) -> list[int]:
+    """Return the islands to which one reports: its neighbors in two trees of them.
+
+    In the second tree, islands have the place of the next one in the first. So each
+    has no children in one of the trees, which does not need it to connect the others.
+    """
+
+    def near(place: int) -> list[int]:
+        above = trees.parent(place)
+        found = trees.children(place, islands)
+        return found if above is None else [above, *found]
+
+    second = [(place - 1) % islands for place in near((index + 1) % islands)]
+    return sorted({*near(index), *second})
 
 
 class Watchdog:
@@ -38,8 +57,9 @@ class Watchdog:
     Args:
         comm: all ranks, by messages of the watchdog alone.
         board: the board of this rank's island.
-        peers: the ranks to which this one sends failures.
-        sources: the ranks that send failures to this one.
+        parts: the ranks of each island.
+        index: the number of this rank's island.
+        local: this rank's number there.
 
     Attributes:
         told: whether it has sent a failure, or begun to do so.
@@ -49,11 +69,13 @@ class Watchdog:
         self,
         comm: TaggedComm,
         board: Board,
-        peers: Sequence[int],
-        sources: Sequence[int],
+        parts: Parts,
+        index: int,
+        local: int,
     ):
-        self._comm, self._board, self._peers = comm, board, peers
-        self._sources = {comm.ranks[source] for source in sources}
+        self._comm, self._board = comm, board
+        self._parts, self._index, self._local = parts, index, local
+        self._sources = set(comm.ranks)
         self._engine: Engine | None = None
         self._lock = threading.RLock()  # a finalizer may report, too
         self._stopping = threading.Event()
@@ -121,13 +143,30 @@ class Watchdog:
         self.told = True
         try:
             if not self._silent:
-                for peer in self._peers:
+                for peer in self._peers():
                     there = self._comm.ranks[peer]
                     self._sent.append(
                         self._comm.mpi.isend(error, there, self._comm.tag)
                     )
         finally:  # afterwards, because peers notice that a connection ends
             self._abort()
+
+    def _peers(self) -> list[int]:
+        """Return the ranks to which this one reports failures.
+
+        Two ranks of an island report, because a process may be stopped.
+        """
+        alive, size = self._board.alive, len(self._parts[self._index])
+        running = [
+            number
+            for number in range(size)
+            if number == self._local or alive is None or alive.runs(number)
+        ]
+        place = running.index(self._local)
+        if place >= _REPORTERS:
+            return []
+        near = neighbors(self._index, len(self._parts))
+        return [self._parts[j][place % len(self._parts[j])] for j in near]
 
     def _receive_reports(self) -> None:
         mpi, comm = ranks.mpi(), self._comm
@@ -174,7 +213,7 @@ class Watchdog:
         if not arrived:
             return False
         self._receives.clear()
-        if ours:  # not from a rank whose communicator has failed to begin, or to close
+        if ours:  # not from a rank of another communicator
             self._board.fail(error)
         return True
 

@@ -126,7 +126,7 @@ def dies(folder):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def die_at(exchange, value, what, *given):
-        if what == "islands":
+        if what == "finding GPUs: outcome":
             die()
         return all_gather(exchange, value, what, *given)
 

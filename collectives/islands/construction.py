@@ -13,7 +13,7 @@ from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.lifetime import Options
 from numba_symm.errors import PeerAccessError, SymmError
 from numba_symm.island import Apart, Island
-from numba_symm.launch import ranks, waiting
+from numba_symm.launch import duplicates, ranks, waiting
 from numba_symm.launch.division import among
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
@@ -39,7 +39,7 @@ def begin(
 def _made(
     comm: ranks.Comm, device: int | None, timeout: float | None, options: Options
 ) -> Calls:
-    mine = waiting.duplicate(comm, Wait("Communicator", comm.rank, patience()))
+    mine = duplicates.duplicate(comm, Wait("Communicator", comm.rank, patience()))
     return made_of(mine, device, timeout, options)
 
 
@@ -52,7 +52,7 @@ def made_of(
     """Return the calls of a communicator of ranks, by messages of its own. Collective.
 
     Args:
-        mine: the ranks; see :func:`waiting.duplicate`.
+        mine: the ranks; see :func:`duplicates.duplicate`.
         device: as for the constructor.
         timeout: as for the constructor.
         options: as for the constructor.
@@ -84,10 +84,10 @@ def _claimed(comm: ranks.Comm | TaggedComm) -> Iterator[None]:
     waits by messages may get two reports; ``comm`` is not used afterwards.
     """
     try:
-        waiting.claim(comm)
+        duplicates.claim(comm)
         yield
     except BaseException as error:
-        waiting.claim(comm)  # if the interrupt came first; the others have used it
+        duplicates.claim(comm)  # if the interrupt came first; the others have used it
         if not isinstance(error, SymmError):
             waiting.leave(comm, error, "Communicator")
         raise

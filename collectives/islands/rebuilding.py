@@ -25,7 +25,7 @@ from numba_symm.collectives import lifetime
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.islands import construction
 from numba_symm.errors import ArgumentError, ClosedError, ExchangeError, SymmError
-from numba_symm.launch import ranks, tagged, waiting
+from numba_symm.launch import duplicates, ranks, tagged, waiting
 from numba_symm.launch.ranks import name_ranks
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
@@ -118,7 +118,7 @@ def _of_all(calls: Calls, mpi: Any) -> Calls:
     wait = Wait(WHAT, members.world.rank, patience())
     look()
     with waiting.watching(look):
-        (made,) = waiting.duplicates(mpi, 1, wait)
+        (made,) = duplicates.duplicates(mpi, 1, wait)
     _closed(calls)
     mine = tagged.whole(made, owned=True)
     return _construct(calls, mine)

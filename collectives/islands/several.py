@@ -14,9 +14,9 @@ from numba_symm.collectives.lifetime import Options
 from numba_symm.collectives.protocols.workspace import layout
 from numba_symm.errors import ArgumentError
 from numba_symm.islands import Islands
-from numba_symm.launch import waiting
 from numba_symm.launch.division import Parts, described
 from numba_symm.launch.tagged import TaggedComm
+from numba_symm.launch.undo import Undo
 from numba_symm.memory.heap import Heap
 
 
@@ -47,7 +47,7 @@ def join(calls: Calls, comm: TaggedComm, members: Sequence[int], parts: Parts) -
 
 def _begin(make: Callable[[ExitStack], Islands], options: Options) -> Calls:
     """Return the calls of a new communicator of several islands. Collective."""
-    with waiting.Undo() as undo:
+    with Undo() as undo:
         islands = make(undo)
         inner = islands.inner
         settings = lifetime.agreed_settings(islands, options)

@@ -33,7 +33,7 @@ class Joined(Protocol):
     comm: TaggedComm
     exchange: StoreExchange
     backend: Backend
-    gpu: GPU
+    gpus: tuple[GPU, ...]
     nodes: tuple[str, ...]
     parts: Parts
     index: int
@@ -62,17 +62,19 @@ def choose(islands: Joined, multiprocessors: int) -> Engine:
             ranks, or not all ranks have the same engine.
     """
     exchange = islands.exchange
-    with exchange.agreed("reading NUMBA_SYMM_ENGINE"):
+    with exchange.agreed("reading NUMBA_SYMM_ENGINE") as each:
         asked = environment.requested_engine()
-    exchange.agree_equal(f"NUMBA_SYMM_ENGINE={asked}", "Communicator")
-    if asked != "mpi":
-        place = islands.nodes[exchange.rank], islands.gpu.uuid
-        facts = exchange.all_gather((nccl.found(), place), "engines")
-        founds, places = zip(*facts, strict=True)
-        shared = len(set(places)) < len(places)
-        if uses_nccl(asked, founds, shared):
-            return _start_nccl(islands, multiprocessors)
-    return _start_mpi(islands)
+        installed = nccl.found() if asked != "mpi" else nccl.Installation("", "")
+        uuids = [gpu.uuid for gpu in islands.gpus]
+        shared = len(set(uuids)) < len(uuids)
+        fact = f"NUMBA_SYMM_ENGINE={asked}"
+        each.mine = fact, installed, shared, reads_gpu_memory()
+    facts, founds, sharing, direct = zip(*each.all, strict=True)
+    exchange.refuse_different(facts, "Communicator")
+    if asked != "mpi" and uses_nccl(asked, founds, any(sharing)):
+        return _start_nccl(islands, multiprocessors)
+    # Both ends of a message divide it in the same way.
+    return _start_mpi(islands, all(direct))
 
 
 def uses_nccl(
@@ -113,12 +115,12 @@ def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
     exchange = islands.exchange
     what = "starting engine 'nccl'"
     with ExitStack() as undo:
-        with exchange.agreed(what):
+        with exchange.agreed(what) as each:
             # Here, because its kernel may be compiled, for which NCCL must not wait.
             deadline = Deadline(islands.timeout)
             undo.callback(deadline.close)
-            mine = nccl.unique_id() if exchange.rank == 0 else b""
-        unique = exchange.all_gather(mine, what)[0]
+            each.mine = nccl.unique_id() if exchange.rank == 0 else b""
+        unique = each.all[0]
         with _tried(islands, what):
             engine = nccl.NcclEngine(
                 unique,
@@ -136,12 +138,8 @@ def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
     return engine
 
 
-def _start_mpi(islands: Joined) -> Engine:
+def _start_mpi(islands: Joined, direct: bool) -> Engine:
     exchange = islands.exchange
-    with exchange.agreed("starting engine 'mpi'"):
-        direct = reads_gpu_memory()
-    # Both ends of a message divide it in the same way.
-    direct = all(exchange.all_gather(direct, "whether MPI reads the memory of GPUs"))
     with exchange.agreed("starting engine 'mpi'"):
         room: ParcelMemory = Direct() if direct else Pinned()
 
@@ -152,19 +150,29 @@ def _start_mpi(islands: Joined) -> Engine:
         return MpiEngine(comm, wait, islands.look, room)
 
 
+MOST_TRIED = 8
+"""The most islands of which each tries to exchange with all others."""
+
+
 def partners(islands: Joined) -> tuple[list[int], list[int]]:
     """Return the ranks that this one sends to on its rail, and those it receives from.
 
-    A rank sends to one rank of each other island. That rank has the same number there,
-    modulo the number of the island's ranks.
+    A rank sends to one rank of each other island, which has the same number there,
+    modulo the number of the island's ranks. If there are more than ``MOST_TRIED``
+    islands, it sends to those that are 1, 2, 4 … after its own or before it.
     """
     parts, own, local = islands.parts, islands.index, islands.local
-    others = [part for index, part in enumerate(parts) if index != own]
-    targets = [part[local % len(part)] for part in others]
-    mine = len(parts[own])
+    m, mine = len(parts), len(parts[own])
+    distances: Sequence[int] = range(1, m)
+    if m > MOST_TRIED:
+        powers = [1 << step for step in range((m - 1).bit_length())]
+        distances = sorted({each % m for n in powers for each in (n, -n)})
+    after = [parts[(own + distance) % m] for distance in distances]
+    before = [parts[(own - distance) % m] for distance in distances]
+    targets = [part[local % len(part)] for part in after]
     sources = [
         rank
-        for part in others
+        for part in before
         for number, rank in enumerate(part)
         if number % mine == local
     ]

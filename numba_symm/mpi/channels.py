@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from numba_symm import environment
-from numba_symm.launch import waiting
+from numba_symm.launch import duplicates, waiting
 from numba_symm.launch.waiting import Wait, begin
 from numba_symm.mpi.rooms import Room
 
@@ -34,8 +34,8 @@ def apart(host: Any, number: int, look: Callable[[], bool]) -> list[Any]:
     """
     wait = Wait("Comm", host.rank, environment.chosen_setup_timeout())
     with waiting.watching(look):
-        made = waiting.duplicates(host, number, wait)
-    waiting.claim(made[0])
+        made = duplicates.duplicates(host, number, wait)
+    duplicates.claim(made[0])
     return made
 
 

@@ -141,9 +141,10 @@ class Machine:
 
 def bound(n, device=None):
     def play(comm):
-        return devices.bind(
-            StoreExchange(comm, "test"), device(comm.rank) if device else None
-        )
+        own = device(comm.rank) if device else None
+        gpu, gpus = devices.bind(StoreExchange(comm, "test"), own)
+        assert gpus[comm.rank] == gpu
+        return gpu
 
     return outcomes(n, play)
 
@@ -246,7 +247,9 @@ def test_a_gpu_that_cannot_be_made_current_fails_all(machine, monkeypatch):
 def peers(n, play_as=None):
     def play(comm):
         own = (play_as or (lambda rank: gpu(rank, f"GPU-{rank}")))(comm.rank)
-        return devices.check_peer_access(StoreExchange(comm, "test"), own)
+        exchange = StoreExchange(comm, "test")
+        gpus = exchange.all_gather(own, "GPUs")
+        return devices.check_peer_access(exchange, own, gpus), gpus
 
     return outcomes(n, play)
 
@@ -300,6 +303,7 @@ def test_ranks_that_share_a_gpu_divide_its_limit(
     def settle(comm):
         rank.number = comm.rank
         island = SimpleNamespace(exchange=StoreExchange(comm, "test"), gpus=gpus)
+        island.gpu = gpus[comm.rank]
         options = lifetime.Options(None, False, asked, False)
         return lifetime.agreed_settings(island, options).limit
 

@@ -12,7 +12,7 @@ import pytest
 
 from numba_symm.engines import mpi as engine_of_mpi
 from numba_symm.engines.protocol import Parcel
-from numba_symm.launch import tagged, waiting
+from numba_symm.launch import duplicates, tagged, waiting
 from numba_symm.launch.waiting import Wait
 from numba_symm.mpi import crossings
 from numba_symm.mpi.channels import Channel
@@ -98,18 +98,17 @@ def test_an_engine_keeps_what_uses_its_buffers(kind):
 
 
 def test_a_value_for_other_ranks():
-    sends = []
-    comm = tagged.whole(Host(), owned=False)
-    interrupted(waiting._send_to_others, comm, "value", sends)
-    assert sends == [0]
+    step = waiting._Step(tagged.whole(Host(), owned=False), "value", Wait("", 0))
+    interrupted(step._send, [1], "value")
+    assert step._sends == [0]
 
 
 def test_a_duplicate(monkeypatch):
-    monkeypatch.setattr(waiting, "_begun", [])
-    monkeypatch.setattr(waiting, "_key", int)
+    monkeypatch.setattr(duplicates, "_begun", [])
+    monkeypatch.setattr(duplicates, "_key", int)
     found = {}
     attributes = {"Get_attr": found.get, "Set_attr": found.__setitem__}
     host = SimpleNamespace(Idup=partial(CALL, None), **attributes)
-    interrupted(waiting.duplicates, host, 2, Wait("Communicator", 0))
-    assert waiting._begun == [[0]]
-    assert found[0] is waiting._begun[0]
+    interrupted(duplicates.duplicates, host, 2, Wait("Communicator", 0))
+    assert duplicates._begun == [[0]]
+    assert found[0] is duplicates._begun[0]

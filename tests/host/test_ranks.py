@@ -1,4 +1,3 @@
-import dataclasses
 import signal
 import socket
 import sys
@@ -10,11 +9,12 @@ import pytest
 
 from numba_symm import environment
 from numba_symm.errors import ArgumentError, CollectiveError, CollectiveTimeout
-from numba_symm.launch import nodes, ranks, tagged, waiting
+from numba_symm.launch import duplicates, nodes, ranks, tagged, waiting
 from numba_symm.launch.division import among, divide
 from numba_symm.launch.nodes import World
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import Purpose
+from numba_symm.launch.undo import Undo
 from numba_symm.launch.waiting import Wait
 from tests.threads import run_ranks
 
@@ -26,7 +26,8 @@ def test_ranks_of_one_host_are_numbered_in_order():
 
 
 def found(comm):
-    return nodes.discover(StoreExchange(comm, "test"))
+    seen = StoreExchange(comm, "test").all_gather(nodes.here(), "nodes")
+    return nodes.place(comm.rank, seen)[0]
 
 
 class Alone:
@@ -45,9 +46,9 @@ class Elsewhere(Alone):
     rank, size = 2, 4
 
     def allgather(self, obj):
-        boot_id, _ = obj.value
+        *place, (boot_id, _) = obj
         seen = [(boot_id, "a"), ("f" * 36, "far"), (boot_id, "b"), ("f" * 36, "far")]
-        return [dataclasses.replace(obj, value=value) for value in seen]
+        return [(*place, value) for value in seen]
 
 
 def test_containers_of_one_node_are_one_node():
@@ -63,12 +64,12 @@ def test_without_a_boot_id_nodes_are_distinguished_by_name(monkeypatch, tmp_path
 
 def test_ranks_join_the_first_island_of_their_host_that_they_fit_into():
     reach = [[True] * 5 for _ in range(5)]
-    assert divide(["a"] * 5, reach) == ((0, 1, 2, 3, 4),)
-    assert divide(["a"] * 5, reach, 2) == ((0, 1), (2, 3), (4,))
-    assert divide(["a", "b", "a", "b", "a"], reach) == ((0, 2, 4), (1, 3))
+    assert divide(range(5), reach) == ((0, 1, 2, 3, 4),)
+    assert divide(range(5), reach, 2) == ((0, 1), (2, 3), (4,))
+    assert divide([1, 3, 5, 7, 9], reach, 3) == ((1, 3, 5), (7, 9))
     reach[0][1] = False  # one way suffices
     reach[4][2] = None  # the driver cannot answer
-    assert divide(["a"] * 5, reach) == ((0, 2, 3, 4), (1,))
+    assert divide(range(5), reach) == ((0, 2, 3, 4), (1,))
 
 
 def test_parts_of_islands_are_numbered_anew():
@@ -222,16 +223,16 @@ FakeMPI.COMM_WORLD = FakeMPI.Comm("world")
 
 
 def duplicate(comm):
-    return waiting.duplicate(comm, Wait("Communicator", 0))
+    return duplicates.duplicate(comm, Wait("Communicator", 0))
 
 
 @pytest.fixture
 def mpi(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", FakeMPI)
     monkeypatch.setattr(FakeMPI, "finalized", False)
-    monkeypatch.setattr(waiting, "_begun", [])
-    monkeypatch.setattr(waiting, "_unfinished", [])
-    monkeypatch.setattr(waiting, "_key", lambda: "key of duplicates")
+    monkeypatch.setattr(duplicates, "_begun", [])
+    monkeypatch.setattr(waiting, "unfinished", [])
+    monkeypatch.setattr(duplicates, "_key", lambda: "key of duplicates")
     return FakeMPI
 
 
@@ -256,16 +257,16 @@ def test_an_interrupted_rank_continues_with_the_same_duplicate(mpi, monkeypatch)
         patch.setattr(Wait, "pause", interrupted)
         with pytest.raises(KeyboardInterrupt):
             duplicate(world)
-    [(begun, _)] = waiting._begun[-1]
+    [(begun, _)] = duplicates._begun[-1]
     assert duplicate(other).mpi is not begun
     # It may be interrupted again, until it is about to report that to the others.
     found = [duplicate(world) for _ in range(2)]
     assert found[0].mpi is found[1].mpi is begun
-    waiting.claim(found[1])
+    duplicates.claim(found[1])
     later = duplicate(world)
     assert later.mpi is not begun
-    waiting.claim(later)
-    assert waiting._begun == [other.begun]
+    duplicates.claim(later)
+    assert duplicates._begun == [other.begun]
 
 
 def test_a_new_communicator_with_the_handle_of_an_old_one_has_its_own(mpi):
@@ -281,30 +282,30 @@ def test_duplicates_have_the_same_purpose_on_an_interrupted_rank(mpi, monkeypatc
     monkeypatch.setattr(Wait, "pause", lambda *_: next(pauses))
     wait = Wait("Comm", 0)
     with pytest.raises(StopIteration):  # amid the second
-        waiting.duplicates(world, 3, wait)
-    ((first, second),) = waiting._begun
+        duplicates.duplicates(world, 3, wait)
+    ((first, second),) = duplicates._begun
     pauses = iter([False] * 9)
     monkeypatch.setattr(Wait, "pause", lambda *_: next(pauses))
-    found = waiting.duplicates(world, 3, wait)
+    found = duplicates.duplicates(world, 3, wait)
     assert found[:2] == [first[0], second[0]]
     assert len({*map(id, found)}) == 3
-    waiting.claim(found[2])
-    assert not waiting._begun
+    duplicates.claim(found[2])
+    assert not duplicates._begun
 
 
 def test_a_duplicate_that_is_not_used_is_kept_until_mpi_has_made_it(mpi, monkeypatch):
     """MPI stores its handle later, and mpi4py's object must live until then."""
-    monkeypatch.setattr(Wait, "pause", lambda *_: waiting._begun[0][1:])
+    monkeypatch.setattr(Wait, "pause", lambda *_: duplicates._begun[0][1:])
     world, wait = mpi.Comm("world"), Wait("Comm", 0)
     with pytest.raises(CollectiveTimeout, match="rank 0 waited for other ranks in C"):
-        waiting.duplicates(world, 2, wait)
-    ((first, second),) = waiting._begun
-    assert waiting.duplicates(world, 1, wait) == [first[0]]
-    waiting.claim(first[0])
-    assert waiting._unfinished == [second]
-    later = waiting.duplicates(world, 1, Wait("Comm", 0, 9))
-    waiting.claim(later[0])
-    assert not waiting._unfinished
+        duplicates.duplicates(world, 2, wait)
+    ((first, second),) = duplicates._begun
+    assert duplicates.duplicates(world, 1, wait) == [first[0]]
+    duplicates.claim(first[0])
+    assert waiting.unfinished == [second]
+    later = duplicates.duplicates(world, 1, Wait("Comm", 0, 9))
+    duplicates.claim(later[0])
+    assert not waiting.unfinished
 
 
 @pytest.mark.parametrize("ends", ["report", "deadline"])
@@ -337,10 +338,10 @@ def test_a_step_succeeds_once_a_rank_has_all_values(mpi, monkeypatch, ends):
     with waiting.watching(failed if ends == "report" else lambda: False):
         with pytest.raises(CollectiveError):
             waiting.all_gather(comm, "mine", wait)
-        assert waiting._unfinished == ["send", comm.mpi]
+        assert waiting.unfinished == [comm.mpi, "send"]  # a refusal
         monkeypatch.setattr(comm.mpi, "arrived", True)
         assert waiting.all_gather(comm, "mine", wait) == ["mine", "its value"]
-    assert waiting._unfinished == ["send", comm.mpi, "send"]
+    assert waiting.unfinished == [comm.mpi, "send", "send"]
 
 
 def test_nothing_is_made_once_mpi_has_finalized(mpi):
@@ -464,7 +465,7 @@ def test_steps_are_undone_although_a_second_interrupt_follows():
     """It may be between two steps, where no step raises."""
 
     def fail(undone, line):
-        with waiting.Undo() as undo:
+        with Undo() as undo:
             for step in (1, 1, 2, 2, 3, 3):  # an interrupt may end one of each
                 undo.callback(undone.append, step)
             sys.settrace(line)

@@ -15,6 +15,8 @@ from numba_symm.failures import Failure
 from numba_symm.launch import ranks
 from numba_symm.watchdog import Watchdog
 
+PARTS = ((0, 1), (2,), (3,))
+
 
 class Job:
     """What a watchdog needs, in one: it writes down what is done."""
@@ -23,6 +25,7 @@ class Job:
         self.done, self.known = [], None
         self.breaks = self.finalized = self.interrupts = False
         self.arrived, self.lacking = [], 0
+        self.alive, self.ended = self, set()
         self.mpi, self.ranks, self.tag = self, [10, 11, 12, 13], 515
 
     def iprobe(self, source, tag):
@@ -66,6 +69,9 @@ class Job:
     def status(self):
         return None
 
+    def runs(self, number):
+        return number not in self.ended
+
     def abort(self):
         self.done.append("aborted")
 
@@ -82,7 +88,7 @@ def job(monkeypatch):
 
 
 def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
-    watch = Watchdog(job, job, [2], [2])
+    watch = Watchdog(job, job, PARTS, 0, 0)
     watch.ask(job)
     job.breaks = True
     watch._thread.join(5)
@@ -90,7 +96,7 @@ def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
 
 
 def test_a_failure_is_reported_before_connections_of_islands_end(job):
-    watch = Watchdog(job, job, [2, 3], [2, 3])
+    watch = Watchdog(job, job, PARTS, 0, 0)
     watch.ask(job)
     job.abandon("left")
     watch.look()
@@ -99,9 +105,41 @@ def test_a_failure_is_reported_before_connections_of_islands_end(job):
     assert job.done == ["left", "sent to 12", "sent to 13", "aborted"]
 
 
+@pytest.mark.parametrize("islands", [2, 3, 7, 32, 33, 1000])
+def test_all_islands_know_soon_even_if_one_gives_no_report(islands):
+    """Each passes a report on once. One whose ranks were killed passes nothing on."""
+    most = 2 * (islands - 1).bit_length()
+    near = [watchdog.neighbors(index, islands) for index in range(islands)]
+    assert sum(map(len, near)) <= 4 * islands
+    for silent in {None, 0, 1, islands // 2, islands & -2}:
+        for first in {0, islands - 1, islands // 3} - {silent}:
+            known, latest, rounds = {first}, {first}, 0
+            while latest:
+                latest = {peer for each in latest for peer in near[each]} - known
+                latest.discard(silent)
+                known |= latest
+                rounds += bool(latest)
+            assert known == {*range(islands)} - {silent}
+            assert rounds <= most
+
+
+def test_two_ranks_of_an_island_that_run_report(job, monkeypatch):
+    monkeypatch.setattr(watchdog, "_PAUSE", 60)
+    parts, job.ranks = ((0, 1, 2, 3), (4, 5)), [*range(10, 16)]
+    for ended, sent in ((set(), [14, 15, 0, 0]), ({0}, [0, 14, 15, 0])):
+        for local in {0, 1, 2, 3} - ended:
+            job.done, job.known, job.ended = [], None, ended
+            watch = Watchdog(job, job, parts, 0, local)
+            job.abandon("left")
+            watch.look()
+            watch.stop()
+            wanted = [f"sent to {rank}" for rank in [sent[local]] if rank]
+            assert job.done == ["left", *wanted]
+
+
 def test_an_interrupt_loses_no_report(job, monkeypatch):
     monkeypatch.setattr(watchdog, "_PAUSE", 60)  # so that its thread does not look
-    watch = Watchdog(job, job, [2, 3], [2, 3])
+    watch = Watchdog(job, job, PARTS, 0, 0)
     job.interrupts, job.arrived = True, [(13, "left")]
     for done in (["left"], ["left", "sent to 12", "sent to 13"]):
         with pytest.raises(KeyboardInterrupt):
@@ -115,9 +153,9 @@ def test_an_interrupt_loses_no_report(job, monkeypatch):
 def test_a_report_that_has_not_all_arrived_delays_nobody(job, monkeypatch):
     """Its sender may have died amid it, and this rank's calls look, too."""
     monkeypatch.setattr(watchdog, "_PAUSE", 60)
-    watch = Watchdog(job, job, [], [3])
+    watch = Watchdog(job, job, PARTS, 0, 0)
     job.arrived, job.lacking = [(13, "left")], 2
-    for done in ([], [], ["left"]):
+    for done in ([], [], ["left", "sent to 12", "sent to 13"]):
         watch.look()
         assert job.done == done
     watch.stop()
@@ -135,8 +173,8 @@ def test_many_watchdogs_look_less_often(job, monkeypatch):
 
 def test_a_report_of_an_earlier_communicator_is_not_a_failure_of_this_one(job):
     """Its sender may have been in a construction that has failed for it alone."""
-    watch = Watchdog(job, job, [2], [2])
-    job.arrived = [(13, "left")]
+    watch = Watchdog(job, job, PARTS, 0, 0)
+    job.arrived = [(14, "left")]
     watch.look()
     watch.stop()
     assert not job.arrived

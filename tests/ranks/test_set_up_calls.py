@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 import numba_symm as ns
 from numba_symm.collectives import lifetime
-from numba_symm.launch import waiting
+from numba_symm.launch import duplicates, waiting
 from numba_symm.members import Members
 
 PATIENT = 60  # a timeout that never passes
@@ -256,7 +256,12 @@ def test_a_second_interrupt_leaves_nobody_waiting(world, monkeypatch):
 
 
 HANDOVERS = [
-    (waiting.claim, "line", 4, False),  # a later call would return the duplicate again
+    (
+        duplicates.claim,
+        "line",
+        4,
+        False,
+    ),  # a later call would return the duplicate again
     (Members.__init__, "return", 1, False),
     (Members.__init__, "return", 1, True),  # of ranks that are not one island
     (Members.__init__, "return", 3, True),  # after that of this rank's island

@@ -9,7 +9,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.collectives import lifetime
 from numba_symm.failures import Failure
-from numba_symm.launch import fds, waiting
+from numba_symm.launch import duplicates, fds
 from numba_symm.launch.tagged import TaggedComm
 from tests.descriptors import open_fds
 from tests.ranks.helpers import (
@@ -335,7 +335,7 @@ def made(monkeypatch):
 
         return made
 
-    monkeypatch.setattr(waiting, "duplicates", recorded(waiting.duplicates))
+    monkeypatch.setattr(duplicates, "duplicates", recorded(duplicates.duplicates))
     return found
 
 

@@ -14,7 +14,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import engines, islands
 from numba_symm.collectives.islands import several
-from numba_symm.launch import devices, store, tagged, waiting
+from numba_symm.launch import devices, duplicates, store, tagged, trees, waiting
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from tests.ranks.helpers import needs_peers, refused
@@ -86,12 +86,12 @@ def test_a_rank_that_answers_and_leaves_lets_the_others_begin(world, comm):
         return received(*given) if island.failed else {}
 
     late = contextlib.nullcontext()
-    if world.rank == 0:
+    if world.rank == world.size - 1:
         late = receiving(2, after_the_report)
     leaving = contextlib.suppress(RuntimeError, ns.RankLeft)
     with leaving, late, comm._calls.members.set_up("zeros"):
         began = True
-        while world.rank < world.size - 1:
+        while world.rank:
             island.look()
         raise RuntimeError
     assert world.allgather(began) == [True] * world.size
@@ -158,14 +158,15 @@ def test_a_step_that_all_have_reached_outlives_a_later_failure(world, monkeypatc
     """Otherwise this rank alone would miss what all ranks raise in that step."""
     comm = tagged.whole(world.Dup(), owned=True)
     received, failing = waiting._received, [1]
-    others = [rank for rank in range(world.size) if rank != world.rank]
+    parent = trees.parent(world.rank)
+    peers = trees.children(world.rank, world.size) or [parent]
     monkeypatch.setattr(
         *(waiting, "_received"),
         lambda *given: {} if failing else received(*given),
     )
 
     def look():
-        while failing and not all(waiting.has_sent(comm, rank) for rank in others):
+        while failing and not all(comm.mpi.iprobe(rank, comm.tag) for rank in peers):
             time.sleep(0.001)
         if failing:
             failing.clear()
@@ -213,7 +214,7 @@ def test_a_construction_that_all_give_up_waits_for_no_deadline(world, monkeypatc
 
         return call
 
-    monkeypatch.setattr(waiting, "duplicates", noting(waiting.duplicates))
+    monkeypatch.setattr(duplicates, "duplicates", noting(duplicates.duplicates))
     monkeypatch.setattr(engines, "_connect", lambda *given: connected.append(given))
     began = time.monotonic()
     for module, name, part in (
@@ -262,10 +263,10 @@ def test_a_rank_that_leaves_the_construction_is_named_on_all_islands(
 @pytest.mark.parametrize(
     ("call", "step"),
     [
-        ("construct", "islands"),
-        ("construct", "assigning GPUs"),  # of a node, amid a step of all ranks
+        ("construct", "Communicator: outcome"),
+        ("construct", "finding GPUs: outcome"),  # of a node, amid a step of all ranks
         ("split", "split: all ranks have arrived"),
-        ("split", "limits of multiprocessors"),  # of the child, amid the parent's
+        ("split", "Communicator: outcome"),  # of the child, amid the parent's
     ],
 )
 def test_an_interrupt_ends_the_wait_for_a_late_rank(
