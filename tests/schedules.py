@@ -46,10 +46,11 @@ class Copy(NamedTuple):
 
 
 class Pack(NamedTuple):
-    target: int
-    source: int
+    whole: int
+    spread: int
     shape: tuple
     apart: tuple
+    packing: bool
 
 
 class Combine(NamedTuple):
@@ -109,8 +110,8 @@ class Recording(Site):
     def copy(self, target, source, nbytes):
         return [] if target == source or nbytes == 0 else [Copy(target, source, nbytes)]
 
-    def packed(self, target, source, shape, apart):
-        return [Pack(target, source, tuple(shape), tuple(apart))]
+    def packed(self, whole, spread, shape, apart, packing=True):
+        return [Pack(whole, spread, tuple(shape), tuple(apart), packing)]
 
     def met(self):
         return [Met()]
@@ -339,11 +340,12 @@ class Machine:
 
     def _pack(self, rank, step):
         *outer, run = step.shape
-        target = step.target
+        whole = step.whole
         for index in np.ndindex(*outer):
-            source = step.source + int(np.dot(index, step.apart))
-            self.at(rank, target, run)[:] = self.at(rank, source, run)
-            target += run
+            ends = whole, step.spread + int(np.dot(index, step.apart))
+            to, from_ = ends if step.packing else ends[::-1]
+            self.at(rank, to, run)[:] = self.at(rank, from_, run)
+            whole += run
         yield False
 
     def _combine(self, rank, step):

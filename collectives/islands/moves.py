@@ -19,12 +19,14 @@ from numba_symm.collectives.islands.pipeline import (
     several,
 )
 from numba_symm.collectives.islands.site import (
+    ALIGNED,
     Site,
     StagingRanges,
     of_island,
     parcels,
 )
 from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.operations import ALL_GATHER
 from numba_symm.collectives.protocols.binding import Call, Enqueue
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.engines.protocol import Parcel
@@ -32,7 +34,11 @@ from numba_symm.engines.protocol import Parcel
 
 def all_gather(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of an all-gather."""
-    nbytes = call.nbytes
+    nbytes, slots = call.nbytes, rails.slots(len(site.parts))
+    if site.even and site.along_rails(nbytes):
+        staged = (slots + site.size) * nbytes + 2 * ALIGNED
+        if staged <= site.sizes.half:
+            return _gathered_along_rails(site, call)
 
     def at(rank: int) -> int:
         return call.target + rank * nbytes
@@ -63,6 +69,23 @@ def all_gather(site: Site, call: Call) -> list[Enqueue]:
     chunks[0].work[0].extend(site.copy(at(site.rank), call.source, nbytes))
     own = site.beside.spread_all(call.target, site.mine, count, element)
     return overlapped(site, "all_gather", [*chunks, Stages([own], [])])
+
+
+def _gathered_along_rails(site: Site, call: Call) -> list[Enqueue]:
+    """Return the steps of a small all-gather: along the rails, then in each island."""
+    m, mine, nbytes = len(site.parts), len(site.mine), call.nbytes
+    staging = StagingRanges(site)
+    slots = staging.take(rails.slots(m) * nbytes)
+    steps = site.copy(slots + site.index * nbytes, call.source, nbytes)
+    steps += rails.gathered(site, "all_gather", slots, nbytes)
+    if mine == 1:
+        return steps + site.copy(call.target, slots, m * nbytes)
+    whole = staging.take(mine * m * nbytes)
+    step = Call(slots, whole, m * call.count, call.element, "sum")
+    # By the ranks of an island, and then by islands.
+    shape, apart = (mine, m, nbytes), (nbytes, mine * nbytes)
+    spread = site.packed(whole, call.target, shape, apart, packing=False)
+    return [*steps, site.within(ALL_GATHER, step), *spread]
 
 
 def broadcast(site: Site, call: Call) -> list[Enqueue]:

@@ -75,10 +75,8 @@ def reduce(site: Site, call: Call) -> list[Enqueue]:
 
 def _small(site: Site, carried: Carried) -> bool:
     """Return whether islands exchange whole results, which each rank combines."""
-    nbytes, sizes = carried.call.count * carried.width, site.sizes
-    if not site.by_rails:
-        return nbytes <= sizes.small
-    return len(site.parts) * nbytes <= sizes.along
+    nbytes = carried.call.count * carried.width
+    return site.along_rails(nbytes) if site.by_rails else nbytes <= site.sizes.small
 
 
 def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:

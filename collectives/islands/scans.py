@@ -24,8 +24,8 @@ from numba_symm.engines.protocol import Parcel
 def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a scan."""
     carried, m = Carried(call), len(site.parts)
-    small = m * call.count * carried.width <= site.sizes.along
-    on_rails = site.by_rails and site.islands.places.consecutive and small
+    small = site.along_rails(call.count * carried.width)
+    on_rails = small and site.islands.places.consecutive
     # Besides the slots, the staging memory has three ranges of a chunk.
     slots = rails.slots(m) if on_rails else m + 1
     lost = 4 * ALIGNED + VECTOR * (slots + 3)

@@ -99,6 +99,19 @@ class Site:
         """The numbers of the other islands."""
         return [j for j in range(len(self.parts)) if j != self.index]
 
+    def along_rails(self, nbytes: int) -> bool:
+        """Return whether all islands exchange so many bytes of each along the rails.
+
+        They do so if that takes less time than to exchange parts and their results,
+        and if the slots fit into a half of the staging memory.
+        """
+        m, sizes = len(self.parts), self.sizes
+        steps = (m - 1).bit_length()
+        time = steps * sizes.start + m * nbytes
+        parts = 2 * (sizes.start + (m - 1) * sizes.message + nbytes)
+        slots = 2 * (m + 2) * divide_up(nbytes, VECTOR) * VECTOR + 8 * ALIGNED
+        return self.by_rails and time <= parts and slots <= sizes.half
+
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the number of a rank's island, and the rank's number there."""
         return self.islands.places.of[rank]
@@ -239,17 +252,23 @@ class Site:
         return [partial(streams.copy, target, source, nbytes)]
 
     def packed(
-        self, target: int, source: int, shape: Sequence[int], apart: Sequence[int]
+        self,
+        whole: int,
+        spread: int,
+        shape: Sequence[int],
+        apart: Sequence[int],
+        packing: bool = True,
     ) -> list[Enqueue]:
         """Return the copy of elements with gaps to contiguous memory.
 
         Args:
-            target: the address of that memory.
-            source: the address of the first element.
+            whole: the address of that memory.
+            spread: the address of the first element.
             shape: the lengths of the axes; the last one is of bytes, without gaps.
             apart: bytes from one index to the next, of the other axes.
+            packing: whether to copy to that memory; else from there.
         """
-        return [pack.bind(target, source, shape, (*apart, 1), 1, True)]
+        return [pack.bind(whole, spread, shape, (*apart, 1), 1, packing)]
 
     def met(self) -> list[Enqueue]:
         """Return a barrier of the island."""

@@ -15,7 +15,6 @@ class Sizes:
         few: up to this number of islands, each sends small messages to every other one.
         small: the size of the largest message, as carried, that few islands exchange as
             a whole.
-        along: the most that a rank receives in a call whose steps follow the rails.
         one_step: the most that the owner of a shard, as carried, receives in one step.
             Longer shards are exchanged in two steps: first smaller ranges of them, and
             then the results of these.
@@ -29,7 +28,6 @@ class Sizes:
     staging: int
     few: int
     small: int
-    along: int
     one_step: int
     chunk: int
     one_rail: int
@@ -51,7 +49,6 @@ ON_GPUS = Sizes(
     staging=64 << 20,
     few=8,
     small=32 << 10,
-    along=4 << 20,
     one_step=256 << 10,
     # An estimate: they take 40 µs at 400 Gb/s, and an exchange by NCCL at least 20.
     chunk=2 << 20,
@@ -66,7 +63,6 @@ IN_THE_SIMULATOR = Sizes(
     staging=1 << 17,
     few=3,
     small=256,
-    along=1 << 11,
     one_step=512,
     chunk=1 << 10,
     one_rail=256,
