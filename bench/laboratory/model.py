@@ -31,6 +31,10 @@ WIDTH = 4  # bytes of an element
 MEMORY = 3.0e6
 """Bytes a microsecond that a kernel reads and writes on one GPU, as on an H200."""
 
+MESSAGE = 2.8
+"""Microseconds of each further message of an exchange. An assumption, as is the
+library's own ``Sizes.message``."""
+
 LAUNCH = 2.5
 """Microseconds of a kernel that combines what has arrived, without its bytes."""
 
@@ -108,8 +112,11 @@ class Nodes:
     def all_reduce(self, nbytes: int) -> float:
         """Return the microseconds of an all-reduce, by the bytes of its message."""
         m, away = self.number, self.number - 1
-        if nbytes <= DEFAULT.small:
-            across = self.link(away * nbytes)
+        small = nbytes <= DEFAULT.small and m <= DEFAULT.few
+        if small or DEFAULT.along_rails(m, nbytes):
+            across = self.across(away * nbytes, away)
+            if not small:
+                across = self.along_rail(nbytes)
             return self.inside("all_reduce", nbytes) + across + self.combined(m, nbytes)
         most = int(DEFAULT.staging / 2 / (2 / self.gpus * WIDTH))
         chunks = divided(nbytes, self.gpus, most)
@@ -124,78 +131,106 @@ class Nodes:
             else:
                 works.append([first, self.combined(m, shard) + last])
                 exchanges.append([away * shard])
-        return self.overlapped(exchanges, works)
+        return self.overlapped(exchanges, works, away)
 
     def reduce_scatter(self, nbytes: int) -> float:
         """Return the microseconds of a reduce-scatter, by the bytes of its input."""
         m, size = self.number, self.number * self.gpus
         shard = nbytes / size
-        if (2 * m - 1) * shard <= DEFAULT.staging:
+        if m <= DEFAULT.few and (2 * m - 1) * shard <= DEFAULT.staging:
             each = self.inside("reduce_scatter", nbytes / m)
             last = [each, self.combined(m, shard)]
             if shard < DEFAULT.chunk:
-                return self.overlapped([[(m - 1) * shard]], [[m * each, last[1]]])
+                works = [[m * each, last[1]]]
+                return self.overlapped([[(m - 1) * shard]], works, m - 1)
             works = [*[[each, 0.0]] * (m - 1), last]
             return self.overlapped([*[[shard]] * (m - 1), [0.0]], works)
-        most = int(DEFAULT.staging / 2 / ((2 * m - 1 + self.gpus) * WIDTH))
-        chunks = divided(shard, 1, most)
-        works = [
-            [
-                m * self.inside("reduce_scatter", self.gpus * chunk)
-                + self.packed(size, chunk),
-                self.combined(m, chunk),
-            ]
-            for chunk in chunks
-        ]
-        return self.overlapped([[(m - 1) * chunk] for chunk in chunks], works)
+        together = DEFAULT.half // 8
+        most = min((DEFAULT.half - together) / (2 * m), together / self.gpus) / WIDTH
+        works, exchanges = [], []
+        for chunk in divided(shard, 1, max(1, int(most))):
+            whole = m * self.gpus * chunk
+            launches = math.ceil(whole / together)
+            each = whole / launches
+            packed = self.packed(1, each) + self.inside("reduce_scatter", each)
+            works.append([launches * packed, self.combined(m, chunk)])
+            exchanges.append([(m - 1) * chunk])
+        return self.overlapped(exchanges, works, m - 1)
 
     def all_gather(self, nbytes: int) -> float:
         """Return the microseconds of an all-gather, by the bytes of its output."""
         m, each = self.number, nbytes / (self.number * self.gpus)
+        slots = (2 * m - 1 + m * self.gpus) * each
+        if DEFAULT.along_rails(m, int(each)) and slots <= DEFAULT.half:
+            spread = self.packed(1, nbytes) + self.inside("all_gather", nbytes)
+            return self.along_rail(each) + spread
         island = self.inside("all_gather", nbytes / m)
         times = m - 1 if each >= DEFAULT.chunk and m > 2 else 1  # exchanges
         exchanges = [[(m - 1) / times * each]] * times
         works = [[0.0, (m - 1) / times * island]] * times
-        return self.overlapped([*exchanges, []], [*works, [island]])
+        messages = (m - 1) // times
+        return self.overlapped([*exchanges, []], [*works, [island]], messages)
 
     def broadcast(self, nbytes: int) -> float:
         """Return the microseconds of a broadcast, by the bytes of its message."""
-        away = self.number - 1
-        if self.gpus == 1 or away * nbytes <= DEFAULT.one_rail:
-            return self.link(away * nbytes) + self.inside("broadcast", nbytes)
-        chunks = divided(nbytes, self.gpus, nbytes, 2 * self.number)
-        chain = chained(len(chunks), self.number)
-        steps, copies = (away, 1) if chain else (1, away)
-        works, exchanges = [], []
-        for each in chunks:
-            first, last = (self.inside(n, each) for n in ("broadcast", "all_gather"))
-            works.append([first, *[last] * steps])
-            exchanges.append([copies * each / self.gpus] * steps)
-        return self.overlapped(exchanges, works, along=True)
+        m, away = self.number, self.number - 1
+        rails = m > DEFAULT.few
+        steps = away.bit_length()
+        if away * nbytes <= DEFAULT.one_rail or (rails and nbytes <= DEFAULT.small):
+            across = self.across(away * nbytes, away)
+            if rails:
+                across = steps * self.link(nbytes)
+            return across + self.inside("broadcast", nbytes)
+        chunks = divided(nbytes, self.gpus, nbytes, 2 * m)
+        chain = chained(len(chunks), m)
+        if rails:
+            each = nbytes // (self.gpus * len(chunks))
+            chain = DEFAULT.shorter_as_chain(m, len(chunks), each)
+        if self.gpus == 1 and not chain and not rails:
+            return self.across(away * nbytes, away)
+        works = [
+            [self.inside(n, c) for n in ("broadcast", "all_gather")] for c in chunks
+        ]
+        if chain:  # each hop of the last chunk is a tick
+            tick = max(self.link(chunks[0] / self.gpus), max(works[0]))
+            return works[0][0] + (len(chunks) + away) * tick + works[0][1]
+        if rails:
+            shard = nbytes / self.gpus
+            scattered = steps * self.link(0) + self.link(shard) - self.link(0)
+            first = self.inside("broadcast", nbytes)
+            last = self.inside("all_gather", nbytes)
+            return first + scattered + self.across(shard, away) + last
+        exchanges = [[away * each / self.gpus] for each in chunks]
+        return self.overlapped(exchanges, works, away)
+
+    def across(self, nbytes: float, messages: int) -> float:
+        """Return the microseconds of an exchange of several messages."""
+        return self.link(nbytes) + (messages - 1) * MESSAGE
+
+    def along_rail(self, nbytes: float) -> float:
+        """Return the microseconds of the steps by which all get so much of each."""
+        distances = [1 << step for step in range((self.number - 1).bit_length())]
+        sent = [min(each, self.number - each) * nbytes for each in distances]
+        return sum(map(self.link, sent))
 
     def overlapped(
         self,
         exchanges: Sequence[Sequence[float]],
         works: Sequence[Sequence[float]],
-        along: bool = False,
+        messages: int = 1,
     ) -> float:
         """Return the microseconds of chunks.
 
         Args:
             exchanges: of each chunk, the bytes of its exchanges.
             works: of each chunk, the microseconds of its work.
-            along: whether chunks are sent along a chain of islands: each takes part in
-                one exchange and one work of a tick.
+            messages: how many an exchange has.
         """
-
-        def together(stages: Sequence[float]) -> float:
-            return max(stages, default=0.0) if along else sum(stages)
-
         total = 0.0
         for exchanged, work in ticks([len(each) for each in exchanges]):
-            nbytes = together([exchanges[c][n] for c, n in exchanged])
-            across = self.link(nbytes) if nbytes else 0.0
-            total += max(across, together([works[c][n] for c, n in work]))
+            nbytes = sum(exchanges[c][n] for c, n in exchanged)
+            across = self.across(nbytes, messages) if nbytes else 0.0
+            total += max(across, sum(works[c][n] for c, n in work))
         return total
 
 

@@ -108,7 +108,7 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
     chain = chained(len(bounds), m)
     if site.by_rails:
         each = divide_up(call.nbytes, shards * len(bounds))
-        chain = _shorter_as_chain(site, len(bounds), each)
+        chain = sizes.shorter_as_chain(m, len(bounds), each)
         bounds = bounds if chain else [*in_shards(site, call.count, most, shards)]
     elif shards == 1 and not chain:
         return _on_one_rail(site, call)
@@ -140,20 +140,6 @@ def chained(chunks: int, islands: int) -> bool:
     """
     others = islands - 1
     return chunks + others < chunks * others
-
-
-def _shorter_as_chain(site: Site, chunks: int, nbytes: int) -> bool:
-    """Return whether chunks take less time from island to island than in parts.
-
-    Args:
-        site: this rank's site.
-        chunks: the number of chunks.
-        nbytes: of each chunk's shard.
-    """
-    m, sizes = len(site.parts), site.sizes
-    chain = (chunks + m - 1) * (sizes.start + nbytes)
-    parts = (rails.steps(m) + 1) * sizes.start + (m - 1) * sizes.message
-    return chain < parts + 2 * chunks * nbytes
 
 
 def _on_one_rail(site: Site, call: Call) -> list[Enqueue]:

@@ -100,17 +100,8 @@ class Site:
         return [j for j in range(len(self.parts)) if j != self.index]
 
     def along_rails(self, nbytes: int) -> bool:
-        """Return whether all islands exchange so many bytes of each along the rails.
-
-        They do so if that takes less time than to exchange parts and their results,
-        and if the slots fit into a half of the staging memory.
-        """
-        m, sizes = len(self.parts), self.sizes
-        steps = (m - 1).bit_length()
-        time = steps * sizes.start + m * nbytes
-        parts = 2 * (sizes.start + (m - 1) * sizes.message + nbytes)
-        slots = 2 * (m + 2) * divide_up(nbytes, VECTOR) * VECTOR + 8 * ALIGNED
-        return self.by_rails and time <= parts and slots <= sizes.half
+        """Return whether all islands exchange so many bytes of each along the rails."""
+        return self.sizes.along_rails(len(self.parts), nbytes)
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the number of a rank's island, and the rank's number there."""

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from numba_symm.collectives.protocols.workspace import VECTOR
 from numba_symm.environment import SIMULATED
+
+_ENDS = 2 << 10  # bytes between ranges in the staging memory
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,31 @@ class Sizes:
     def half(self) -> int:
         """The bytes of half of the staging memory."""
         return self.staging // 2
+
+    def along_rails(self, islands: int, nbytes: int) -> bool:
+        """Return whether islands exchange so many bytes of each along the rails.
+
+        They do so if they are more than a few, if that takes less time than to exchange
+        parts and their results, and if the slots fit into a half of the memory.
+        """
+        steps = (islands - 1).bit_length()
+        time = steps * self.start + islands * nbytes
+        parts = 2 * (self.start + (islands - 1) * self.message + nbytes)
+        slots = 2 * (islands + 2) * (nbytes + VECTOR) + _ENDS
+        return islands > self.few and time <= parts and slots <= self.half
+
+    def shorter_as_chain(self, islands: int, chunks: int, nbytes: int) -> bool:
+        """Return whether chunks cross faster from island to island than in parts.
+
+        Args:
+            islands: the number of islands.
+            chunks: the number of chunks.
+            nbytes: of each chunk's shard.
+        """
+        chain = (chunks + islands - 1) * (self.start + nbytes)
+        steps = (islands - 1).bit_length() + 1
+        parts = steps * self.start + (islands - 1) * self.message
+        return chain < parts + 2 * chunks * nbytes
 
     @property
     def islands(self) -> int:

@@ -163,7 +163,7 @@ def test_a_report_that_has_not_all_arrived_delays_nobody(job, monkeypatch):
 
 def test_many_watchdogs_look_less_often(job, monkeypatch):
     monkeypatch.setattr(watchdog, "_AT_FULL_RATE", 2)
-    looks = [Watchdog(job, job, [], []) for _ in range(6)]
+    looks = [Watchdog(job, job, PARTS, 0, 0) for _ in range(6)]
     assert watchdog._pause() == 3 * watchdog._PAUSE
     for each in looks[1:]:
         each.stop()
