@@ -35,6 +35,7 @@ from numba_symm.errors import (
     ArgumentError,
     CollectiveError,
     ExchangeError,
+    RankLeft,
     SymmError,
 )
 from numba_symm.island import Island
@@ -270,9 +271,15 @@ def _child_of(
 ) -> Calls:
     board, exchange = calls.members.board, calls.members.exchange
 
-    def left() -> bool:
+    ahead = False
+
+    def left() -> None:
+        nonlocal ahead
         board.look()
-        return any(map(exchange.is_ahead, members))
+        # A rank may be past it because all had arrived, which this one may see later.
+        before, ahead = ahead, any(map(exchange.is_ahead, members))
+        if before and ahead:
+            raise RankLeft(f"{exchange.call}: a rank has left the new communicator")
 
     try:
         with waiting.watching(left):  # a rank may leave before the child has a board
