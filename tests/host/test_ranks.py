@@ -168,6 +168,7 @@ class FakeMPI:
     UNDEFINED = -7
     TAG_UB = 5
     finalized = False
+    Exception = RuntimeError
 
     class Comm(Alone):
         begun = None
