@@ -278,6 +278,9 @@ class Request(StartedCall, metaclass=Kind):
                 done.append(index)
         return done
 
+    get_status_all, get_status_any = Get_status_all, Get_status_any
+    get_status_some = Get_status_some
+
 
 class Own(Request):
     """The base class of requests of device arrays; their calls are active."""

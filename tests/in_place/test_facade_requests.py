@@ -110,6 +110,9 @@ def test_one_is_seen_to_be_done_and_stays():
     none = MPI.Request.Get_status_some([MPI.Request(), MPI.REQUEST_NULL])
     assert none is None
     assert MPI.Request.Get_status_any([MPI.Request()]) == (MPI.UNDEFINED, True)
+    assert MPI.Request.get_status_all([MPI.Request()])
+    assert MPI.Request.get_status_any([MPI.Request()]) == (MPI.UNDEFINED, True)
+    assert MPI.Request.get_status_some([MPI.Request()]) is None
 
 
 def test_another_object_of_a_request():
