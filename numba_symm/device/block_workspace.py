@@ -29,7 +29,7 @@ MARK = 128
 """Bytes of a block's mark: a cache line, because blocks load theirs in each call."""
 
 
-class _Scalars(NamedTuple):
+class _WorkspaceFields(NamedTuple):
     rank: int
     size: int
     ring: tuple[int, ...]
@@ -39,7 +39,7 @@ class _Scalars(NamedTuple):
     vectors: int
 
 
-class WorkspaceContext(_Scalars):
+class WorkspaceContext(_WorkspaceFields):
     """A workspace for kernels, which take it as an ordinary argument.
 
     The last two attributes are for the host only. Like an array, it keeps the memory.

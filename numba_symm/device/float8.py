@@ -56,7 +56,7 @@ class Float8(types.Number):  # type: ignore[misc]  # Numba is untyped
 
 
 @register_model(Float8)
-class _Model(PrimitiveModel):  # type: ignore[misc]
+class _Float8Model(PrimitiveModel):  # type: ignore[misc]
     """A float32 in registers, a byte in memory."""
 
     def __init__(self, dmm: Any, fe_type: Any):

@@ -29,7 +29,7 @@ MAX_CHANNELS = 128
 """The channels of a pad."""
 
 
-class _Scalars(NamedTuple):
+class _ContextFields(NamedTuple):
     rank: int
     size: int
     buffers: tuple[int, ...]
@@ -37,7 +37,7 @@ class _Scalars(NamedTuple):
     guard: Guard
 
 
-class Context(_Scalars):
+class Context(_ContextFields):
     """Symmetric memory for kernels, which take it as an ordinary argument.
 
     Numba passes it to kernels as a named tuple. The last three attributes are for the
@@ -69,7 +69,7 @@ class CheckedContext(Context):
         size: the bytes of a buffer.
     """
 
-    _fields: Any = (*_Scalars._fields, "size")
+    _fields: Any = (*_ContextFields._fields, "size")
     checked = True
 
     def __new__(cls, *values: Any) -> "CheckedContext":

@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+from collections import Counter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "numba_symm"
@@ -184,3 +185,20 @@ def test_numbas_insides_are_known_to_few_modules():
         if other not in PUBLIC
     }
     assert inside == set(INSIDES)
+
+
+def test_a_name_that_two_classes_have_is_in_the_glossary():
+    defined = Counter(
+        node.name
+        for folder, _, files in os.walk(PACKAGE, followlinks=True)
+        for path in (Path(folder, file) for file in files if file.endswith(".py"))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef)
+    )
+    table = (
+        (ARCHITECTURE.parent / "glossary.md")
+        .read_text()
+        .partition("two classes have")[2]
+    )
+    listed = re.findall(r"^\| `(\w+)` ", table, re.M)
+    assert listed == [name for name, number in sorted(defined.items()) if number > 1]
