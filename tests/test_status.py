@@ -174,7 +174,7 @@ def test_wrong_aborts_are_refused(two):
         (("--abort",), "expected the number of a process with --abort, got none"),
         ((os.getpid(), "--reason", "x"), "expected --reason with --abort only"),
     ],
-    ids=str,
+    ids=["ended", "none", "all", "abort", "reason"],
 )
 def test_a_job_that_is_none_is_refused(words, text):
     code, out, error = command(*(words if isinstance(words, tuple) else (words,)))
