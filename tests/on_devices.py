@@ -6,7 +6,8 @@
 Without a GPU, packages have no array library for devices. But the simulator's device
 memory is host memory. So here a call of ``numba_symm.mpi`` takes an array of NumPy, or
 a scalar of it, for one of the device, as the same program's arrays of CuPy would be.
-``numba_symm.mpi`` is in mpi4py's place. Programs run one after another.
+``numba_symm.mpi`` is in mpi4py's place. Programs run one after another: a rank begins
+the next one when all ranks have ended the last one.
 
 mpi4py-fft's module of FFTW is compiled, so it is replaced: arrays are NumPy's, and
 transforms are of its backend ``numpy``.
@@ -79,6 +80,9 @@ def main(*program):
         sys.stdin = io.StringIO("100\n0\n")  # for those that ask how long to compute
         runpy.run_path(path, run_name="__main__")
         sys.stdout.flush()
+        # A rank that is still in this program, in a receive from any source, must not
+        # get a message of the next one from a rank that is ahead.
+        mpi.COMM_WORLD.Barrier()
 
 
 if __name__ == "__main__":
