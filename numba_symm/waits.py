@@ -142,7 +142,7 @@ TRANSFER_TOO_LONG = _other(
     "of its elements: the counts or dtypes of the two calls differ, or their order",
 )
 COUNT_TOO_LARGE = _other(
-    60,
+    61,
     "rank {rank} has {epoch} elements for rank {peer}: expected at most the capacity, "
     "{place}, and a range within x",
     "16777215 elements stand for more, or for a negative count, and a capacity of "

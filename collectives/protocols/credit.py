@@ -91,7 +91,7 @@ def find_span(guard: Any, peer: int, message: Any, failed: bool) -> Any:
     address, capacity, count_at, _, span, itemsize = message
     count, first = read_span(guard, peer, capacity, count_at, span, failed)
     # A thread may have failed before, and others of its block not.
-    if sync_block_or(count == ABSENT):  # explore: agree-span
+    if sync_block_or(count == ABSENT):
         return address, ABSENT
     return address + first * itemsize, count * itemsize
 

@@ -162,6 +162,7 @@ LENGTHS_BROKEN = {
     "known to one channel only": removed("credit", "pass-on"),
     "that of the room": within("transfer", "unknown", "count_at != 0", "False"),
 }
+UNCOMPARED = within("credit", "capacity", "not fits or not known", "False")
 UNCHECKED = within("credit", "room", "nbytes > room", "False")
 
 
@@ -221,5 +222,6 @@ def test_counts_above_the_capacity_send_nothing_and_fail_on_all_ranks(ranks):
     holds(
         scenario(device_code(IMPATIENT, shape=shape)), ranks, 60 // ranks, shape=shape
     )
-    edit = within("credit", "capacity", "not fits or not known", "False")
-    breaks(scenario(device_code(IMPATIENT, edit, shape=shape)), ranks, shape=shape)
+    breaks(
+        scenario(device_code(IMPATIENT, UNCOMPARED, shape=shape)), ranks, shape=shape
+    )

@@ -11,10 +11,12 @@ from threading import RLock
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from numba_symm import deferred, driver, engines, events, streams
-from numba_symm.collectives import communicator, lifetime, requests
+from numba_symm.arrays import ArrayView
+from numba_symm.collectives import communicator, equality, lifetime, requests
 from numba_symm.engines import mpi as engine
 from numba_symm.errors import DriverError
 from numba_symm.mpi import copies, crossings, jobs, postponed, sends, win
@@ -185,6 +187,25 @@ def test_a_communicator_waits_for_the_stream_before_it_looks(gpu):
     comm._calls.requests.settle = gpu.noting("settle")
     communicator.Communicator.synchronize(comm, STREAM)
     assert gpu.names == ["cuStreamSynchronize", "settle", "check"]
+
+
+@orders("collectives.equality.Digests.of")
+def test_a_digest_is_read_after_its_kernel_has_run(gpu, monkeypatch):
+    gpu.take(equality)
+    view = ArrayView(64, (3,), np.dtype(np.int64), "C", False)
+    monkeypatch.setattr(equality.arrays, "view", lambda *_: view)
+    monkeypatch.setattr(equality.kernel, "bind", gpu.noting("bind"))
+    sums = MagicMock(copy_to_host=gpu.noting("read", np.ones((1, 4), np.int64)))
+    monkeypatch.setattr(equality.own_arrays, "empty", lambda *_: sums)
+    calls = MagicMock()
+    calls.streams.of.return_value = STREAM, None
+    calls.usable.side_effect = lambda view, what: view
+    calls.enqueuer.run = gpu.noting("run")
+    calls.members.check = gpu.noting("check")
+    monkeypatch.setattr(equality.streams, "is_capturing", lambda _: False)
+    digests = equality.Digests(calls, "x", STREAM, "digest")
+    assert digests.of(0, 2) == ([4], 2)
+    assert gpu.names == ["bind", "run", "cuStreamSynchronize", "check", "read"]
 
 
 @orders("collectives.lifetime.close")

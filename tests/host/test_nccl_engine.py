@@ -397,15 +397,16 @@ def test_a_start_that_fails_on_another_rank_leaves_nothing(
 
     @contextlib.contextmanager
     def agreed(what):
-        yield
+        each = types.SimpleNamespace()
+        yield each
         step(0)
+        each.all = [each.mine]
 
     monkeypatch.setattr(Deadline, "close", lambda self: freed.append(self))
     exchange = types.SimpleNamespace(
         rank=0,
         size=4,
         agreed=agreed,
-        all_gather=lambda value, what: [value],
         barrier=lambda what: step(1),
     )
     fake.get_unique_id = lambda: b"identifier"

@@ -129,7 +129,8 @@ def calls(comm, world):
     found = {name: getattr(ns, name) for name in functions}
     found["Event.from_ipc_handle"] = ns.Event.from_ipc_handle
     found["Plan"] = comm.all_reduce_init(comm.zeros(3))
-    found |= methods("Communicator", comm, leave=("close", "refuse_in_group"))
+    ending = "close", "abort", "refuse_in_group"
+    found |= methods("Communicator", comm, leave=(*ending, "trace"))  # writes files
     memory, signals = comm.rendezvous(comm.zeros(8)), ("put_signal", "wait_signal")
     found |= methods("SymmetricMemory", memory, leave=signals)
     found["SymmetricMemory.put_signal, wait_signal"] = signalling(memory)
@@ -163,6 +164,7 @@ def misuses(comm, world):
             "ops": ["sum"],
         },
         "Communicator.launch_limit": {"kernel": idle, "threads": 32},
+        "Communicator.tag": {"text": "a step"},
         "Communicator.device_workspace": {"blocks": 1, "threads": 4, "bytes": 64},
         "Event.from_ipc_handle": {"handle": event.ipc_handle()},
         "SymmetricMemoryAllocator.rendezvous": {"comm": comm},
