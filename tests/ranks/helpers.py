@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 from numba import cuda
 
+from numba_symm.environment import SIMULATED
 from tests.operators import in_order
 
 needs_peers = pytest.mark.skipif(
     "config.pluginmanager.get_plugin('agreement').comm.size == 1",
     reason="one rank has no peers",
+)
+
+on_few_numbers = pytest.mark.skipif(
+    f"config.pluginmanager.get_plugin('agreement').comm.size in (2, 4) and {SIMULATED}",
+    reason="simulated on one rank and on three only, for the sake of time",
 )
 
 of_one_island = pytest.mark.skipif(

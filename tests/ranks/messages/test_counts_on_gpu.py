@@ -11,10 +11,13 @@ from tests.ranks.helpers import (
     get,
     needs_peers,
     of_one_island,
+    on_few_numbers,
     ordinary,
     refused,
     wait_for_all,
 )
+
+pytestmark = on_few_numbers
 
 PAIR = np.dtype([("key", np.int32), ("value", np.int64)], align=False)  # 12 bytes
 PAD = 90

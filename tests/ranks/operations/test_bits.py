@@ -16,6 +16,7 @@ from tests.ranks.helpers import (
     Window,
     get,
     needs_peers,
+    on_few_numbers,
     ordinary,
     put,
     refused,
@@ -24,6 +25,8 @@ from tests.ranks.helpers import (
     wait_for_all,
 )
 from tests.ranks.operations.test_gaps import transposed
+
+pytestmark = on_few_numbers
 
 SHARES = ("all_reduce", "reduce", "reduce_scatter")  # of the reduction over all ranks
 SCANS = ("scan", "exscan", "reverse_scan")
