@@ -52,9 +52,10 @@ if MPI.COMM_WORLD.rank == 2:
 """
 """Runs before ``ex-2.29``, whose rank 2 probes for a message from any source.
 
-There is no barrier in ``ex-2.29``. Rank 1 would go on to ``ex-2.32``, whose first
-message the probe would find, and the ranks would wait for each other: each program is
-correct, but not one after the other. So ``on_devices.py`` has a barrier between them.
+``ex-2.29`` ends without a barrier. So rank 1 would start ``ex-2.32`` early, and rank 2
+would find its first message by the probe of ``ex-2.29``. Then the ranks would wait for
+each other. Each program is correct alone, but they are not correct in sequence.
+Therefore ``on_devices.py`` calls a barrier after each program.
 """
 
 

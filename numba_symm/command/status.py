@@ -280,7 +280,7 @@ def run(
         console: where to print.
 
     Raises:
-        SymmError: there is no such job.
+        SymmError: the process belongs to no job that this user may read.
     """
     boards = of(pid)
     if reason is not None:

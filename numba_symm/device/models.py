@@ -6,8 +6,9 @@ callee only the type of its result. So the LLVM code of such functions differs o
 the names of callees, and one of them is a model: the others are its text with other
 names.
 
-A function is no model if more than names may depend on a callee: if it passes a callee
-to a function, calls it also by a global name, or Numba inlines one of its callees.
+A function cannot be a model in three cases, because its code may then differ in more
+than names: it passes a callee to a function, it also calls a callee by a global name,
+or Numba inlines one of its callees.
 """
 
 import copy

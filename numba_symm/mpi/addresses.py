@@ -24,8 +24,9 @@ _ASKED = (MPI.buffer, memoryview, ctypes.Array, np.ndarray)
 def there(buffer: Any) -> Any:
     """Return a device array of the bytes of a buffer over memory of the GPU.
 
-    Return what is no such buffer as it is. A buffer of no bytes has only an address; it
-    is taken to extend to the end of the allocation, because a datatype says its size.
+    Any other object is returned unchanged. A buffer of 0 bytes has an address only. It
+    is treated as extending to the end of the allocation, because a datatype gives its
+    size.
     """
     if not isinstance(buffer, _ASKED) or arrays.on_device(buffer) or _is_own(buffer):
         return buffer
