@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from numba_symm.collectives.kernels import barrier, counted_copy, transfer
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import (
     Call,
@@ -13,6 +12,7 @@ from numba_symm.collectives.protocols.binding import (
     Place,
     Series,
 )
+from numba_symm.collectives.protocols.credit import Message
 
 Placing = Callable[[int, int], Place | None]
 """``Endpoint.place``."""

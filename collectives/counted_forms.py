@@ -14,7 +14,7 @@ from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import check_apart, check_length, check_writable
 from numba_symm.collectives.counts import places_of, refuse_overlap, table_of
 from numba_symm.collectives.invocation import invocation
-from numba_symm.collectives.kernels.transfer import Message, Span
+from numba_symm.collectives.protocols.credit import Message, Span
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.collectives.vector_forms import (
     ALL_GATHER_V,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from numba_symm.arrays import ArrayView
 from numba_symm.cache import Cache
 from numba_symm.collectives.invocation import Invocation
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
+from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.launch.ranks import name_ranks
 from numba_symm.record import Description
@@ -67,7 +67,10 @@ class Descriptions:
 
 
 def _sent(where: str, messages: Sequence[Message]) -> str:
-    """Return "96 bytes to ranks 1, 2"; "" if there are no messages."""
+    """Return the bytes and the peers of messages in words, "" without messages.
+
+    An example is "96 bytes to ranks 1, 2".
+    """
     if not messages:
         return ""
     peers = sorted({each.peer for each in messages})

@@ -15,7 +15,6 @@ from numba_symm.arrays import ArrayView
 from numba_symm.collectives import pairs, select
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.kernels import digest, pack, transfer
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import (
     OPERATIONS,
     REDUCE_SHARD,
@@ -23,6 +22,7 @@ from numba_symm.collectives.operations import (
     compiling,
 )
 from numba_symm.collectives.protocols.binding import Call, Endpoint
+from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.partition import LINE
 from numba_symm.collectives.protocols.workspace import (
     HELD,

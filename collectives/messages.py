@@ -18,8 +18,8 @@ from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import are_apart, check_apart, check_peer
 from numba_symm.collectives.invocation import Invocation
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.requests import Request, Requests, end_of
 from numba_symm.collectives.transfers import (
     Fill,

@@ -8,7 +8,7 @@ from typing import Any
 
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import check_apart, check_peer
-from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import most_messages
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.collectives.vector_forms import (

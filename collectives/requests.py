@@ -20,8 +20,8 @@ from numba_symm import streams, threads
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.call_streams import HeldStream, owned
 from numba_symm.collectives.kernels import transfer
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
+from numba_symm.collectives.protocols.credit import Message
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.events import Event

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from numba_symm import streams
 from numba_symm.collectives.call_streams import HeldStream
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Enqueue, Series
+from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import most_messages
 from numba_symm.errors import ArgumentError
 from numba_symm.record import Description

@@ -31,9 +31,9 @@ from numba_symm.collectives.counts import (
     table_of,
 )
 from numba_symm.collectives.invocation import Invocation, invocation
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue, Series
+from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.transfers import OwnCopy, Prepared, Transfers
 from numba_symm.errors import ArgumentError
 from numba_symm.record import Description

@@ -7,9 +7,9 @@ from functools import partial
 from numba_symm.collectives.binder import Binder, Placing
 from numba_symm.collectives.islands import moves, own, reductions, scans, scatters
 from numba_symm.collectives.islands.site import Site
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import OPERATIONS, Operation
 from numba_symm.collectives.protocols.binding import Call, Enqueue, Series
+from numba_symm.collectives.protocols.credit import Message
 from numba_symm.dtypes import UserOperator
 from numba_symm.errors import ArgumentError
 from numba_symm.launch import ranks

@@ -25,9 +25,9 @@ from numba_symm.collectives.islands.site import (
     of_island,
     parcels,
 )
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import ALL_GATHER
 from numba_symm.collectives.protocols.binding import Call, Enqueue
+from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.engines.protocol import Parcel
 

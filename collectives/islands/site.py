@@ -10,9 +10,9 @@ from numba_symm import dtypes, streams
 from numba_symm.collectives.islands.sizes import DEFAULT, Sizes
 from numba_symm.collectives.kernels import barrier as barriers
 from numba_symm.collectives.kernels import convert, pack, reduce_shards, transfer
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import ALL_GATHER, BROADCAST, Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
+from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import HELD, VECTOR, divide_up
 from numba_symm.dtypes import Element, Op, UserOperator
 from numba_symm.engines.protocol import Collective, Parcel

@@ -10,9 +10,8 @@ from typing import Any
 from numba.cuda import types
 
 from numba_symm import dtypes
-from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols import binding, workspace
-from numba_symm.collectives.protocols.credit import ABSENT, read_span
+from numba_symm.collectives.protocols.credit import ABSENT, Message, read_span
 from numba_symm.collectives.protocols.workspace import THREADS, sync_block_or
 from numba_symm.device import intrinsics, lanes
 from numba_symm.kernels import Kernel, Launch

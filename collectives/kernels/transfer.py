@@ -44,7 +44,7 @@ Source: the point-to-point kernels of NCCL.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba import cuda
 from numba.cuda import types
@@ -290,44 +290,6 @@ def make_transfer(
     return transfer
 
 
-class Span(NamedTuple):
-    """Where elements begin, of which a sender has the count on its GPU.
-
-    Attributes:
-        before: how many counts, those before the message's own in memory, are added up
-            to the index of the first element.
-        displ_at: the address of an int64 that has this index; 0: they are added up.
-        limit: the elements of the array; the message ends within it.
-    """
-
-    before: int = 0
-    displ_at: int = 0
-    limit: int = 0
-
-
-class Message(NamedTuple):
-    """What one rank sends to, or receives from, another.
-
-    Attributes:
-        peer: the other rank.
-        address: where it is loaded, or stored.
-        nbytes: how much, equal at both ends; with ``count_at``, the most that may
-            arrive.
-        count_at: on the receiver, the address of an int64 that gets the number of
-            elements that arrived; 0: ``nbytes`` arrive. On the sender, the address of
-            an int64 that has the number when the kernel runs; 0: ``nbytes`` are sent.
-        itemsize: the bytes of an element, if there is a count.
-        span: on the sender, if there is a count: where the elements begin.
-    """
-
-    peer: int
-    address: int
-    nbytes: int
-    count_at: int = 0
-    itemsize: int = 1
-    span: Span = Span()
-
-
 @functools.cache
 def kernel(
     size: int,
@@ -349,7 +311,9 @@ def kernel(
 
 
 def bind(
-    end: binding.Endpoint, sends: Sequence[Message], receives: Sequence[Message]
+    end: binding.Endpoint,
+    sends: Sequence[credit.Message],
+    receives: Sequence[credit.Message],
 ) -> Launch:
     """Return the packed launch of at least one message.
 
@@ -365,7 +329,7 @@ def bind(
 
 
 def bind_request(
-    end: binding.Endpoint, main: int, message: Message, receiving: bool
+    end: binding.Endpoint, main: int, message: credit.Message, receiving: bool
 ) -> Launch:
     """Return the packed launch of a request, which runs beside all other calls.
 
@@ -387,7 +351,7 @@ def bind_request(
     return _bind(end, used, True, grid, (place, main), sends, receives)
 
 
-def _most_chunks(*messages: Message) -> int:
+def _most_chunks(*messages: credit.Message) -> int:
     return max(1, *(workspace.divide_up(each.nbytes, TILE_BYTES) for each in messages))
 
 
@@ -397,8 +361,8 @@ def _bind(
     alone: bool,
     grid: int,
     of_request: tuple[int, int],
-    sends: Sequence[Message],
-    receives: Sequence[Message],
+    sends: Sequence[credit.Message],
+    receives: Sequence[credit.Message],
 ) -> Launch:
     counted = any(message.count_at for message in receives)
     asked = any(message.count_at for message in sends)
@@ -418,18 +382,20 @@ def _bind(
     return binding.launch(of_call, end, grid, (*of_request, *lists))
 
 
-def _by_ring(end: binding.Endpoint, messages: Sequence[Message]) -> list[list[Message]]:
+def _by_ring(
+    end: binding.Endpoint, messages: Sequence[credit.Message]
+) -> list[list[credit.Message]]:
     """Return each other rank's messages, along the ring."""
-    found: list[list[Message]] = [[] for _ in range(end.size - 1)]
+    found: list[list[credit.Message]] = [[] for _ in range(end.size - 1)]
     for message in messages:
         found[(message.peer - end.rank - 1) % end.size].append(message)
     return found
 
 
 def _listed(
-    by_ring: list[list[Message]],
+    by_ring: list[list[credit.Message]],
     most: int,
-    words_of: Callable[[Message], tuple[int, ...]],
+    words_of: Callable[[credit.Message], tuple[int, ...]],
     number: int,
 ) -> tuple[int, ...]:
     """Return the words of all messages, so many of each, and of those that are absent.
@@ -445,15 +411,15 @@ def _listed(
     return tuple(words)
 
 
-def _plain(message: Message) -> tuple[int, ...]:
+def _plain(message: credit.Message) -> tuple[int, ...]:
     return message.address, message.nbytes
 
 
-def _counted(message: Message) -> tuple[int, ...]:
+def _counted(message: credit.Message) -> tuple[int, ...]:
     return *_plain(message), message.count_at, *_divisor(message.itemsize)
 
 
-def _asked(message: Message) -> tuple[int, ...]:
+def _asked(message: credit.Message) -> tuple[int, ...]:
     # Blocks compare elements, because a GPU has no instruction that divides.
     most = message.nbytes // message.itemsize if message.count_at else message.nbytes
     return message.address, most, message.count_at, *message.span, message.itemsize

@@ -4,7 +4,7 @@ See ``kernels/transfer.py`` for their meaning and for the accesses that they ord
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
@@ -45,6 +45,44 @@ NUMBER = (1 << NUMBER_BITS) - 1
 
 MOST_SHOWN = (1 << 24) - 1
 """The largest count that a record can show; it stands for more, and for less than 0."""
+
+
+class Span(NamedTuple):
+    """Where elements begin, of which a sender has the count on its GPU.
+
+    Attributes:
+        before: how many counts, those before the message's own in memory, are added up
+            to the index of the first element.
+        displ_at: the address of an int64 that has this index; 0: they are added up.
+        limit: the elements of the array; the message ends within it.
+    """
+
+    before: int = 0
+    displ_at: int = 0
+    limit: int = 0
+
+
+class Message(NamedTuple):
+    """What one rank sends to, or receives from, another.
+
+    Attributes:
+        peer: the other rank.
+        address: where it is loaded, or stored.
+        nbytes: how much, equal at both ends; with ``count_at``, the most that may
+            arrive.
+        count_at: on the receiver, the address of an int64 that gets the number of
+            elements that arrived; 0: ``nbytes`` arrive. On the sender, the address of
+            an int64 that has the number when the kernel runs; 0: ``nbytes`` are sent.
+        itemsize: the bytes of an element, if there is a count.
+        span: on the sender, if there is a count: where the elements begin.
+    """
+
+    peer: int
+    address: int
+    nbytes: int
+    count_at: int = 0
+    itemsize: int = 1
+    span: Span = Span()
 
 
 @device_function

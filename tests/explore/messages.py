@@ -17,7 +17,7 @@ class Messages:
 
         ``divided(number)`` returns, for each launch, the indices of its messages.
         """
-        Message = self.code.transfer.Message
+        Message = self.code.credit.Message
         mine = [[] for _ in self.ends]  # by rank: (whether it receives, message)
         for count in counts:
             src, dst = self.random.sample(range(self.size), 2)
@@ -47,7 +47,7 @@ class Messages:
             self.memory.plant(counts + 8 * i, 8, number)
         most = max(first, count + self.random.choice([0, 2]))
         displ_at = self.random.choice([0, counts])
-        span = self.code.transfer.Span(1, displ_at, first + count)
+        span = self.code.credit.Span(1, displ_at, first + count)
         return sent._replace(
             address=sent.address - 8 * first,
             nbytes=8 * most,
@@ -66,7 +66,7 @@ class Messages:
         for i, address in enumerate([count_at, *range(target, target + 8 * count, 8)]):
             self.memory.plant(address, 8, i)
             self.expect(address, [i])
-        Message, Span = self.code.transfer.Message, self.code.transfer.Span
+        Message, Span = self.code.credit.Message, self.code.credit.Span
         sent = self.counting(src, Message(dst, arrays[src], 8 * count), 0, count)
         sent = sent._replace(nbytes=8 * capacity, span=Span(0, 0, limit))
         taken = Message(src, target, 8 * count, count_at, 8)
@@ -79,7 +79,7 @@ class Messages:
 
         In fact each direction of a pair has a stream of its own.
         """
-        Message = self.code.transfer.Message
+        Message = self.code.credit.Message
         for count in counts:
             src, dst = self.random.sample(range(self.size), 2)
             arrays, words = self.inputs(count)
@@ -99,7 +99,7 @@ class Messages:
 
     def request_then_sum(self, count):
         """Add a request, and an all-reduce that follows it, of what it received."""
-        Message = self.code.transfer.Message
+        Message = self.code.credit.Message
         src, dst = self.random.sample(range(self.size), 2)
         arrays, words = self.inputs(count)
         target = self.planted(count)[dst]
@@ -111,7 +111,7 @@ class Messages:
 
     def sum_then_request(self, count):
         """Add an all-reduce, and a request that follows it, of its result."""
-        Message = self.code.transfer.Message
+        Message = self.code.credit.Message
         src, dst = self.random.sample(range(self.size), 2)
         outputs, total = self._sum(*self.inputs(count))
         target = self.planted(count)[dst]
@@ -141,7 +141,7 @@ class Messages:
 
     def taking(self, src, dst, count):
         """Return a message that is received; sometimes it has room for more."""
-        Message = self.code.transfer.Message
+        Message = self.code.credit.Message
         if self.random.random() < 0.5:
             target = self.map("output", 8 * count)[dst]
             return Message(src, target, 8 * count)
@@ -162,7 +162,7 @@ class Messages:
         for i, address in enumerate([count_at, *range(target, target + 8 * count, 8)]):
             self.memory.plant(address, 8, i)
             self.expect(address, [i])
-        Message = self.code.transfer.Message
+        Message = self.code.credit.Message
         sent = Message(dst, arrays[src], 8 * count)
         taken = Message(src, target, 8 * room, count_at, 8)
         for rank, lists in ((src, ([sent], [])), (dst, ([], [taken]))):
@@ -171,7 +171,7 @@ class Messages:
 
     def differing(self, count, expected):
         """Add a message whose receiver expects another length; it stores nothing."""
-        Message = self.code.transfer.Message
+        Message = self.code.credit.Message
         src, dst = self.random.sample(range(self.size), 2)
         arrays, _ = self.inputs(max(count, expected))
         target = self.map("output", 8 * expected)[dst]
@@ -184,7 +184,7 @@ class Messages:
 
     def with_gaps(self, count):
         """Add a message between arrays with gaps, packed and unpacked by kernels."""
-        Message, pack = self.code.transfer.Message, self.code.pack
+        Message, pack = self.code.credit.Message, self.code.pack
         src, dst = self.random.sample(range(self.size), 2)
         rows = 1 + (count > 3)
         shape, strides = (rows, count), (8 * 2 * count + 8, 16)

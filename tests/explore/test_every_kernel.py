@@ -75,7 +75,7 @@ def messages_to_itself(code):
     def one(world, count, first):
         inputs, words = world.inputs(first + count)
         outputs, stored = world.map("output", 8 * count), world.map("stored", 8)
-        Message = code.transfer.Message
+        Message = code.credit.Message
         for rank, end in enumerate(world.ends):
             sent = Message(rank, inputs[rank] + 8 * first, 8 * count)
             sent = world.counting(rank, sent, first, count)

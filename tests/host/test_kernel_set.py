@@ -27,9 +27,9 @@ from numba_symm.collectives.kernel_set import (
     endpoint,
 )
 from numba_symm.collectives.kernels import barrier, pack, transfer
-from numba_symm.collectives.kernels.transfer import Message, Span
 from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
 from numba_symm.collectives.protocols.binding import Call
+from numba_symm.collectives.protocols.credit import Message, Span
 from numba_symm.collectives.protocols.handshake import make_handshake
 from numba_symm.collectives.requests import Requests
 from numba_symm.collectives.transfers import Transfers
