@@ -99,21 +99,24 @@ def read_span(
     if failed:
         return ABSENT, 0
     count = word_of(ld_u64(count_at))
-    first = 0
-    known = True  # the block of a wrong count before this one reports it
+    first, other, number = 0, peer, count  # the rank whose count is reported
+    fits = 0 <= count <= capacity
     if displ_at != 0:
         first = word_of(ld_u64(displ_at))
     else:
         for i in range(before):
-            number = word_of(ld_u64(count_at - 8 * (i + 1)))
-            first += number
-            known = known and 0 <= number <= capacity
-    fits = 0 <= count <= capacity and 0 <= first <= limit - count
-    if not fits or not known:  # explore: capacity
-        if known and thread_index_x() == 0:
-            shown = count if 0 <= count < MOST_SHOWN else MOST_SHOWN
+            earlier = word_of(ld_u64(count_at - 8 * (i + 1)))
+            first += earlier
+            if not 0 <= earlier <= capacity:
+                fits, other, number = False, peer - i - 1, earlier
+    fits = fits and 0 <= first <= limit - count
+    if not fits:  # explore: capacity
+        # Also of a count before this one: its own block may find the rank's mark first,
+        # which this block leaves, and then it reports nothing.
+        if thread_index_x() == 0:  # explore: report
+            shown = number if 0 <= number < MOST_SHOWN else MOST_SHOWN
             at_most = min(capacity, 0xFFFF)
-            record = wait_record(COUNT_TOO_LARGE, guard.rank, peer, at_most, shown)
+            record = wait_record(COUNT_TOO_LARGE, guard.rank, other, at_most, shown)
             fail(guard, record)
         return ABSENT, 0
     return count, first

@@ -57,22 +57,22 @@ class Messages:
         )
 
     def above(self, count):
-        """Add a message with a count that does not fit, of which nothing is sent."""
+        """Add messages to all ranks, of which the first count does not fit.
+
+        Nothing is sent, so no rank receives: it would wait for the record only.
+        """
         fewer = self.random.randrange(count)
         capacity, limit = self.random.choice([(count, fewer), (fewer, count)])
-        src, dst = self.random.sample(range(self.size), 2)
+        src, *others = self.random.sample(range(self.size), self.size)
         arrays, _ = self.inputs(count)
-        target, count_at = (self.map("output", 8 * n)[dst] for n in (count, 1))
-        for i, address in enumerate([count_at, *range(target, target + 8 * count, 8)]):
-            self.memory.plant(address, 8, i)
-            self.expect(address, [i])
+        counts = self.map("counts", 8 * len(others))[src]
         Message, Span = self.code.credit.Message, self.code.credit.Span
-        sent = self.counting(src, Message(dst, arrays[src], 8 * count), 0, count)
-        sent = sent._replace(nbytes=8 * capacity, span=Span(0, 0, limit))
-        taken = Message(src, target, 8 * count, count_at, 8)
-        for rank, lists in ((src, ([sent], [])), (dst, ([], [taken]))):
-            launch = self.code.transfer.bind(self.ends[rank], *lists)
-            self.streams[rank].append(launch)
+        sends = []
+        for k, dst in enumerate(others):  # the other counts follow the wrong one
+            self.memory.plant(counts + 8 * k, 8, 1 if k else count)
+            given = arrays[src], 8 * capacity, counts + 8 * k, 8, Span(k, 0, limit)
+            sends.append(Message(dst, *given))
+        self.streams[src].append(self.code.transfer.bind(self.ends[src], sends, []))
 
     def requests(self, *counts):
         """Add requests of these lengths, in an order in which none waits for another.

@@ -162,7 +162,9 @@ LENGTHS_BROKEN = {
     "known to one channel only": removed("credit", "pass-on"),
     "that of the room": within("transfer", "unknown", "count_at != 0", "False"),
 }
-UNCOMPARED = within("credit", "capacity", "not fits or not known", "False")
+UNCOMPARED = within("credit", "capacity", "not fits", "False")
+ALONE = "thread_index_x() == 0"
+UNREPORTED = within("credit", "report", ALONE, f"peer == other and {ALONE}")
 UNCHECKED = within("credit", "room", "nbytes > room", "False")
 
 
@@ -222,6 +224,6 @@ def test_counts_above_the_capacity_send_nothing_and_fail_on_all_ranks(ranks):
     holds(
         scenario(device_code(IMPATIENT, shape=shape)), ranks, 60 // ranks, shape=shape
     )
-    breaks(
-        scenario(device_code(IMPATIENT, UNCOMPARED, shape=shape)), ranks, shape=shape
-    )
+    for edit in (UNCOMPARED, UNREPORTED)[: ranks - 1]:
+        code = device_code(IMPATIENT, edit, shape=shape)
+        breaks(scenario(code), ranks, shape=shape)

@@ -177,12 +177,6 @@ def test_a_group_of_messages_with_counts_on_both_sides(comm, world):
     wait_for_all(comm, world)
 
 
-sometimes_late = pytest.mark.skipif(
-    f"config.pluginmanager.get_plugin('agreement').comm.size > 1 and {SIMULATED}",
-    reason="in the simulator, other ranks sometimes wait until the deadline",
-)
-
-
 def fails(world, wrong, placed=False):
     """Make a call that fails, after ``wrong(call)``; return every rank's text."""
     comm = ns.Communicator(world, timeout=60)
@@ -203,7 +197,6 @@ def fails(world, wrong, placed=False):
 
 
 @of_one_island
-@sometimes_late
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("count", [9, -1, 1 << 40])
 def test_a_count_above_the_capacity_stores_nothing(world, own, count):
@@ -222,7 +215,6 @@ def test_a_count_above_the_capacity_stores_nothing(world, own, count):
 
 
 @of_one_island
-@sometimes_late
 def test_a_range_that_is_not_within_x(world):
     def wrong(call):
         if world.rank == world.size - 1:
