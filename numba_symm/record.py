@@ -100,7 +100,6 @@ class Head(ctypes.Structure):
         node: its node, if texts name nodes.
         tag: the program's own text for its current calls.
         table: the table of calls that this rank has made for errors.
-        afar: the latest calls of a rank on another island, after a failure.
     """
 
     _fields_ = (
@@ -111,7 +110,6 @@ class Head(ctypes.Structure):
         ("node", ctypes.c_char * 64),
         ("tag", ctypes.c_char * 128),
         ("table", ctypes.c_char * 4096),
-        ("afar", ctypes.c_char * 3776),
     )
 
 

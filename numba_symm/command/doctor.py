@@ -159,23 +159,21 @@ def _of_a_job(
         number, ["-m", "numba_symm.command.doctor"], mpirun, ()
     )
     environ = launcher.job_environment(os.environ, simulate=simulate)
-    job = subprocess.Popen(
+    with subprocess.Popen(  # waits for it, and closes its pipes, in any case
         command,
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    try:
-        output, errors = job.communicate(timeout=PATIENCE)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.communicate()
-        return [_lost(command, f"has not ended after {PATIENCE:g} s")], {}
-    except BaseException:
-        os.killpg(job.pid, signal.SIGKILL)
-        raise
+    ) as job:
+        try:
+            output, errors = job.communicate(timeout=PATIENCE)
+        except BaseException as error:
+            os.killpg(job.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return [_lost(command, f"has not ended after {PATIENCE:g} s")], {}
     try:
         found = json.loads(output.splitlines()[-1])
         findings = [Finding(**each) for each in found.pop("findings")]
