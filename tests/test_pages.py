@@ -94,6 +94,18 @@ def test_every_text_that_troubleshooting_explains_is_in_the_code():
         assert any(map(pattern.search, known)), f"no error says {cell!r}"
 
 
+def test_every_test_that_reliability_names_exists():
+    page = (PAGES / "reliability.md").read_text().partition("## The soak")[0]
+    named = {
+        each
+        for row in re.findall(r"^\| [^|]+ \| (`.+) \|$", page, re.MULTILINE)
+        for each in re.findall(r"`(.+?)`", row)
+    }
+    assert len(named) >= page.count("\n| ") - 2
+    for each in named:
+        assert (ROOT / "tests" / each).exists(), each
+
+
 def texts(file):
     """Yield the strings of a source file, with dots for inserted values."""
     for node in ast.walk(ast.parse(file.read_text())):
