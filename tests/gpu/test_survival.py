@@ -13,6 +13,8 @@ from numba_symm.collectives.operations import ALL_REDUCE
 from tests.gpu.helpers import context_is_alive, fill, of_ranks, to_device
 from tests.ranks.helpers import check_works
 
+ABORT = 0.1  # seconds until waiting kernels of all ranks have ended
+
 
 @pytest.fixture
 def away(world):
@@ -73,6 +75,33 @@ def test_a_replay_that_one_rank_does_not_make(world, away):
         graph.launch(stream)
         stream.sync()
     all_fail(world, comm, [f"waited for rank {away} in all_reduce (one_shot)"])
+
+
+@pytest.mark.parametrize("algorithm", ALL_REDUCE.algorithms)
+def test_an_abort_ends_waiting_kernels(world, away, algorithm):
+    x = to_device(np.ones(1000, np.float32))
+    comm = ns.Communicator(world, timeout=60)
+    comm.all_reduce(x, algorithm=algorithm)  # loads the kernel
+    comm.synchronize()
+    if comm.rank != away:
+        comm.all_reduce(x, algorithm=algorithm)
+    world.barrier()
+    if comm.rank == away:
+        time.sleep(0.3)  # the others' kernels and hosts wait by then
+        moment = time.monotonic()
+        comm.abort("enough")
+    else:
+        cuda.synchronize()  # the kernels end; nothing else of the library is called
+        moment = time.monotonic()
+        with pytest.raises(ns.Aborted, match="enough"):
+            comm.check()
+    moments = world.allgather(moment)  # of one clock, which the processes share
+    slowest = max(moments) - moments[away]
+    if comm.rank == 0:
+        print(f"abort of {algorithm}: {1e3 * slowest:.1f} ms")
+    assert 0 <= slowest < ABORT
+    assert context_is_alive()
+    comm.close()
 
 
 def test_a_signal_that_never_arrives(world, away):
