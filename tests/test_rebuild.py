@@ -18,7 +18,7 @@ import pytest
 
 from numba_symm.command import launcher
 from tests.test_lost_islands import possible
-from tests.test_mpirun import environment, run
+from tests.test_mpirun import ROOT, environment, run
 
 CYCLES = 50
 
@@ -174,6 +174,20 @@ def test_an_error_of_one_rank_ends_only_that_rank(tmp_path):
     assert (size, result) == (1, [1.0] * 5)
     assert "ValueError: rank 1 has had enough" in log.read_text()
     assert not (tmp_path / "1.json").exists()
+
+
+def test_training_that_loses_a_rank_ends_as_without_that(tmp_path):
+    if not possible(3):
+        pytest.skip("too few GPUs")
+    command = [sys.executable, "-m", "numba_symm.command.cli", "run", "--survive"]
+    command += ["-n", "3", str(ROOT / "examples/survivors.py")]
+    log = tmp_path / "mpirun.txt"
+    code = run(command, environment(3), log, 100)
+    text = log.read_text()
+    assert code == 0, text
+    assert "after 12 steps" in text  # in the middle, by the death
+    assert "ranks: 3 at first, 2 in the end\n" in text
+    assert "all good\n" in text
 
 
 def abort_within(comm, world):
