@@ -6,6 +6,7 @@ The kernels are those that ``tests/ranks/memory`` runs. See ``test_machine_code.
 import functools
 import itertools
 import re
+import runpy
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +22,7 @@ from numba_symm.collectives.protocols import handshake
 from numba_symm.device import Context, Guard, Team, WorkspaceContext, links
 from numba_symm.device.block_workspace import CheckedWorkspaceContext
 from numba_symm.device.signals import CheckedContext
-from numba_symm.kernels import Kernel
+from numba_symm.kernels import REGISTERS, Kernel
 from numba_symm.pads import context_type
 from tests.machine_code import Code, opcodes
 from tests.ranks.memory import test_device_atomics as atomics
@@ -31,6 +32,7 @@ from tests.ranks.memory import test_device_copies as copies
 from tests.ranks.memory import test_device_counting as counting
 from tests.ranks.memory import test_device_debug as debugging
 from tests.ranks.memory import test_device_elements as elements
+from tests.test_mpirun import ROOT
 
 WORDS = types.Array(types.int64, 1, "C")
 TABLE = types.Array(types.int64, 2, "C")
@@ -312,3 +314,22 @@ def test_wrong_arguments_of_collectives_do_not_compile(what, text):
     kernel = collectives.WRONG[what]
     with pytest.raises(TypingError, match=text):
         compiled(kernel, types.int64, WORDS, FLOATS, context=context)
+
+
+ROWS, DOUBLES = types.Array(types.float32, 2, "C"), types.Array(types.float64, 1, "C")
+EXAMPLES = {
+    "jacobi.relax_all": (context_type(2), types.int64, types.int64),
+    "rms_norm.fused": (workspace(), ROWS, ROWS, FLOATS, ROWS),
+    "conjugate_gradient.solve": (workspace(), *[DOUBLES] * 4, WORDS),
+    "histogram.count": (*[context_type(2)] * 3, WORDS),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_threads_have_enough_registers(name):
+    """A thread block of more than that cannot be launched."""
+    file, _, kernel = name.partition(".")
+    module = runpy.run_path(str(ROOT / f"examples/{file}.py"), run_name=file)
+    user = Kernel(lambda: module[kernel].py_func, (), EXAMPLES[name], 32, registers=255)
+    per_thread = -(-int(Code(user, (9, 0)).usage["REG"]) // 8) * 8
+    assert per_thread * module["THREADS"] <= REGISTERS
