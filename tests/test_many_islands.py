@@ -1,82 +1,249 @@
-"""Calls of eight ranks in three divisions: results, and messages as in the schedules.
+"""Calls of many ranks in several divisions: results, messages and bytes, and deaths.
 
-By hand, for other numbers: ``numba-symm run -n 32 --simulate tests/test_many_islands.py
-1,2,8`` divides 32 ranks into islands of 1, 2 and 8.
+Messages and bytes are those of the schedules. By hand, for other numbers, and for
+islands of different sizes::
+
+    numba-symm run -n 32 --simulate tests/test_many_islands.py 1,2,4
+    numba-symm run -n 24 --simulate tests/test_many_islands.py 5,1+2+8+3+6+4
+
+A rank that dies or stops, on 32 ranks, whose others raise in time::
+
+    python -m tests.test_many_islands 32 1,2,4
 """
 
+import json
 import os
+import signal
 import sys
+import tempfile
+import time
+from collections import Counter
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import pytest
 
 from numba_symm.command import launcher
 from tests.test_mpirun import environment, run
 
-SIZES = "1,2,3"
+DIVISIONS = "1,2,3"
+TIMEOUT = 2.0
+LATER = 2.0
+"""Seconds after the deadline in which every rank raises."""
 
 
 def test_many_islands(tmp_path):
-    command = launcher.mpirun_command(8, [__file__, SIZES], launcher.find_mpirun())
+    command = launcher.mpirun_command(8, [__file__, DIVISIONS], launcher.find_mpirun())
     environ = environment(8) | {"NUMBA_ENABLE_CUDASIM": "1"}
     code = run(command, environ, tmp_path / "mpirun.txt", 100)
     assert code == 0, (tmp_path / "mpirun.txt").read_text()
 
 
-def check(world, size):
+def divided(division, ranks):
+    """Return the ranks of each island: of one size, or of those that are named."""
+    sizes = list(map(int, division.split("+")))
+    if len(sizes) == 1:
+        sizes = [min(sizes[0], ranks - at) for at in range(0, ranks, sizes[0])]
+    assert sum(sizes) == ranks, division
+    ends = list(accumulate(sizes, initial=0))
+    return tuple(tuple(range(a, b)) for a, b in pairwise(ends))
+
+
+def made(world, division, timeout):
+    """Return a communicator of islands of that division."""
+    import numba_symm as ns
+    from numba_symm import islands
+
+    parts = divided(division, world.size)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NUMBA_SYMM_ISLAND_SIZE", str(max(map(len, parts))))
+        patch.setattr(islands, "divide", lambda *given: parts)
+        comm = ns.Communicator(world, timeout=timeout)
+    assert comm.islands == parts
+    return comm
+
+
+def whole_calls(rank, ranks, count):
+    """Yield calls with a schedule: name, input, result, and the root if there is one.
+
+    The result is None where the call has none.
+    """
     import numpy as np
+
+    whole = [np.arange(count * ranks) % 7 + each for each in range(ranks)]
+    first = [each[:count] for each in whole]
+    shard = slice(count * rank, count * (rank + 1))
+    yield "all_reduce", first[rank], sum(first), {}
+    yield "reduce", first[rank], sum(first) if rank == 1 else None, {"root": 1}
+    yield "broadcast", first[rank], first[1], {"root": 1}
+    yield "all_gather", first[rank], np.concatenate(first), {}
+    yield "reduce_scatter", whole[rank], sum(whole)[shard], {}
+    yield "all_to_all", whole[rank], np.concatenate([each[shard] for each in whole]), {}
+    yield "scan", first[rank], sum(first[: rank + 1]), {}
+    yield "exscan", first[rank], sum(first[:rank], np.zeros(count, int)), {}
+    yield "reverse_scan", first[rank], sum(first[rank:]), {}
+
+
+def calls_of_messages(rank, ranks, count):
+    """Yield the other calls: name, input, result, and the other arguments."""
+    import numpy as np
+
+    counts = [count + each % 3 for each in range(ranks)]
+    ends = [*accumulate(counts, initial=0)]
+    whole = [np.arange(ends[-1]) % 5 + each for each in range(ranks)]
+    mine = slice(ends[rank], ends[rank + 1])
+    own = whole[rank][: counts[rank]]
+    joined = np.concatenate([whole[r][: counts[r]] for r in range(ranks)])
+    root, last = rank == ranks - 1, {"root": ranks - 1}
+    yield "gather_v", own, joined if root else None, {"counts": counts, **last}
+    yield "scatter_v", whole[rank], whole[-1][mine], {"counts": counts, **last}
+    yield "all_gather_v", own, joined, {"counts": counts}
+    yield "reduce_scatter_v", whole[rank], sum(whole)[mine], {"counts": counts}
+    gives = {"send_counts": counts, "recv_counts": [counts[rank]] * ranks}
+    arrived = np.concatenate([each[mine] for each in whole])
+    yield "all_to_all_v", whole[rank], arrived, gives
+    even = whole[rank][:count]
+    gathered = np.concatenate([each[:count] for each in whole])
+    yield "gather", even, gathered if root else None, last
+    shards = np.arange(count * ranks)
+    yield "scatter", shards, shards[count * rank : count * (rank + 1)], last
+    before, after = (rank - 1) % ranks, (rank + 1) % ranks
+    yield "sendrecv", even, whole[before][:count], {"dst": after, "src": before}
+    pair = np.concatenate([whole[before][:count], whole[after][:count]])
+    near = {"sources": [before, after], "destinations": [before, after]}
+    yield "neighbor_all_gather", even, pair, near
+
+
+def check(world, division):
     from numba import cuda
 
-    import numba_symm as ns
     from numba_symm.collectives.islands.sizes import DEFAULT
     from numba_symm.engines import mpi as engine
     from tests.schedules import Job, exchanges
 
-    os.environ["NUMBA_SYMM_ISLAND_SIZE"] = str(size)
-    begin, sent = engine.begin, 0
+    begin, sent = engine.begin, Counter()
 
     def counted(into, call, *given):
-        nonlocal sent
-        sent += call.__name__ == "Isend"
+        if call.__name__ == "Isend":
+            sent["messages"] += 1
+            sent["bytes"] += memoryview(given[0][0]).nbytes
         return begin(into, call, *given)
+
+    def made_by(steps):
+        parcels = [parcel for each in exchanges(steps) for parcel in each.sends]
+        nbytes = sum(parcel.nbytes for parcel in parcels)
+        return Counter(messages=len(parcels), bytes=nbytes)
 
     engine.begin = counted
     rank, ranks = world.rank, world.size
-    with ns.Communicator(world, timeout=60) as comm:
+    with made(world, division, 60) as comm:
         job = Job(comm.islands, DEFAULT)
-        assert len(comm.islands) == -(-ranks // size)
         for count in (5, 300):
-            whole = [np.arange(count * ranks) % 7 + each for each in range(ranks)]
-            first = [each[:count] for each in whole]
-            shard = slice(count * rank, count * (rank + 1))
-            wanted = {
-                "all_reduce": sum(first),
-                "reduce": sum(first) if rank == 1 else None,
-                "broadcast": first[1],
-                "all_gather": np.concatenate(first),
-                "reduce_scatter": sum(whole)[shard],
-                "all_to_all": np.concatenate([each[shard] for each in whole]),
-                "scan": sum(first[: rank + 1]),
-            }
-            for name, result in wanted.items():
-                many = name in ("reduce_scatter", "all_to_all")
-                x = cuda.to_device((whole if many else first)[rank].copy())
-                before = sent
-                root = {"root": 1} if name in ("reduce", "broadcast") else {}
-                out = getattr(comm, name)(x, **root)
+            for name, x, result, options in whole_calls(rank, ranks, count):
+                sent.clear()
+                out = getattr(comm, name)(cuda.to_device(x.copy()), **options)
                 comm.synchronize()
                 if result is not None:
                     assert (out.copy_to_host().ravel() == result).all(), name
-                steps = job.schedule(rank, name, count, **root)
-                planned = sum(len(each.sends) for each in exchanges(steps))
-                assert sent - before == planned, (name, count)
-        before = sent
+                planned = made_by(job.schedule(rank, name, count, **options))
+                assert +sent == +planned, (name, count, sent, planned)
+        for name, x, result, options in calls_of_messages(rank, ranks, 7):
+            if name in ("scatter", "scatter_v", "sendrecv"):
+                options = options | {"out": cuda.device_array(len(result), "int64")}
+            out = getattr(comm, name)(cuda.to_device(x.copy()), **options)
+            comm.synchronize()
+            if result is not None:
+                assert (out.copy_to_host().ravel() == result).all(), name
+        sent.clear()
         comm.barrier()
         comm.synchronize()
-        steps = job.schedule(rank, "barrier", 0)
-        assert sent - before == sum(len(each.sends) for each in exchanges(steps))
+        assert +sent == +made_by(job.schedule(rank, "barrier", 0))
     engine.begin = begin
 
 
-if __name__ == "__main__":
+HOW = ("killed", "stopped", "raises")
+
+
+def lose(world, division, how, folder):
+    """Lose the last rank in the middle of calls; write what this rank raises."""
+    import numpy as np
+    from numba import cuda
+
+    import numba_symm as ns
+
+    pids = world.allgather(os.getpid())
+    comm = made(world, division, TIMEOUT)
+    x = cuda.to_device(np.arange(300.0))
+    comm.all_reduce(x)
+    comm.synchronize()
+    world.barrier()
+    lost = world.size - 1
+    began = time.monotonic()
+    if world.rank == lost:
+        if how == "raises":
+            comm.abort("enough")
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    found = None
+    while found is None:
+        try:
+            comm.all_reduce(x)
+            comm.synchronize()
+            comm.barrier()
+            comm.synchronize()
+        except ns.CollectiveError as error:
+            seconds = time.monotonic() - began
+            found = type(error).__name__, str(error), error.ranks, seconds
+    file = Path(folder) / f"{world.rank}.json"
+    file.with_suffix(".new").write_text(json.dumps(found))
+    file.with_suffix(".new").rename(file)
+    others = [Path(folder) / f"{rank}.json" for rank in range(lost)]
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not all(path.exists() for path in others):
+        time.sleep(0.05)
+    if how == "stopped" and world.rank == 0:
+        os.kill(pids[lost], signal.SIGKILL)
+    os._exit(0)
+
+
+def kills(ranks, divisions):
+    """Check, in a job for each division and way, that all ranks raise in time."""
+    for division in divisions.split(","):
+        for how in HOW:
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                program = [__file__, division, how, name]
+                found = launcher.find_mpirun()
+                command = launcher.mpirun_command(ranks, program, found)
+                command.insert(1, "--continuous")  # after a rank has died
+                environ = environment(ranks) | {"NUMBA_ENABLE_CUDASIM": "1"}
+                code = run(command, environ, folder / "mpirun.txt", 120)
+                assert code is not None, (folder / "mpirun.txt").read_text()
+                files = [folder / f"{rank}.json" for rank in range(ranks - 1)]
+                raised = [json.loads(each.read_text()) for each in files]
+            latest = max(seconds for *_, seconds in raised)
+            naming = sum(ranks - 1 in names for _, _, names, _ in raised)
+            print(
+                f"{ranks} ranks, islands of {division}, {how}: {len(raised)} raised "
+                f"after {latest:.2f} s at most, {naming} name the lost rank",
+                flush=True,
+            )
+            most = LATER + (0 if how == "raises" else TIMEOUT)
+            assert latest < most, raised
+            assert naming == ranks - 1, raised
+
+
+def main(argv):
+    if argv[0].isdecimal() and len(argv) == 2:
+        kills(int(argv[0]), argv[1])
+        return
     from mpi4py import MPI
 
-    for each in sys.argv[1].split(","):
-        check(MPI.COMM_WORLD, int(each))
+    if argv[1:]:
+        lose(MPI.COMM_WORLD, *argv)
+    for division in argv[0].split(","):
+        check(MPI.COMM_WORLD, division)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from numba_symm.collectives.islands import rails
 from numba_symm.collectives.islands.pipeline import (
     Parcels,
     Stages,
@@ -18,7 +19,7 @@ from numba_symm.collectives.islands.site import (
     fitting,
     padded,
 )
-from numba_symm.collectives.operations import REDUCE, REDUCE_SCATTER
+from numba_symm.collectives.operations import ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from numba_symm.collectives.protocols.binding import Call, Enqueue
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.engines.protocol import Parcel
@@ -30,6 +31,8 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
     Each island reduces the shard of every rank to the rank on that one's rail.
     """
     carried, m = Carried(call), len(site.parts)
+    if _small(site, carried):
+        return _scatter_along_rails(site, carried)
     if not site.even:
         return _scatter_one_by_one(site, carried)
     wide = (carried.element != call.element) * len(site.mine)
@@ -37,6 +40,48 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
     if m <= site.sizes.few and nbytes <= site.sizes.staging:
         return _scatter_by_islands(site, carried)
     return _scatter_packed(site, carried)
+
+
+def _by_rail(site: Site) -> bool:
+    """Return whether a rank's island reduces for the ranks of its rail only."""
+    return site.even and len(site.mine) > 1
+
+
+def _small(site: Site, carried: Carried) -> bool:
+    """Return whether islands exchange all their results along the rails."""
+    m, nbytes = len(site.parts), carried.call.count * carried.width
+    slot = padded(nbytes * (m if _by_rail(site) else site.size))
+    memory = (rails.slots(m) + 2 * len(site.mine) + 1) * slot
+    return site.sizes.whole_along_rails(m, nbytes, slot) and memory <= site.sizes.half
+
+
+def _scatter_along_rails(site: Site, carried: Carried) -> list[Enqueue]:
+    """Return the steps of a small reduce-scatter.
+
+    The ranks of a rail exchange all that their islands have for ranks of the rail, or
+    for all ranks, if islands differ. Each combines that, and keeps its own shard.
+    """
+    call, m = carried.call, len(site.parts)
+    nbytes, staging = call.count * carried.width, StagingRanges(site)
+    number, place = (m, site.index) if _by_rail(site) else (site.size, site.rank)
+    stride = padded(number * nbytes)
+    slots = staging.take(rails.slots(m) * stride)
+    own, room = slots + site.index * stride, site.size * nbytes
+    if _by_rail(site):
+        rooms = [staging.take(room) for _ in range(2)]
+        steps = _reduced(site, carried, 0, call.count, range(m), rooms, own)
+    else:
+        wide = staging.take(room)
+        count = site.size * call.count
+        steps, source = site.widened(carried, call.source, wide, count)
+        steps.append(site.within(ALL_REDUCE, carried.step(source, own, count)))
+    steps += rails.gathered(site, "reduce_scatter", slots, stride)
+    steps += site.combined(carried, slots, stride, site.index, m)
+    shard = own + place * nbytes
+    if carried.op != call.op and shard % VECTOR:  # an average is divided by vectors
+        shard = staging.take(nbytes)
+        steps += site.copy(shard, own + place * nbytes, nbytes)
+    return steps + site.finished(carried, shard, call.target, call.count)
 
 
 def _scatter_one_by_one(site: Site, carried: Carried) -> list[Enqueue]:

@@ -54,6 +54,22 @@ class Sizes:
         slots = 2 * (islands + 2) * (nbytes + VECTOR) + _ENDS
         return islands > self.few and time <= parts and slots <= self.half
 
+    def whole_along_rails(self, islands: int, nbytes: int, slot: int) -> bool:
+        """Return whether islands exchange whole results, of which each needs a part.
+
+        They do so if they are more than a few, and if that takes less time than to send
+        each island its part. The slots' memory is not checked.
+
+        Args:
+            islands: the number of islands.
+            nbytes: of a part.
+            slot: the bytes of a whole result.
+        """
+        steps = (islands - 1).bit_length()
+        time = steps * self.start + islands * slot
+        parts = self.start + (islands - 1) * (self.message + nbytes)
+        return islands > self.few and time <= parts
+
     def shorter_as_chain(self, islands: int, chunks: int, nbytes: int) -> bool:
         """Return whether chunks cross faster from island to island than in parts.
 
@@ -95,7 +111,7 @@ IN_THE_SIMULATOR = Sizes(
     chunk=1 << 10,
     one_rail=256,
     start=512,
-    message=128,
+    message=512,
 )
 
 DEFAULT = IN_THE_SIMULATOR if SIMULATED else ON_GPUS

@@ -90,7 +90,7 @@ def check(parts, sizes, name, count, kind="float32", seed=0, root=0, place=False
 def test_results_have_the_bits_of_the_order_of_islands(parts):
     """Small calls, calls in one chunk, and in several that share the memory."""
     small = dataclasses.replace(IN_THE_SIMULATOR, staging=1 << 14)
-    sizes = {1: ON_GPUS, 53: IN_THE_SIMULATOR, 701: small}
+    sizes = {1: ON_GPUS, 2: IN_THE_SIMULATOR, 53: IN_THE_SIMULATOR, 701: small}
     last = sum(map(len, parts)) - 1
     for seed, (count, limits) in enumerate(sizes.items()):
         for name in NAMES:
@@ -138,6 +138,7 @@ def passed(steps, peer, sending):
     return [p.nbytes for parcels in each for p in parcels if p.peer == peer]
 
 
+UNEVEN = of_sizes(*[8] * 20, *[6] * 12)
 LARGE = [even(2, 64), even(33, 1), even(1000, 8), even(10_000, 1)]
 LARGE += [of_sizes(*(1 + i % 8 for i in range(100)))]
 KINDS = [("int8", "sum"), ("float16", "avg"), ("complex128", "sum")]
@@ -173,6 +174,14 @@ def test_schedules_fit_and_match_for_many_islands_and_all_sizes(parts):
 def test_few_messages_are_needed_for_small_calls():
     """⌈log₂ 32⌉ from each rank, or one to each island but the first."""
     parts, log = even(32, 1), 5
+    machine = check(parts, ON_GPUS, "reduce_scatter", 100)
+    assert set(machine.sent.values()) == {log}
+    for name, of in (("reduce_scatter", even(32, 2)), ("all_gather", UNEVEN)):
+        job = Job(of)
+        for rank in range(0, job.size, 7):
+            steps = job.schedule(rank, name, 20)
+            assert len(exchanges(steps)) == log, name
+            assert launches(steps) <= 8, name
     for name in ("all_reduce", "all_gather", "scan"):
         machine = check(parts, ON_GPUS, name, 100)
         assert set(machine.sent.values()) == {log}, name
@@ -193,6 +202,7 @@ BOUNDS = {
     "reduce": (lambda m, n: 8 * n, lambda m, n: 2 * (m - 1) * n),
     "reduce_scatter": (lambda m, n: 60 * n, lambda m, n: (m - 1) * n),
     "broadcast": (lambda m, n: 2 * n, lambda m, n: m - 1 + n),
+    "all_gather": (lambda m, n: min(m + 1, 3 * n + 2), lambda m, n: m - 1),
 }
 
 
@@ -205,7 +215,10 @@ def test_launches_and_parcels_of_large_calls_are_bounded(name, islands):
     chunks = max(9, -(-received // (14 << 20)) + 1)
     if name == "broadcast":
         chunks = max(chunks, 2 * islands + 1)
-    count = nbytes // 4 // (job.size if name == "reduce_scatter" else 1)
+    if name == "all_gather":  # or as many islands as a half of the memory has room for
+        chunks = -(-9 * nbytes // 8 // (32 << 20)) + 2
+        chunks = chunks if nbytes // job.size < 900 << 10 else islands
+    count = nbytes // 4 // (job.size if name in NAMES[-3:-2] + NAMES[2:3] else 1)
     steps = job.schedule(0, name, count, "float32")
     most_launches, most_sent = (bound(islands, chunks) for bound in BOUNDS[name])
     assert launches(steps) <= most_launches
