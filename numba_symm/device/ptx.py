@@ -308,9 +308,9 @@ def size_of(typingctx: Any, ctx: Any) -> Any:
     fields = getattr(ctx, "fields", ())
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if "size" not in fields:
+        if "nbytes" not in fields:
             return ir.Constant(_LLVM[_I64], 0)
-        return builder.extract_value(args[0], fields.index("size"))
+        return builder.extract_value(args[0], fields.index("nbytes"))
 
     return _I64(ctx), codegen
 

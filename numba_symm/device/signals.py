@@ -66,21 +66,15 @@ class CheckedContext(Context):
     """A context in debug mode: device functions check their arguments on GPUs, too.
 
     Attributes:
-        size: the bytes of a buffer.
+        nbytes: the bytes of a buffer, for kernels.
     """
 
-    _fields: Any = (*_ContextFields._fields, "size")
+    _fields: Any = (*_ContextFields._fields, "nbytes")
     checked = True
 
     def __new__(cls, *values: Any) -> "CheckedContext":
         """Return the context of the fields' values."""
         return tuple.__new__(cls, values)
-
-    @property
-    def size(self) -> int:
-        """The bytes of a buffer."""
-        size: Any = self[-1]
-        return int(size)
 
 
 @device_function

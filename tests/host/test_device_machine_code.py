@@ -178,7 +178,8 @@ def test_arguments_are_checked_in_debug_mode_only():
     guard = Guard(5, 0, 2, 6)
     plain = typeof(Context(0, 2, (1 << 40, 2 << 40), (3, 4), guard))
     debug = typeof(CheckedContext(0, 2, (1 << 40, 2 << 40), (3, 4), guard, 64))
-    assert debug.fields == (*plain.fields, "size")
+    assert debug.fields == (*plain.fields, "nbytes")
+    assert len(set(debug.fields)) == len(debug.fields)  # a kernel finds each by name
     signature = TEAM, types.int64, WORDS
     checked = compiled(debugging.misuse, *signature, context=debug)
     unchecked = compiled(debugging.misuse, *signature, context=plain)
