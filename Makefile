@@ -1,7 +1,8 @@
 # make demo     learn handwritten digits on 4 ranks; `make demo RANKS=8` on 8
 # make test     every test, under mpirun where a test needs ranks
 # make check    lint, format, types
-# make docs     the documentation, into build/docs
+# make pages    what the pages show of programs, recorded runs and the code
+# make docs     the site, into build/site; it begins at docs/index.html
 # make clean    remove what these made
 
 PYTHON ?= python3
@@ -22,7 +23,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 ALSO_dev := $(VENV)/test.installed # dev has all that test has
 
-.PHONY: demo test check docs clean
+.PHONY: demo test check pages docs clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
@@ -36,10 +37,12 @@ check: $(VENV)/dev.installed
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict -p numba_symm
 
-# Warnings are errors: links that lead nowhere, examples that print something else.
+pages: $(VENV)/test.installed
+	$(BIN)/python docs/pages.py
+
+# Warnings are errors, such as those of links that lead nowhere.
 docs: $(VENV)/docs.installed
-	$(BIN)/python -m sphinx -EnWq --keep-going -b html docs build/docs
-	$(BIN)/python -m sphinx -nWq -b doctest -d build/docs/.doctrees docs build/doctest
+	$(BIN)/python -m sphinx -EnWq --keep-going -b html -c docs . build/site
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,6 @@
 """Small messages along the rails, in steps whose number grows with log₂ of the islands.
 
-The ranks of equal number in all islands are a {term}`rail`. If there are more than a
+The ranks of equal number in all islands are a rail. If there are more than a
 few islands, the start of each message takes longer than its bytes. So a rank does not
 exchange with every island, but in each step with one or two:
 

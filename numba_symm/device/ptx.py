@@ -114,11 +114,13 @@ def _failing_once(key: Any) -> Iterator[None]:
 
 
 def device_function(function: F) -> F:
-    """Make ``function`` callable from kernels.
+    """Make a function callable from kernels, on GPUs by inlining it.
 
-    LLVM inlines it wherever it is called. Numba could, too (``inline="always"``), but
-    would type and lower it again for every call in every kernel.
+    It can only return arrays that were passed to it. Decorate a function that returns a
+    new array with ``@cuda.jit(device=True, inline="always")`` instead.
     """
+    # LLVM inlines it wherever it is called. Numba could, too, but would type and lower
+    # it again for every call in every kernel.
     options = cuda.jit(device=True, forceinline=True)(function).targetoptions
     return _DeviceFunction(function, options)
 

@@ -40,7 +40,11 @@ Numba's own works in the modules of kernels only.
 
 
 def device_function(function: F) -> F:
-    """Return ``function``: the simulator calls plain Python."""
+    """Make a function callable from kernels, on GPUs by inlining it.
+
+    It can only return arrays that were passed to it. Decorate a function that returns a
+    new array with ``@cuda.jit(device=True, inline="always")`` instead.
+    """
     return function
 
 

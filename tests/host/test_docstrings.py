@@ -1,4 +1,4 @@
-"""Everything public has a docstring, and every line of a page is shown."""
+"""Everything public has a docstring."""
 
 import inspect
 from pathlib import Path
@@ -45,19 +45,7 @@ def test_an_operation_is_a_method_a_plan_and_a_row_of_the_table(name):
         assert callable(getattr(ns.Communicator, method))
     page = Path(__file__).parents[2] / "docs/collectives.md"
     table = page.read_text().partition("\n## Types and operators")[0]
-    assert f"<numba_symm.Communicator.{name}>" in table
-
-
-def test_no_line_of_a_page_is_a_comment():
-    """A line that begins with a per cent sign is one, and ends the paragraph."""
-    pages = sorted((Path(__file__).parents[2] / "docs").glob("**/*.md"))
-    assert len(pages) > 20
-    assert [
-        f"{page.name}: {line}"
-        for page in pages
-        for line in page.read_text().splitlines()
-        if line.lstrip().startswith("%")
-    ] == []
+    assert f"#Communicator.{name})" in table
 
 
 def test_loads_and_stores_say_what_they_are():

@@ -28,6 +28,9 @@ class Alone:
     def barrier(self):
         pass
 
+    def split(self, color, key):
+        return self
+
 
 @pytest.fixture
 def comm():

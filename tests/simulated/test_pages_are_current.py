@@ -1,0 +1,85 @@
+"""Every page reads complete where it lies, and shows what the code and the runs say."""
+
+import re
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+
+ROOT = Path(__file__).parents[2]
+MAKER = runpy.run_path(str(ROOT / "docs/pages.py"))
+PAGES = {str(page.relative_to(ROOT)): page.read_text() for page in MAKER["PAGES"]}
+PROSE = {
+    name: re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    for name, text in PAGES.items()
+}
+"""The pages without blocks of code."""
+WHERE = "run `make pages`"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_made_is_current(page):
+    made, text = MAKER["BLOCK"], PAGES[page]
+    assert len(made.findall(text)) == text.count("\n<!-- made:"), "a mark has no end"
+    for block in made.finditer(text):
+        assert block[0] == MAKER["current"](block), WHERE
+
+
+def test_every_program_and_its_output_are_on_a_page():
+    made = [m["made"] for text in PAGES.values() for m in MAKER["BLOCK"].finditer(text)]
+    files = (ROOT / "docs/programs").glob("*.*")
+    assert {f"program {file.name}" for file in files} <= set(made)
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "".join(text for name, text in PAGES.items() if "docs/api/" in name)
+    names = {*ns.__all__, *(f"device.{name}" for name in ns.device.__all__)}
+    names -= {"device", "sharing", "mpi", "Context"}
+    names -= {f"device.{name}" for name in ("EQ", "NE", "GT", "GE", "LT", "LE")}
+    assert {name for name in names if f'<a id="{name}"></a>' not in text} == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_is_left_to_sphinx(page):
+    directives, roles = r"^\s*[`:]{3,}\{.*", r"\{[\w:-]+\}`[^\s`].*"
+    assert re.findall(f"{directives}|{roles}", PAGES[page], re.M) == []
+    comments, definitions, targets = r"^\s*%.*", r"^: .*", r"^\([\w-]+\)="
+    others = "|".join((comments, definitions, targets, r"\[\]\(.*"))  # no text
+    assert re.findall(others, PROSE[page], re.M) == []
+
+
+def anchors(page):
+    """Return where links to a page may lead: its headings, and the names in it."""
+    heads = re.findall(r"^#+ (.+)$", page, re.M)
+    words = (re.sub(r"[^\w\- ]", "", head.lower()) for head in heads)
+    names = re.findall(r'<a id="([^"]+)"', page)
+    return {word.replace(" ", "-") for word in words} | set(names)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    lost = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", re.sub("`[^`]+`", "", PROSE[page])):
+        if re.match(r"\w+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        there = PROSE.get(str(target.resolve().relative_to(ROOT)), "")
+        if not target.exists() or (anchor and anchor not in anchors(there)):
+            lost.append(link)
+    assert lost == []
+
+
+@pytest.mark.parametrize(
+    "page", [page for page, text in PAGES.items() if "\n<!-- run -->" in text]
+)
+def test_examples_run(page, comm):
+    names = {"np": np, "ns": ns, "comm": comm, "x": comm.zeros(4)}
+    code = re.findall(r"<!-- run -->\n\n```python\n(.*?)^```", PAGES[page], re.M | re.S)
+    assert len(code) == PAGES[page].count("\n<!-- run -->")
+    for each in code:
+        exec(compile(each, page, "exec"), names)
+    comm.check()
