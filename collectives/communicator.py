@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 
@@ -57,6 +57,9 @@ from numba_symm.memory import device_workspaces
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.memory.device_workspaces import DeviceWorkspace
 from numba_symm.memory.symmetric import SymmetricMemory
+
+if TYPE_CHECKING:
+    from numba_symm.collectives.experts import Experts
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -319,6 +322,44 @@ class Communicator(Persistent, OthersNames):
         """
         calls = self._calls
         return device_workspaces.new(calls.heap, calls.members, blocks, threads, bytes)
+
+    @by_one_thread
+    def experts(
+        self,
+        experts: int,
+        *,
+        top_k: int,
+        hidden: int,
+        tokens: int,
+        capacity: int | None = None,
+        dtype: Any = np.float32,
+        like: Any = None,
+    ) -> "Experts":
+        """Return an object that exchanges the tokens of a mixture of experts.
+
+        Collective: every rank passes the same arguments, except ``like``. The ranks
+        must be of one island. On each rank, the object takes twice ``capacity`` tokens
+        for each rank, and what belongs to them.
+
+        Args:
+            experts: the experts of all ranks, of which each rank has the same number.
+            top_k: how many experts a token has.
+            hidden: the elements of a token, of a multiple of 16 bytes.
+            tokens: the most tokens of a rank in a dispatch, up to 32767.
+            capacity: the most tokens of a rank that are for one other rank, or for
+                itself. If a dispatch has more, it fails. None: ``tokens``, which always
+                suffices.
+            dtype: of tokens and results: float32, bfloat16 or float16.
+            like: the library of the arrays that it returns; see :meth:`empty`.
+
+        Raises:
+            ArgumentError: an argument is wrong, or differs between ranks.
+            BackendError: a rank does not have enough memory.
+        """
+        from numba_symm.collectives import experts as made
+
+        given = experts, top_k, hidden, tokens, capacity, dtype, like
+        return made.new(self._calls, *given)
 
     @by_one_thread
     def split(self, color: int | None, key: int = 0) -> "Communicator | None":

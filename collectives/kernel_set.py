@@ -14,7 +14,13 @@ from numba_symm import code_cache, dtypes, loads, pads
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import pairs, select
 from numba_symm.collectives.binder import Binder
-from numba_symm.collectives.kernels import digest, pack, transfer
+from numba_symm.collectives.kernels import (
+    digest,
+    expert_combine,
+    expert_dispatch,
+    pack,
+    transfer,
+)
 from numba_symm.collectives.operations import (
     OPERATIONS,
     REDUCE_SHARD,
@@ -65,6 +71,9 @@ DIGESTS = "digest", "check_equal"
 COUNTS = "counts"
 """Calls of ``all_gather_v`` and ``all_to_all_v`` with counts on the GPU."""
 
+EXPERTS = "experts"
+"""The calls of a mixture of experts, of the dtypes that it can have."""
+
 SIGNALS = "signals"
 """The methods of ``SymmetricMemory`` that launch kernels."""
 
@@ -72,7 +81,7 @@ _OPERATIONS = {**OPERATIONS, REDUCE_SHARD.name: REDUCE_SHARD}
 
 NAMES = (
     *(*_OPERATIONS, *MESSAGES, *REQUESTS, *DIGESTS),
-    *("barrier", GAPS, COUNTS, SIGNALS),
+    *("barrier", GAPS, COUNTS, EXPERTS, SIGNALS),
 )
 """What kernels can be listed for."""
 
@@ -168,6 +177,8 @@ def kernels(
                 digest.bind(0, VECTOR, 0, 1, 1, 0)
             elif name == COUNTS:
                 _bind_counts(numpy_dtypes, binder)
+            elif name == EXPERTS:
+                _bind_experts(numpy_dtypes, binder.end)
             elif name == SIGNALS:
                 _bind_signals(binder.end.size)
             elif binder.end.size > 1:
@@ -280,7 +291,7 @@ def load_default(end: Endpoint) -> None:
     key = key_of(f"default set of {capability()}, {end.size} ranks, {limits}")
     known = code_cache.load(key)
     if known is None:
-        names = [name for name in NAMES if name not in REQUESTS]
+        names = [name for name in NAMES if name not in (*REQUESTS, EXPERTS)]
         found = kernels(names, DTYPES, ("sum",), end, "Communicator")
         known = "\n".join(map(key_on_this_gpu, found)).encode()
         code_cache.store(key, known)
@@ -367,6 +378,23 @@ def _bind_counts(given: list[np.dtype[Any]], binder: Binder) -> None:
             ]
             binder.messages(ends, ends)
             width *= 2
+
+
+def _bind_experts(given: list[np.dtype[Any]], end: Endpoint) -> None:
+    """Bind what an object of ``comm.experts`` launches, as its construction does."""
+    nothing, row = (0,) * end.size, (1, 0)
+    routing = expert_dispatch.Routing(*(1 for _ in expert_dispatch.Routing._fields))
+    room = expert_dispatch.TokenRoom(*(1 for _ in expert_dispatch.TokenRoom._fields))
+    for dtype in given:
+        if dtype.name not in expert_combine.DTYPES:
+            continue
+        element = dtypes.element(dtype, EXPERTS)
+        rows = expert_dispatch.Rows(0, *row)
+        expert_dispatch.bind(end, 1, routing, rows, room, nothing)
+        expert_combine.bind(end, 1, element, nothing, 0, 1, 1, row, 0)
+        for choices in (0, 1):
+            received = 0, 0, 0
+            expert_combine.bind_stage(end, 1, element, 0, 0, received, choices, 1, row)
 
 
 def _bind_gaps() -> None:

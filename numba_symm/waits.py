@@ -122,6 +122,9 @@ ALL_GATHER = _wait(22, "all_gather")
 REDUCE_SCATTER = _wait(24, "reduce_scatter")
 ALL_REDUCE_DIRECT = _wait(31, "all_reduce (direct)")
 
+DISPATCH = _wait(41, "dispatch to experts")
+COMBINE = _wait(42, "combine of experts' results")
+
 # Collectives within kernels of a program.
 BLOCK_ALL_REDUCE = _wait(50, "all_reduce in a kernel", hint=NO_COUNTERPART)
 BLOCK_REDUCE_SCATTER = _wait(51, "reduce_scatter in a kernel", hint=NO_COUNTERPART)
@@ -147,6 +150,17 @@ COUNT_TOO_LARGE = _other(
     "{place}, and a range within x",
     "16777215 elements stand for more, or for a negative count, and a capacity of "
     "65535 for more",
+)
+TOKENS_ABOVE = _other(
+    43,
+    "rank {rank} has {epoch} tokens for experts of rank {peer}: expected at most the "
+    "capacity, {place}",
+)
+NO_EXPERT = _other(
+    44,
+    "rank {rank}'s token {place} has expert {epoch}: expected less than the number of "
+    "experts, or -1 for none",
+    "16777215 stands for larger and negative numbers, token 65535 for later ones",
 )
 CALL_MISMATCH = _other(
     30,
@@ -212,7 +226,7 @@ BAD_SHARDS = _other(
     "expected a shard for each rank in the larger of the two",
 )
 MISTAKES = (
-    COUNT_TOO_LARGE,
+    *(COUNT_TOO_LARGE, TOKENS_ABOVE, NO_EXPERT),
     *(BAD_SLOT, BAD_RANK, BAD_BUFFER, BAD_TEAM, BAD_COMPARISON),
     *(BAD_COPY, BAD_MAILBOX, OVERWRITTEN),
     *(BAD_GRID, BAD_BYTES, BAD_ROOT, BAD_SHARDS),

@@ -31,6 +31,7 @@ from explore.test_barriers import exchanges as exchanges_of_grids
 from explore.test_copies import calls_by_copies
 from explore.test_counting import pipelines
 from explore.test_device_copies import pipelines as pipelines_of_packets
+from explore.test_experts import calls_of_experts
 from explore.test_operations import calls_of_pairs
 from explore.world import ALGORITHMS
 
@@ -50,6 +51,7 @@ CALLS = {
     "relayed": lambda code: calls_of_pairs(code, ("broadcast", "two_shot_marked")),
     "own_arrays": calls_on_own_arrays,
     "copies": calls_by_copies,
+    "experts": calls_of_experts,
     "messages": messages,
     "requests": requests,
     "request_then_sum": lambda code: requests_and_sums(code, "request_then_sum"),
@@ -100,7 +102,7 @@ BROKEN = {
     "another call": (
         (
             *("two_shot_marked", "chunked"),
-            *("reduce", "messages", "own_arrays"),
+            *("reduce", "messages", "own_arrays", "experts"),
         ),
         within(
             "workspace",
@@ -122,7 +124,7 @@ BROKEN = {
         within("transfer", "resume", RESUME, f"({RESUME}[0], 0)"),
     ),
     "a block that does not agree on its flags": (
-        ("chunked", "gather", "reduce", "broadcast"),
+        ("chunked", "gather", "reduce", "broadcast", "experts"),
         replaced("flags", "agree", f"{AGREED}\nreturn failed"),
     ),
     "messages after giving up": (("messages",), removed("transfer", "give-up")),

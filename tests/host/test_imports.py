@@ -13,6 +13,7 @@ LAZY = {
     ("", "sharing"): "few programs share arrays",
     ("collectives.communicator", "collectives.counted_forms"): "few have such counts",
     ("collectives.communicator", "collectives.equality"): "few compare their arrays",
+    ("collectives.communicator", "collectives.experts"): "few have experts",
     ("collectives.communicator", "trace"): "few write one",
     ("collectives.islands.construction", "collectives.islands.several"): (
         "one island is usual"

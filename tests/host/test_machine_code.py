@@ -28,6 +28,8 @@ from numba_symm.collectives.kernels import (
     direct_exchange,
     direct_reduce,
     direct_shards,
+    expert_combine,
+    expert_dispatch,
     one_shot,
     pack,
     reduce_shards,
@@ -89,13 +91,16 @@ ALGORITHMS = {
     "finish": lambda n, e, op: convert.kernel(e, e, op, n),
     "reduce_shards": reduce_shards.kernel,
     "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
+    "combine": lambda n, e, op: expert_combine.kernel(n, e),
+    "stage": lambda n, e, op: expert_combine.stage_kernel(n, e, False),
+    "stage_weighted": lambda n, e, op: expert_combine.stage_kernel(n, e, True),
     "store_copied": lambda n, e, op: copied_reductions.store_kernel(n, e, False),
 }
 SPILLS = {("chunked", 8), ("reduce_signalled", 8), ("relayed_marked", 8)}
 SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
 SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8), ("transfer_counted", 2), ("transfer_counted", 8)}
-SPILLS |= {("transfer_asked", 2), ("transfer_asked", 8)}
+SPILLS |= {("transfer_asked", 2), ("transfer_asked", 8), ("combine", 8)}
 """With eight ranks' vectors, or for the ragged end of an array, these need more
 registers than a block's share. They spill at most 160 bytes to the stack."""
 
@@ -116,6 +121,7 @@ SIGNALS = {
     "transfer_counted": lambda n: transfer.kernel(n, 8, True, 1, 1, True),
     "transfer_asked": lambda n: transfer.kernel(n, 8, True, 1, 1, True, True),
     "counted_copy": lambda n: counted_copy.kernel(n, 8),
+    "dispatch": expert_dispatch.kernel,
 }
 
 
@@ -130,12 +136,8 @@ def cases(*names):
 EXCHANGED = ("gather_ll", "scatter_sentinel", "scan_sentinel", "exscan_ll", "reduce_ll")
 EXCHANGED += ("gather_marked", "broadcast_marked", "relayed_marked")
 ROOTED = ("reduce_ll", "broadcast_marked", "relayed_marked")
-SIGNALLED = (
-    "gather_signalled",
-    "scan_signalled",
-    "reduce_signalled",
-    "broadcast_signalled",
-)
+SIGNALLED = "gather_signalled", "scan_signalled", "reduce_signalled"
+SIGNALLED += ("broadcast_signalled",)
 ALIKE = (*EXCHANGED, *SIGNALLED)
 """Kernels that share most code with others, so that fewer tests check them."""
 ONE_SHOT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
@@ -144,14 +146,8 @@ PADS = [
     (name, n) for name in ("pad_barrier", "put_signal", "wait_signal") for n in (2, 8)
 ]
 FENCE = [("fence", 2)]
-MOVING = (
-    "gather_ll",
-    "gather_marked",
-    "broadcast_marked",
-    "relayed_marked",
-    "gather_signalled",
-    "broadcast_signalled",
-)
+MOVING = "gather_ll", "gather_marked", "broadcast_marked", "relayed_marked"
+MOVING += ("gather_signalled", "broadcast_signalled")
 # The reduction is of three ranks and more.
 BLOCK_FLAGS = [
     case
@@ -175,8 +171,13 @@ COPIED = [
 HANDSHAKES = [("handshake", 2), ("handshake", 8)]
 TRANSFERS = "transfer", "transfer_counted", "transfer_asked", "transfer_alone"
 MESSAGES = [(name, n) for name in TRANSFERS for n in (2, 8)]
-FLAGGED = [*BLOCK_FLAGS, *PADS, *MESSAGES]
+DISPATCHES = [("dispatch", 2), ("dispatch", 8)]
+COMBINES = [("combine", 2, "float16", "sum"), ("combine", 8, "bfloat16", "sum")]
+STAGES = [("stage", 2, "float32", "sum"), ("stage_weighted", 2, "float16", "sum")]
+FLAGGED = [*BLOCK_FLAGS, *DISPATCHES, *COMBINES, *PADS, *MESSAGES]
+EXPERTS = [*DISPATCHES, *COMBINES, *STAGES]
 COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *HANDSHAKES, *MESSAGES]
+COLLECTIVE += EXPERTS
 GAPS = [("pack", 2), ("pack", 3)]
 DIGEST = ("digest", 2)
 OWN = ("counted_copy", 2)
@@ -272,8 +273,9 @@ def test_nothing_is_called(case, cc):
     assert not compiled(case, cc).find(r"CALL\.ABS.*")
 
 
-# These read many words before they store: those of a digest, and counts to add up.
-@on([case for case in EVERY if case not in (DIGEST, OWN)])
+# These read many words before they store: those of a digest, and counts to add up,
+# of messages and of experts.
+@on([case for case in EVERY if case not in (DIGEST, OWN, *EXPERTS)])
 def test_no_plain_load_is_polled(case, cc):
     # A loop that loads data stores some, or is that of epochs; one that waits does not.
     code = compiled(case, cc)

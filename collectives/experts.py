@@ -1,0 +1,461 @@
+"""Mixtures of experts: tokens to the ranks of their experts, and the results back.
+
+``expert_dispatch.py`` and ``expert_combine.py`` have the kernels. What a rank receives
+is at fixed addresses, and all counts stay on the GPU. So nothing waits for the host,
+and a graph replays with other routings.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numba_symm import arguments, arrays, dtypes, libraries, loads, own_arrays
+from numba_symm.arrays import ArrayView
+from numba_symm.cache import UNKNOWN, Cache
+from numba_symm.collectives import kernel_set
+from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.checks import check_apart, check_order, check_writable
+from numba_symm.collectives.kernels import expert_combine, expert_dispatch
+from numba_symm.collectives.kernels.expert_dispatch import (
+    MOST_EXPERTS,
+    MOST_TOKENS,
+    Routing,
+    Rows,
+    TokenRoom,
+)
+from numba_symm.collectives.protocols.binding import Enqueue, Series
+from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+
+_INT32, _INT64, _FLOAT32 = map(np.dtype, (np.int32, np.int64, np.float32))
+_MOST_CHOICES, _MOST_HIDDEN = 64, 1 << 20
+_LINE = 128
+
+
+class Received(NamedTuple):
+    """What a rank has received: arrays on its GPU, valid until its next dispatch.
+
+    The tokens of rank ``r`` are at ``[r, :counts[r]]``, in the order of that rank. What
+    is after them is undefined.
+
+    Attributes:
+        tokens: the tokens, of shape (ranks, capacity, hidden).
+        expert_ids: for each choice of a token, the number of the expert among those of
+            this rank; -1: the expert is on another rank, or there is none. Of int32 and
+            shape (ranks, capacity, top_k).
+        weights: for each choice, its weight: of float32 and the same shape.
+        sources: the row of the token in its rank's array: of int32 and shape (ranks,
+            capacity).
+        counts: how many tokens each rank has sent: int64.
+    """
+
+    tokens: Any
+    expert_ids: Any
+    weights: Any
+    sources: Any
+    counts: Any
+
+
+class ExpertSizes(NamedTuple):
+    """The checked sizes of an object, equal on all ranks.
+
+    Attributes:
+        experts: experts of all ranks together.
+        top_k: experts of a token.
+        tokens: the most tokens of a rank.
+        capacity: the most tokens of a rank that are for another one.
+        hidden: elements of a token.
+        dtype: the type of tokens and results.
+    """
+
+    experts: int
+    top_k: int
+    tokens: int
+    capacity: int
+    hidden: int
+    dtype: np.dtype[Any]
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a token."""
+        return self.hidden * self.dtype.itemsize // VECTOR
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """The vectors of a token, and the shift by which threads share it."""
+        return self.vectors, expert_dispatch.shift_of(self.vectors)
+
+
+class Experts:
+    """The exchange of a mixture of experts between the ranks of a communicator.
+
+    :meth:`Communicator.experts` makes it.
+
+    Attributes:
+        received: what the last dispatch has received; always the same arrays.
+        results: an array of this rank's memory, of the shape and type of the tokens.
+            :meth:`combine` need not copy results that are stored here.
+    """
+
+    received: Received
+    results: Any
+
+    def __init__(self, calls: Calls, sizes: ExpertSizes, like: Any, array: Any):
+        what = "experts"
+        self._calls, self._sizes, self._array = calls, sizes, array
+        library = libraries.named(like, what)
+        size, end = calls.size, calls.end
+        address = arrays.view(array, what).address
+        offsets, _ = _places(sizes, size)
+
+        def over(shape: tuple[int, ...], name: str, dtype: Any) -> Any:
+            dtype = np.dtype(dtype)
+            nbytes = int(np.prod(shape)) * dtype.itemsize
+            there = own_arrays.Memory(address + offsets[name], nbytes, array)
+            if library is None:
+                return there.array(shape, dtype)
+            return library.over(there, shape, dtype)
+
+        place = size, sizes.capacity
+        self.received = Received(
+            over((*place, sizes.hidden), "tokens", sizes.dtype),
+            over((*place, sizes.top_k), "ids", _INT32),
+            over((*place, sizes.top_k), "weights", _FLOAT32),
+            over(place, "sources", _INT32),
+            over((size,), "counts", _INT64),
+        )
+        self.results = over((*place, sizes.hidden), "results", sizes.dtype)
+        self._room = TokenRoom(
+            *(offsets["tokens"], 0, offsets["ids"], offsets["weights"]),
+            *(offsets["sources"], sizes.capacity),
+        )
+        self._offsets = offsets
+        self._grid = expert_dispatch.grid_of(end, sizes.tokens, sizes.vectors)
+        scratch = expert_dispatch.scratch_nbytes(size, self._grid)
+        kept = own_arrays.empty(
+            (scratch + 4 * sizes.tokens * size,), np.dtype("u1"), what
+        )
+        self._kept = kept
+        self._scratch = arrays.view(kept, what).address
+        self._tokens: int | None = None  # of the last dispatch
+        self._plans = Cache(64)
+        self._about = {
+            name: calls.descriptions.of(name, _words(sizes), _words(sizes))
+            for name in ("dispatch", "combine")
+        }
+
+    def __repr__(self) -> str:
+        return f"<Experts: {_words(self._sizes)}>"
+
+    def dispatch(
+        self, x: Any, expert_ids: Any, weights: Any = None, *, stream: Any = None
+    ) -> Received:
+        """Send each token once to each rank that has one of its experts.
+
+        Collective: every rank calls it, with any number of tokens. Nothing waits for
+        the host. In a captured graph, ``expert_ids`` and ``weights`` may have other
+        contents in each replay.
+
+        What is received replaces that of the dispatch before. No rank stores it before
+        the work that precedes this call on the receiver's stream has ended.
+
+        Args:
+            x: the tokens: a device array in C order of shape (tokens, hidden), of the
+                object's dtype.
+            expert_ids: the experts of each token: a device array in C order of int32,
+                of shape (tokens, top_k). Rank ``r`` has the experts from ``r`` times
+                their number on each rank. -1: none.
+            weights: their weights: the same, of float32. None: each is 1.
+            stream: the stream. None: that of ``x``.
+
+        Returns:
+            What this rank has received: :attr:`received`.
+
+        Raises:
+            ArgumentError: an array has another shape, dtype or order.
+            CollectiveError: here or in a later call: a rank failed, or more tokens were
+                for a rank than ``capacity``, or an expert's number was wrong.
+        """
+        calls, what = self._calls, "dispatch"
+        with calls.thread.alone(what):
+            given = x, expert_ids, weights
+            launch, tokens = calls.agreement.checked(
+                what, lambda *_: _words(self._sizes), self._dispatched, given
+            )
+            chosen = calls.streams.of(stream, x)
+            calls.enqueuer.run(self._about[what], launch, chosen, self, *given)
+            self._tokens = tokens
+        return self.received
+
+    def combine(
+        self, results: Any = None, *, out: Any = None, stream: Any = None
+    ) -> Any:
+        """Return the sum of the experts' results of each token of the last dispatch.
+
+        Collective. Each rank adds up the results of all ranks in the order of the
+        ranks, in float32, so the bits are the same in every run. A token without
+        experts gets zeros.
+
+        Args:
+            results: this rank's results, in the places of the tokens that they are for:
+                a device array in C order of the object's dtype. Either of the shape of
+                the received tokens: for each token the sum over the experts of this
+                rank, each times its weight. Or of shape (ranks, capacity, top_k,
+                hidden): for each choice, the result of that expert. Then this call
+                multiplies them by the received weights and adds them up, in the order
+                of the choices, in float32. None: :attr:`results`.
+            out: the sums, of the shape and dtype of ``x``. None: a new array.
+            stream: the stream. None: that of ``results``.
+
+        Returns:
+            ``out``.
+
+        Raises:
+            ArgumentError: an array has another shape, dtype or order, or there was no
+                dispatch.
+            CollectiveError: here or in a later call: a rank failed.
+        """
+        calls, what = self._calls, "combine"
+        results = self.results if results is None else results
+        with calls.thread.alone(what):
+            chosen = calls.streams.of(stream, results)
+            given = results, out, chosen[0]
+            launch, out = calls.agreement.checked(
+                what, lambda *_: _words(self._sizes), self._combined, given
+            )
+            calls.enqueuer.run(self._about[what], launch, chosen, self, results, out)
+        return out
+
+    def _checked(
+        self, array: Any, what: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> ArrayView:
+        """Return an array in C order of that shape and dtype, or refuse it."""
+        view = self._calls.usable(arrays.view(array, what), what)
+        if view.shape != shape or view.dtype != dtype:
+            raise ArgumentError(
+                f"{what}: expected shape {shape} of {dtype.name}, got {view.shape} of "
+                f"{view.dtype.name}; see Communicator.experts for the sizes"
+            )
+        check_order(view, what)
+        arrays.check_aligned(view, what)
+        return view
+
+    def _rows(self, array: Any, what: str, shape: tuple[int, ...]) -> ArrayView:
+        view = self._checked(array, what, shape, self._sizes.dtype)
+        if view.size and view.address % VECTOR:
+            raise ArgumentError(
+                f"{what}: expected an array that begins on a 16-byte boundary, got "
+                f"address {view.address:#x}; pass a copy"
+            )
+        return view
+
+    def _dispatched(self, given: Any) -> tuple[Enqueue, int]:
+        """Check the arguments of a dispatch; return its launch and its tokens."""
+        (x, expert_ids, weights), what, sizes = given, "dispatch", self._sizes
+        self._calls.enqueuer.refuse_in_group(what)
+        shape = arrays.view(x, what).shape
+        tokens = shape[0] if shape else 0
+        if len(shape) != 2 or tokens > sizes.tokens:
+            raise ArgumentError(
+                f"{what}: expected x of shape (tokens, {sizes.hidden}) with at most "
+                f"{sizes.tokens} tokens, got {shape}; make the object for more tokens"
+            )
+        rows = self._rows(x, f"{what}: x", (tokens, sizes.hidden))
+        choices = tokens, sizes.top_k
+        ids = self._checked(expert_ids, f"{what}: expert_ids", choices, _INT32)
+        factors = 0
+        if weights is not None:
+            view = self._checked(weights, f"{what}: weights", choices, _FLOAT32)
+            factors = view.address
+        key = what, rows, ids.address, factors, self._calls.heap.generation
+        launch = self._plans.get(key)
+        if launch is UNKNOWN:
+            launch = self._bound(tokens, rows.address, ids.address, factors)
+            self._plans.put(key, launch)
+        return launch, tokens
+
+    def _bound(self, tokens: int, x: int, ids: int, weights: int) -> Enqueue:
+        sizes, calls = self._sizes, self._calls
+        each = sizes.experts // calls.size
+        scratch = expert_dispatch.scratch_nbytes(calls.size, self._grid)
+        routing = Routing(
+            ids,
+            weights,
+            self._scratch + scratch,
+            self._scratch,
+            tokens,
+            divide_up(tokens, self._grid),
+            sizes.top_k,
+            sizes.experts,
+            each,
+            expert_dispatch.inverse_of(each),
+        )
+        targets = self._everywhere("counts")
+        with loads.of("dispatch"):
+            return expert_dispatch.bind(
+                calls.end, self._grid, routing, Rows(x, *sizes.row), self._room, targets
+            )
+
+    def _everywhere(self, name: str) -> tuple[int, ...]:
+        """Return, by rank, the address here of a part of that rank's memory."""
+        view = arrays.view(self._array, "experts")
+        place = self._calls.end.place(view.address, view.nbytes)
+        if place is None:
+            raise ArgumentError(
+                "experts: expected the memory of an open communicator, got memory that "
+                "is not mapped any more; make another object"
+            )
+        return tuple(each + self._offsets[name] for each in place.addresses)
+
+    def _combined(self, given: Any) -> tuple[Enqueue, Any]:
+        """Check the arguments of a combine; return its launch and its output."""
+        (results, out, handle), what, sizes = given, "combine", self._sizes
+        calls, tokens = self._calls, self._tokens
+        calls.enqueuer.refuse_in_group(what)
+        if tokens is None:
+            raise ArgumentError(
+                f"{what}: expected a dispatch before, got none; call dispatch first"
+            )
+        whole = calls.size, sizes.capacity, sizes.hidden
+        weighted = len(arrays.view(results, what).shape) == 4
+        shape = (*whole[:2], sizes.top_k, sizes.hidden) if weighted else whole
+        source = self._rows(results, f"{what}: results", shape)
+        if out is None:
+            out = calls.new(results, source, (tokens, sizes.hidden), handle, what)
+        target = self._rows(out, f"{what}: out", (tokens, sizes.hidden))
+        check_writable(target, f"{what}: out")
+        check_apart(source, target, what)
+        places = what, source, target, tokens
+        key = *places, calls.heap.generation
+        launch = self._plans.get(key)
+        if launch is UNKNOWN:
+            with loads.of(what):
+                launch = self._bound_sum(source, target.address, tokens, weighted)
+            self._plans.put(key, launch)
+        return launch, out
+
+    def _bound_sum(
+        self, source: ArrayView, target: int, tokens: int, weighted: bool
+    ) -> Enqueue:
+        sizes, calls, what = self._sizes, self._calls, "combine"
+        element = dtypes.element(sizes.dtype, what)
+        rooms = self._everywhere("results")
+        places = self._scratch + expert_dispatch.scratch_nbytes(calls.size, self._grid)
+        given = calls.end, self._grid, element
+        add = expert_combine.bind(
+            *given, rooms, places, tokens, sizes.capacity, sizes.row, target
+        )
+        if source.address == rooms[calls.rank]:
+            return add
+        counts = self._everywhere("counts")[calls.rank]
+        received = counts, counts + self._room.ids, counts + self._room.weights
+        stage = expert_combine.bind_stage(
+            *given,
+            source.address,
+            rooms[calls.rank],
+            received,
+            sizes.top_k if weighted else 0,
+            sizes.capacity,
+            sizes.row,
+        )
+        return Series(stage, add)
+
+
+def _places(sizes: ExpertSizes, size: int) -> tuple[dict[str, int], int]:
+    """Return where each part of a rank's memory begins, and its bytes."""
+    room = size * sizes.capacity
+    parts = {
+        "counts": 8 * size,
+        "tokens": VECTOR * sizes.vectors * room,
+        "ids": 4 * sizes.top_k * room,
+        "weights": 4 * sizes.top_k * room,
+        "sources": 4 * room,
+        "results": VECTOR * sizes.vectors * room,
+    }
+    found, end = {}, 0
+    for name, nbytes in parts.items():
+        found[name] = end
+        end += divide_up(nbytes, _LINE) * _LINE
+    return found, end
+
+
+def _words(sizes: ExpertSizes) -> str:
+    return ", ".join(f"{name} {value}" for name, value in sizes._asdict().items())
+
+
+def new(
+    calls: Calls,
+    experts: Any,
+    top_k: Any,
+    hidden: Any,
+    tokens: Any,
+    capacity: Any,
+    dtype: Any,
+    like: Any,
+) -> Experts:
+    """Return a new object; see ``Communicator.experts``. Collective."""
+    what, members = "experts", calls.members
+    with members.set_up(what):
+        with members.exchange.agreed(what):
+            if len(members.parts) > 1:
+                raise ArgumentError(
+                    f"{what}: expected ranks of one island, got {len(members.parts)} "
+                    "islands, between which the host needs the sizes; use "
+                    "all_to_all_v with counts of the host"
+                )
+            sizes = _checked(
+                experts, top_k, hidden, tokens, capacity, dtype, calls.size
+            )
+            libraries.check_type(libraries.named(like, what), sizes.dtype, what)
+        members.exchange.agree_equal(_words(sizes), what)
+    array = calls.heap.array(_places(sizes, calls.size)[1], np.uint8, what)
+    with members.set_up(what), members.exchange.agreed(what):
+        if not SIMULATED:
+            names, kinds = [kernel_set.EXPERTS], [sizes.dtype]
+            found = kernel_set.kernels(names, kinds, ["sum"], calls.end, what)
+            kernel_set.load(found, calls.rank, calls.size, what)
+        return Experts(calls, sizes, like, array)
+
+
+def _checked(
+    experts: Any,
+    top_k: Any,
+    hidden: Any,
+    tokens: Any,
+    capacity: Any,
+    dtype: Any,
+    size: int,
+) -> ExpertSizes:
+    """Return the sizes, or refuse one."""
+    what = "experts"
+
+    def integer(value: Any, name: str, most: int, do: str) -> int:
+        words = f"{name} to be an integer from 1 to {most}"
+        return arguments.integer(value, what, words, least=1, most=most, do=do)
+
+    kind = dtypes.checked(dtype, what)
+    if kind.name not in expert_combine.DTYPES:
+        known = ", ".join(expert_combine.DTYPES)
+        raise ArgumentError(
+            f"{what}: expected dtype {known}, got {kind.name}; convert the tokens"
+        )
+    found = integer(experts, "experts", MOST_EXPERTS, "pass those of all ranks")
+    if found % size:
+        raise ArgumentError(
+            f"{what}: expected a multiple of the {size} ranks, got {found} experts; "
+            "every rank has the same number"
+        )
+    most = integer(tokens, "tokens", MOST_TOKENS, "pass the most tokens of a rank")
+    room = most
+    if capacity is not None:
+        do = "pass the most tokens of a rank for another one"
+        room = integer(capacity, "capacity", most, do)
+    choices = integer(top_k, "top_k", _MOST_CHOICES, "pass the experts of a token")
+    length = integer(hidden, "hidden", _MOST_HIDDEN, "pass the elements of a token")
+    if length * kind.itemsize % VECTOR:
+        raise ArgumentError(
+            f"{what}: expected tokens of a multiple of {VECTOR} bytes, got hidden "
+            f"{length} of {kind.name}; pad the tokens"
+        )
+    return ExpertSizes(found, choices, most, room, length, kind)

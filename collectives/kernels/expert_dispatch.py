@@ -1,0 +1,446 @@
+"""Dispatch: each token is stored once at each rank that has one of its experts.
+
+Tokens are the rows of an array. Each rank has memory for what it receives, with room
+for ``capacity`` tokens of each rank. The tokens of a rank are there in their order.
+
+A block of each rank has a range of that rank's tokens. It counts, by rank, the tokens
+before its range, and so knows where each of its own is stored. The blocks need no
+counts of each other, because each reads all expert numbers before its range.
+
+Memory order. A call has two exchanges of flags between the blocks of one index:
+
+1. The first one precedes all stores into other ranks' memory. What a rank's stream did
+   before the call precedes its flags. So no token is stored while an earlier kernel of
+   the receiver still loads the tokens of the call before.
+2. The second one follows all stores. So what follows on a rank's stream follows all
+   ranks' stores there.
+
+A thread that fails stores nothing at other ranks, nor does its block. If more tokens
+are for a rank than its room for them, the last block finds that, and the call fails. No
+block stores a token beyond the room.
+
+Source: the intranode dispatch of DeepEP.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm import waits
+from numba_symm.collectives.protocols import binding, workspace
+from numba_symm.collectives.protocols.credit import MOST_SHOWN
+from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.workspace import HELD, THREADS, VECTOR, sync_block
+from numba_symm.device import intrinsics
+from numba_symm.device.intrinsics import (
+    device_function,
+    ld_u32,
+    ld_u64,
+    ld_v2_u64,
+    st_u32,
+    st_u64,
+    st_v2_u64,
+    thread_index_x,
+    word_of,
+)
+from numba_symm.device.polling import fail, wait_record
+from numba_symm.kernels import Kernel, Launch
+
+NONE = 0xFFFFFFFF
+"""The number of no expert, -1, as it is loaded; and the place of a token not sent."""
+
+MOST_TOKENS = (1 << 15) - 1
+MOST_EXPERTS = (1 << 15) - 1
+
+_LOADS = 4  # vectors that a thread loads before it stores them
+_FIELD = 16  # bits of a count, of four in a word
+_COUNT = (1 << _FIELD) - 1
+_ONE = 0x3F800000  # the bits of a float32
+
+
+class Routing(NamedTuple):
+    """The tokens of a call, and where they are sent.
+
+    Attributes:
+        ids: the address of the expert numbers, an int32 for each token and choice.
+        weights: that of their weights, of float32; 0: each is 1.
+        places: that of an uint32 for each token and rank, which the kernel stores: the
+            token's place among those for that rank.
+        scratch: that of ``scratch_nbytes``.
+        tokens: how many tokens there are.
+        share: how many of them a block has.
+        choices: experts of a token.
+        experts: experts of all ranks.
+        each: experts of a rank.
+        inverse: by which numbers are divided by ``each``, see ``inverse_of``.
+    """
+
+    ids: int
+    weights: int
+    places: int
+    scratch: int
+    tokens: int
+    share: int
+    choices: int
+    experts: int
+    each: int
+    inverse: int
+
+
+class TokenRoom(NamedTuple):
+    """Where a rank's memory has what it receives: byte offsets.
+
+    The number of tokens of each rank, an int64, is at the beginning.
+
+    Attributes:
+        tokens: the tokens.
+        scales: their scales, of float32, if they have any.
+        ids: for each token and choice, the number of the expert on this rank, an int32;
+            -1: it is on another rank.
+        weights: for each token and choice, its weight.
+        sources: the numbers of the tokens on their rank, of int32.
+        capacity: for how many tokens of each rank there is room.
+    """
+
+    tokens: int
+    scales: int
+    ids: int
+    weights: int
+    sources: int
+    capacity: int
+
+
+class Rows(NamedTuple):
+    """Tokens as their bytes.
+
+    Attributes:
+        address: of the first one.
+        vectors: vectors of 16 bytes of a token.
+        shift: a token is copied by 2 to the power of this many threads together.
+        scales: the address of the scales; any, if there are none.
+        groups: scales of a token; 0: there are none.
+    """
+
+    address: int
+    vectors: int
+    shift: int
+    scales: int = 0
+    groups: int = 0
+
+
+def words_of(size: int) -> int:
+    """Return how many words have a count for each rank."""
+    return -(-size * _FIELD // 64)
+
+
+def scratch_nbytes(size: int, blocks: int) -> int:
+    """Return the bytes by which the threads of each block exchange their counts."""
+    return 2 * 8 * words_of(size) * THREADS * blocks
+
+
+def inverse_of(each: int) -> int:
+    """Return the factor by which, and by 2**32, numbers are divided by ``each``.
+
+    A GPU has no instruction that divides. Up to 2**16, the quotient is exact.
+    """
+    return (1 << 32) // each + 1
+
+
+def shift_of(vectors: int) -> int:
+    """Return by how many threads, as a power of 2, a row of vectors is copied."""
+    return min(max(vectors - 1, 0).bit_length(), THREADS.bit_length() - 1)
+
+
+def grid_of(end: binding.Endpoint, tokens: int, vectors: int) -> int:
+    """Return the grid of calls of at most so many tokens; equal on all ranks."""
+    tiles = workspace.divide_up(tokens * vectors, THREADS)
+    most = binding.most_blocks(end, end.max_blocks, HELD, tiles)
+    return max(1, min(most, tokens, tiles))
+
+
+def make_route(size: int) -> Callable[..., bool]:
+    """Return a device function by which a block finds the places of its tokens.
+
+    ``(guard, routing, block, first, end, base, before, words)`` stores the places of
+    the tokens from ``first`` on, and leaves in ``base`` how many tokens before ``end``
+    are for each rank. The last three are local arrays of ``words_of(size)``. It returns
+    whether this thread has found an expert that does not exist. The whole block calls
+    it.
+    """
+    number = words_of(size)
+    stride = 8 * number * THREADS
+
+    @device_function
+    def mark(routing: Any, token: int, words: Any) -> int:
+        # Sets the field of each rank that the token is for; returns a wrong expert.
+        wrong = NONE
+        for w in range(number):
+            words[w] = 0
+        for i in range(routing.choices):
+            at = routing.ids + 4 * (token * routing.choices + i)
+            expert = word_of(ld_u32(at))
+            if expert < routing.experts:
+                rank = expert * routing.inverse >> 32
+                for w in range(number):
+                    if rank >> 2 == w:
+                        words[w] |= word_of(1 << _FIELD * (rank & 3))
+            elif expert != NONE:
+                wrong = expert
+        return wrong
+
+    @device_function
+    def share(at: int, words: Any) -> None:
+        for w in range(number):
+            st_u64(at + 8 * (number * thread_index_x() + w), words[w])
+
+    @device_function
+    def route(
+        guard: Any,
+        routing: Any,
+        block: int,
+        first: int,
+        end: int,
+        base: Any,
+        before: Any,
+        words: Any,
+    ) -> bool:
+        thread, found = thread_index_x(), False
+        earlier = routing.scratch + 2 * stride * block
+        own = earlier + stride
+        for w in range(number):
+            before[w] = 0
+            base[w] = 0
+        token = thread
+        while token < first:
+            mark(routing, token, words)
+            for w in range(number):
+                before[w] += words[w]
+            token += THREADS
+        share(earlier, before)
+        # All threads' counts are stored before they are added up.
+        sync_block()  # explore: counted
+        for j in range(THREADS):
+            for w in range(number):
+                base[w] += ld_u64(earlier + 8 * (number * j + w))
+        start = first
+        while start < end:
+            token = start + thread
+            for w in range(number):
+                words[w] = 0
+            if token < end:
+                wrong = mark(routing, token, words)
+                if wrong != NONE:
+                    found = True
+                    place, shown = min(token, 0xFFFF), min(wrong, MOST_SHOWN)
+                    given = waits.NO_EXPERT, guard.rank, guard.rank, place, shown
+                    fail(guard, wait_record(*given))
+            share(own, words)
+            # All threads' fields are stored before they are added up.
+            sync_block()  # explore: marked
+            for w in range(number):
+                before[w] = base[w]
+            for j in range(THREADS):
+                for w in range(number):
+                    fields = ld_u64(own + 8 * (number * j + w))
+                    base[w] += fields
+                    if j < thread:
+                        before[w] += fields
+            for r in range(size):
+                shift = _FIELD * (r & 3)
+                place = NONE
+                if words[r >> 2] >> shift & 1 != 0:
+                    place = before[r >> 2] >> shift & _COUNT
+                if token < end:
+                    st_u32(routing.places + 4 * (token * size + r), place)
+            start += THREADS
+            # All threads have loaded the fields before the next ones replace them.
+            sync_block()  # explore: added
+        return found
+
+    return route
+
+
+def make_send(size: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return device functions that store what belongs to a token, and the token.
+
+    ``(rank, routing, rows, room, targets, token)`` is called by one thread, and
+    ``(rank, routing, rows, room, targets, first, end, low, high)`` by the whole block.
+    """
+
+    @device_function
+    def send_numbers(
+        rank: int, routing: Any, rows: Any, room: Any, targets: Any, token: int
+    ) -> None:
+        for r in range(size):
+            place = word_of(ld_u32(routing.places + 4 * (token * size + r)))
+            if place < room.capacity:
+                at = rank * room.capacity + place
+                st_u32(targets[r] + room.sources + 4 * at, token)
+                for i in range(routing.choices):
+                    choice = token * routing.choices + i
+                    expert = (
+                        word_of(ld_u32(routing.ids + 4 * choice)) - r * routing.each
+                    )
+                    if not 0 <= expert < routing.each:
+                        expert = NONE
+                    there = 4 * (at * routing.choices + i)
+                    st_u32(targets[r] + room.ids + there, expert)
+                    weight = word_of(_ONE)
+                    if routing.weights != 0:
+                        weight = word_of(ld_u32(routing.weights + 4 * choice))
+                    st_u32(targets[r] + room.weights + there, weight)
+                for i in range(rows.groups):
+                    scale = ld_u32(rows.scales + 4 * (token * rows.groups + i))
+                    st_u32(targets[r] + room.scales + 4 * (at * rows.groups + i), scale)
+
+    @device_function
+    def send_tokens(
+        rank: int,
+        routing: Any,
+        rows: Any,
+        room: Any,
+        targets: Any,
+        first: int,
+        end: int,
+        low: Any,
+        high: Any,
+    ) -> None:
+        thread, together, vectors = thread_index_x(), 1 << rows.shift, rows.vectors
+        token = first + (thread >> rows.shift)
+        while token < end:
+            vector = thread & together - 1
+            while vector < vectors:
+                source = rows.address + VECTOR * token * vectors
+                for i in range(_LOADS):
+                    at = vector + i * together
+                    if at < vectors:
+                        low[i], high[i] = ld_v2_u64(source + VECTOR * at)
+                for r in range(size):
+                    place = word_of(ld_u32(routing.places + 4 * (token * size + r)))
+                    row = (rank * room.capacity + place) * vectors
+                    there = targets[r] + room.tokens + VECTOR * row
+                    for i in range(_LOADS):
+                        at = vector + i * together
+                        # explore: beyond
+                        if at < vectors and place < room.capacity:
+                            st_v2_u64(there + VECTOR * at, (low[i], high[i]))
+                vector += _LOADS * together
+            token += THREADS >> rows.shift
+
+    return send_numbers, send_tokens
+
+
+def make_dispatch(size: int) -> Any:
+    """Return the kernel for ``size`` ranks."""
+    region = workspace.layout(size).barrier
+    epochs, all_flags, number = region.epochs, region.flags, words_of(size)
+    raise_flags, await_flags = make_flags(size)
+    route, (send_numbers, send_tokens) = make_route(size), make_send(size)
+
+    @device_function
+    def above(guard: Any, room: Any, base: Any) -> bool:
+        found = False
+        for r in range(size):
+            count = base[r >> 2] >> _FIELD * (r & 3) & _COUNT
+            if count > room.capacity:  # explore: above
+                found = True
+                if thread_index_x() == 0:
+                    given = waits.TOKENS_ABOVE, guard.rank, r, room.capacity, count
+                    fail(guard, wait_record(*given))
+        return found
+
+    def dispatch(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        routing: Any,
+        rows: Any,
+        room: Any,
+        targets: Any,
+    ) -> None:
+        block, thread = intrinsics.block_index(), thread_index_x()
+        if block >= grid:
+            return
+        workspace.follow_previous_grid(early)
+        low = cuda.local.array(_LOADS, types.int64)
+        high = cuda.local.array(_LOADS, types.int64)
+        base = cuda.local.array(number, types.int64)
+        before = cuda.local.array(number, types.int64)
+        words = cuda.local.array(number, types.int64)
+        last, failed = workspace.resume(own, epochs, block)
+        epoch, flags_at = (last + 1) & 0xFFFFFFFF, all_flags + 4 * size * block
+        # What the rank's stream has loaded of its room precedes the flags.
+        failed = raise_flags(ring, flags_at, guard.rank, epoch, failed)
+        first = min(block * routing.share, routing.tokens)
+        end = min(first + routing.share, routing.tokens)
+        if not failed:  # in the whole block
+            failed = route(guard, routing, block, first, end, base, before, words)
+            if block == grid - 1 and not failed:
+                failed = above(guard, room, base)
+        # All ranks' rooms are free; and the block's threads have stored the places.
+        # explore: await-free
+        failed = await_flags(
+            guard, waits.DISPATCH, own + flags_at, block, epoch, failed
+        )
+        if not failed:
+            if block == grid - 1:
+                for r in range(size):
+                    if thread == r % THREADS:
+                        count = base[r >> 2] >> _FIELD * (r & 3) & _COUNT
+                        st_u64(targets[r] + 8 * guard.rank, count)
+            token = first + thread
+            while token < end:
+                send_numbers(guard.rank, routing, rows, room, targets, token)
+                token += THREADS
+            places = guard.rank, routing, rows, room, targets
+            send_tokens(*places, first, end, low, high)
+        epoch = (epoch + 1) & 0xFFFFFFFF
+        # What the block has stored at other ranks precedes the flags.
+        failed = raise_flags(ring, flags_at, guard.rank, epoch, failed)
+        # explore: await-sent
+        failed = await_flags(
+            guard, waits.DISPATCH, own + flags_at, block, epoch, failed
+        )
+        workspace.keep(own, epochs, block, epoch, failed)
+
+    return dispatch
+
+
+def _named(kind: Any) -> Any:
+    return types.NamedTuple((types.int64,) * len(kind._fields), kind)
+
+
+@functools.cache
+def kernel(size: int) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    arguments = (
+        *map(_named, (Routing, Rows, TokenRoom)),
+        types.UniTuple(types.int64, size),
+    )
+    return binding.make_kernel(make_dispatch, (size,), arguments)
+
+
+def bind(
+    end: binding.Endpoint,
+    grid: int,
+    routing: Routing,
+    rows: Rows,
+    room: TokenRoom,
+    targets: tuple[int, ...],
+) -> Launch:
+    """Return the launch.
+
+    Args:
+        end: this rank's end.
+        grid: the number of blocks, equal on all ranks.
+        routing: this rank's tokens.
+        rows: the same, as their bytes.
+        room: where each rank has what it receives, equal on all ranks.
+        targets: by rank, at which address this rank sees that rank's room.
+    """
+    return binding.launch(kernel(end.size), end, grid, (routing, rows, room, targets))

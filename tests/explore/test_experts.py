@@ -1,0 +1,211 @@
+"""Dispatch and combine of a mixture of experts."""
+
+import pytest
+
+from explore.markers import removed, replaced, within
+from explore.scenarios import (
+    breaks,
+    by_anything_and_by_result,
+    holds,
+    some_blocks,
+    worlds,
+)
+from explore.source import device_code
+from explore.world import ALL_ONES, INT64, World, add, an_integer
+
+IMPATIENT = replaced("polling", "polls", "POLLS_PER_CHECK = 1")
+"""Every poll looks at the board."""
+
+EACH, CHOICES, CAPACITY, VECTORS = 2, 2, 4, 2  # experts of a rank, and of a token
+ROW = 2 * VECTORS  # words of a token
+PART = 1 << 10  # bytes of each part of a room
+
+
+class Experts(World):
+    """Ranks with rooms for tokens and results."""
+
+    def __init__(self, machine, code):
+        super().__init__(machine, code, blocks=some_blocks(machine, code))
+        self.rooms = self.map("room", 5 * PART)
+        self.results = self.map("results", 8 * ROW * self.size * CAPACITY)
+        nbytes = code.expert_dispatch.scratch_nbytes(self.size, self.blocks)
+        self.scratch = self.map("scratch", nbytes)
+        self.places = self.map("places", 4 * CAPACITY * self.size)
+        for base, end in ((self.scratch, nbytes), (self.places, 4 * CAPACITY * 3)):
+            self.kept |= {at + i for at in base for i in range(0, end, 4)}
+        for room in self.rooms:
+            for rank in range(self.size):  # of what a kernel may load that follows
+                self.memory.plant(room + 8 * rank, 8, 0)
+
+    def call(self):
+        """Add a dispatch, kernels that use what was received, and some combines."""
+        grid = self.random.randrange(1, self.blocks + 1)
+        draw = self.random.choice([lambda: 0, self._expert, self._expert])
+        tokens = [self.random.randrange(CAPACITY + 1) for _ in range(self.size)]
+        ids = [[[draw() for _ in range(CHOICES)] for _ in range(n)] for n in tokens]
+        places = [self._placed(mine) for mine in ids]
+        words = [self._dispatch(grid, r, mine) for r, mine in enumerate(ids)]
+        for rank in range(self.size):
+            if not self.machine.haste:
+                self._use(rank, places, words)
+        # Dispatches without a combine in between, and combines without a dispatch.
+        for _ in range(self.random.choice([0, 1, 2])):
+            self._combine(grid, places)
+
+    def _combine(self, grid, places):
+        """Add kernels that store results in the rooms, and a combine."""
+        made, numbers = self.inputs(ROW * self.size * CAPACITY)
+        outputs = self.map("output", 8 * ROW * CAPACITY)
+        for rank, end in enumerate(self.ends):
+            self._store(rank, grid, made[rank], numbers[rank])
+            launch = self.code.expert_combine.bind(
+                *(end, grid, INT64, self.results, self.places[rank]),
+                *(len(places[rank]), CAPACITY, (VECTORS, 1), outputs[rank]),
+            )
+            add(launch, self.streams[rank])
+            for token, of_token in enumerate(places[rank]):
+                total = [0] * ROW
+                for r, place in of_token.items():
+                    first = ROW * (CAPACITY * rank + place)
+                    theirs = numbers[r][first : first + ROW]
+                    total = [a + b for a, b in zip(total, theirs, strict=True)]
+                wanted = [word & ALL_ONES for word in total]
+                self.expect(outputs[rank] + 8 * ROW * token, wanted)
+
+    def above(self):
+        """Add a dispatch with room for one token, of which a rank has more.
+
+        The places of other ranks' tokens in the receiver's room stay as they are.
+        """
+        src, dst = (self.random.randrange(self.size) for _ in range(2))
+        grid = self.random.randrange(1, self.blocks + 1)
+        more = self.random.randrange(2, CAPACITY + 1)
+        for room in self.rooms:
+            for i in range(ROW * (self.size + CAPACITY)):
+                self.memory.plant(room + PART + 8 * i, 8, i)
+        for rank in range(self.size):
+            ids = [[EACH * dst, -1]] * (more if rank == src else 0)
+            self._dispatch(grid, rank, ids, capacity=1)
+        for i in range(ROW * (src + 1), ROW * (self.size + CAPACITY)):
+            self.expect(self.rooms[dst] + PART + 8 * i, [i])
+
+    def _expert(self):
+        return self.random.choice([-1, *range(EACH * self.size)])
+
+    def _placed(self, ids):
+        """Return, for each token of a rank, its place at each rank that it is for."""
+        counts, found = [0] * self.size, []
+        for choices in ids:
+            ranks = sorted({expert // EACH for expert in choices if expert >= 0})
+            found.append({rank: counts[rank] for rank in ranks})
+            for rank in ranks:
+                counts[rank] += 1
+        return found
+
+    def _dispatch(self, grid, rank, ids, capacity=CAPACITY):
+        """Add a rank's dispatch; return the words of its tokens."""
+        Dispatch = self.code.expert_dispatch
+        words = [an_integer(self.random) for _ in range(ROW * CAPACITY)]
+        x = self.map("x", 8 * ROW * CAPACITY)[rank]
+        for i, word in enumerate(words):
+            self.memory.plant(x + 8 * i, 8, word)
+        numbers = self.map("ids", 4 * CHOICES * CAPACITY)[rank]
+        for i, expert in enumerate(expert for each in ids for expert in each):
+            self.memory.plant(numbers + 4 * i, 4, expert & 0xFFFFFFFF)
+        routing = Dispatch.Routing(
+            *(numbers, 0, self.places[rank], self.scratch[rank]),
+            *(len(ids), -(-len(ids) // grid), CHOICES, EACH * self.size, EACH),
+            Dispatch.inverse_of(EACH),
+        )
+        rows = Dispatch.Rows(x, VECTORS, 1)
+        room = Dispatch.TokenRoom(*(PART * i for i in (1, 0, 2, 3, 4)), capacity)
+        given = self.ends[rank], grid, routing, rows, room, tuple(self.rooms)
+        add(Dispatch.bind(*given), self.streams[rank])
+        return words
+
+    def _use(self, rank, places, words):
+        """Add a kernel that copies the tokens that a rank has received."""
+        for source, of_source in enumerate(places):
+            mine = [token for token, each in enumerate(of_source) if rank in each]
+            taken = [word for t in mine for word in words[source][ROW * t :][:ROW]]
+            copy = self.map("copy", 8 * ROW * CAPACITY)[rank]
+            there = self.rooms[rank] + PART + 8 * ROW * CAPACITY * source
+            self.launch(rank, self.code.programs.write, 1, copy, there, len(taken))
+            self.expect(copy, taken)
+
+    def _store(self, rank, grid, made, numbers):
+        """Add a kernel that stores a rank's results in its room, the user's or ours."""
+        target = self.results[rank]
+        if not self.machine.haste and self.random.random() < 0.5:
+            args = target, made, len(numbers)
+            self.launch(rank, self.code.programs.write, 1, *args)
+            return
+        aligned = self.map("made", 8 * len(numbers))[rank]
+        for i, word in enumerate(numbers):
+            self.memory.plant(aligned + 8 * i, 8, word)
+        room = self.rooms[rank]
+        received = room, room + 2 * PART, room + 3 * PART
+        given = self.ends[rank], grid, INT64, aligned, target, received, 0, CAPACITY
+        launch = self.code.expert_combine.bind_stage(*given, (VECTORS, 1))
+        add(launch, self.streams[rank])
+
+
+def calls_of_experts(code):
+    def scenario(machine):
+        world = Experts(machine, code)
+        for _ in range(2):
+            world.call()
+        world.run()
+
+    return scenario
+
+
+def tokens_above_the_capacity(code):
+    def scenario(machine):
+        world = Experts(machine, code)
+        world.above()
+        world.run(mismatch=True)
+
+    return scenario
+
+
+@worlds
+def test_tokens_above_the_capacity(ranks):
+    holds(tokens_above_the_capacity(device_code(IMPATIENT)), ranks, 40)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        within("expert_dispatch", "above", "count > room.capacity", "False"),
+        within("expert_dispatch", "beyond", "place < room.capacity", "place != NONE"),
+    ],
+    ids=["no record", "stored"],
+)
+def test_tokens_above_the_capacity_broken_are_found(edit):
+    breaks(tokens_above_the_capacity(device_code(IMPATIENT, edit)), 2)
+
+
+@worlds
+def test_calls_of_experts(ranks):
+    holds(calls_of_experts(device_code()), ranks, 200 // ranks)
+
+
+BROKEN = {
+    "tokens before the receiver's room is free": removed(
+        "expert_dispatch", "await-free"
+    ),
+    "tokens that have not arrived": removed("expert_dispatch", "await-sent"),
+    "results that are not stored": removed("expert_combine", "await-made"),
+    "results replaced while they are loaded": removed("expert_combine", "await-read"),
+    "counts of threads that are not stored": removed("expert_dispatch", "counted"),
+    "fields of threads that are not stored": removed("expert_dispatch", "marked"),
+    "fields replaced while they are loaded": removed("expert_dispatch", "added"),
+    "no fence of the flags": removed("flags", "fence"),
+}
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", BROKEN)
+def test_calls_of_experts_broken_are_found(what, races):
+    breaks(calls_of_experts(device_code(BROKEN[what])), 3, races=races)
