@@ -3,14 +3,15 @@
 import operator
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral
 from typing import Any, Protocol, cast
 
 from numba_symm import forks
 from numba_symm.arguments import shown
 from numba_symm.environment import warn_once
-from numba_symm.errors import ArgumentError
+from numba_symm.errors import ArgumentError, RankLeft
 
 
 class Comm(Protocol):
@@ -216,3 +217,13 @@ def is_mpi(comm: object) -> bool:
 def mpi() -> Any:
     """Return mpi4py's module, for a communicator that is mpi4py's."""
     return sys.modules["mpi4py.MPI"]
+
+
+@contextmanager
+def living(rank: int) -> Iterator[None]:
+    """Raise RankLeft if MPI raises in the block: messages to a rank that has died."""
+    try:
+        yield
+    except mpi().Exception as error:
+        text = f"rank {rank} has ended, as MPI reports ({error})"
+        raise RankLeft(text, ranks=(rank,)) from error

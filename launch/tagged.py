@@ -37,6 +37,7 @@ class Purpose(IntEnum):
     NODE = 1
     ISLAND = 2
     WATCHDOG = 3
+    REBUILD = 4
     PARCELS = 8  # and all tags after it
 
 

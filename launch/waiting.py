@@ -27,7 +27,7 @@ from numba_symm.errors import (
     left,
 )
 from numba_symm.launch import trees
-from numba_symm.launch.ranks import Comm, name_ranks
+from numba_symm.launch.ranks import Comm, living, name_ranks
 from numba_symm.launch.tagged import TaggedComm
 
 T = TypeVar("T")
@@ -249,11 +249,12 @@ class _Step:
         self._send(self._children, whole)
         # This rank has all values, so the step has succeeded. A rank that has received
         # this one's value may be past the step, and may have failed since.
-        with suppress(CollectiveError, ExchangeError):
-            while not mpi.Request.testall(self._sends)[0]:
+        sent = False
+        with suppress(CollectiveError, ExchangeError, mpi.Exception):
+            while not (sent := mpi.Request.testall(self._sends)[0]):
                 if self._wait.pause(()):
                     break
-        if not mpi.Request.testall(self._sends)[0]:
+        if not sent:
             unfinished.extend(self._sends)
         return whole.each()
 
@@ -320,7 +321,8 @@ class _Step:
     def _send(self, peers: Sequence[int], message: Any) -> None:
         comm = self._comm
         for peer in peers:
-            begin(self._sends, comm.mpi.isend, message, comm.ranks[peer], comm.tag)
+            with living(peer):
+                begin(self._sends, comm.mpi.isend, message, comm.ranks[peer], comm.tag)
 
 
 def undisturbed(call: Callable[[], T]) -> T:
@@ -466,17 +468,13 @@ def _received(
     MPI has all of it. Its request is in ``receives`` meanwhile.
     """
     requests = receives.setdefault(rank, [])
-    try:
+    with living(rank):
         if not requests:
             message = comm.mpi.improbe(comm.ranks[rank], comm.tag)
             if message is None:
                 return {}
             begin(requests, message.irecv)
         arrived, found = requests[0].test()
-    except sys.modules["mpi4py.MPI"].Exception as error:
-        raise RankLeft(
-            f"rank {rank} has ended, as MPI reports ({error})", ranks=(rank,)
-        ) from error
     if not arrived:
         return {}
     del receives[rank]

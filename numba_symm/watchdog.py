@@ -145,9 +145,10 @@ class Watchdog:
             if not self._silent:
                 for peer in self._peers():
                     there = self._comm.ranks[peer]
-                    self._sent.append(
-                        self._comm.mpi.isend(error, there, self._comm.tag)
-                    )
+                    with contextlib.suppress(ranks.mpi().Exception):  # it has died
+                        self._sent.append(
+                            self._comm.mpi.isend(error, there, self._comm.tag)
+                        )
         finally:  # afterwards, because peers notice that a connection ends
             self._abort()
 

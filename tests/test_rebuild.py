@@ -76,11 +76,57 @@ def leftovers():
     return fds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10  # MiB
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def leaves(world, comm, patches):
+    """Rank 1 leaves each rebuild at another place, and all leave; all try it again."""
+    import numba_symm as ns
+
+    found = []
+    for place, name in patches:
+        if comm.rank == 0:
+            comm.abort()
+        assert failed(comm)[0] == "Aborted"
+        world.Barrier()
+        began = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            if comm.rank == 1:
+                patch.setattr(place, name, interrupt)
+            else:
+                time.sleep(0.2)  # so rank 1 waits, and the others come to its wait
+            try:
+                comm.rebuild()
+            except (KeyboardInterrupt, ns.SymmError) as error:
+                text = f"{type(error).__name__}: {error}"
+                found.append((name, text, time.monotonic() - began))
+        comm = comm.rebuild()
+        assert total(comm) == [6.0] * 5
+        world.Barrier()  # before rank 0 aborts it
+    return comm, found
+
+
+def check_leaving(rank, found, places):
+    left = "RankLeft: rank 1 left rebuild by KeyboardInterrupt"
+    for place, (name, text, seconds) in zip(places, found, strict=True):
+        assert place == name
+        assert text.startswith("KeyboardInterrupt" if rank == 1 else left)
+        assert seconds < 5
+
+
+PLACES = ["pause", "_shrink", "made_of"]
+
+
 def survive(world):
     """Rebuild a communicator again and again; then one rank dies, and another one."""
     import numba_symm as ns
+    from numba_symm.collectives.islands import construction, rebuilding
+    from numba_symm.launch.waiting import Wait
 
     comm = ns.Communicator(world, timeout=20)
+    owners = Wait, rebuilding._Steps, construction
+    comm, left_by_interrupt = leaves(world, comm, zip(owners, PLACES, strict=True))
     seen = []
     for cycle in range(CYCLES):
         if comm.rank == cycle % comm.size:
@@ -101,13 +147,14 @@ def survive(world):
         os.kill(os.getpid(), signal.SIGKILL)
     attempt(lambda: comm.zeros(3))
     with comm.rebuild() as last:
-        return seen, died, left, [last.size, total(last)]
+        return seen, died, left, [last.size, total(last)], left_by_interrupt
 
 
 def test_survivors_continue_and_nothing_leaks(tmp_path):
     found = played("survive", tmp_path, 3)
     assert set(found) == {2}  # the others have died
-    seen, died, left, last = found[2]
+    seen, died, left, last, interrupted = found[2]
+    check_leaving(2, interrupted, PLACES)
     (fds, memory), (fds_after, memory_after) = seen
     assert fds_after == fds
     assert memory_after - memory < 20

@@ -3,20 +3,30 @@
 If a rank has died, MPI continues without it only with user-level failure mitigation
 (ULFM), which the launcher switches on. Then the ranks proceed so, as often as needed:
 
-1. They agree that all of them have arrived, by a call of MPI that can be polled, so it
-   can have a deadline. It ends although ranks have died, or die meanwhile.
-2. They make a communicator of MPI's of those who are left. This call blocks, but all of
-   them are about to make it.
+1. They agree that all of them have arrived.
+2. They make a communicator of MPI's of those who are left.
 3. They construct a communicator of it.
 4. They agree whether that has succeeded on all. A rank that dies before it agrees makes
-   all others disagree. So all have the same communicator, or all begin again.
+   all others disagree. So all have the same communicator, or all begin again with 2.
+
+They poll for agreements of MPI's, so each wait has a deadline, and a signal can end it.
+An agreement ends although ranks have died, or die meanwhile, but MPI cannot cancel it.
+So a rank that leaves a rebuild, by a signal or at a deadline, keeps its agreement and
+what it has made. It reports that to all other ranks, which leave, too. If all of them
+call ``rebuild`` again, they continue where they were.
+
+Step 2 can only block, and would wait for a rank that has left. Therefore another
+agreement precedes it, in which each rank states whether it has stayed since it began
+the agreement before. Signals wait for the end of this one, which no rank delays.
 
 Without ULFM, all ranks must live. They make a duplicate of MPI's communicator, and
 construct a communicator of it.
 """
 
 import os
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,10 +34,17 @@ import numpy as np
 from numba_symm.collectives import lifetime
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.islands import construction
-from numba_symm.errors import ArgumentError, ClosedError, ExchangeError, SymmError
+from numba_symm.errors import (
+    ArgumentError,
+    ClosedError,
+    ExchangeError,
+    RankLeft,
+    SymmError,
+    left,
+)
 from numba_symm.launch import duplicates, ranks, tagged, waiting
 from numba_symm.launch.ranks import name_ranks
-from numba_symm.launch.tagged import TaggedComm
+from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.members import patience
 
@@ -38,7 +55,9 @@ SURVIVING = "OMPI_MCA_mpi_ft_enable"
 
 START = "start the job by `numba-symm run --survive`, or by `mpirun --with-ft ulfm`"
 
-_pending: list[Any] = []  # requests that an interrupt has left, whose memory MPI uses
+_WELL, _STAYED = 1, 2
+"""What a rank passes to an agreement, as bits: its construction has succeeded; it has
+not left the rebuild meanwhile. The result has the bits that all ranks have passed."""
 
 
 def survives() -> bool:
@@ -52,9 +71,12 @@ def rebuilt(calls: Calls) -> Calls:
     Collective over these.
     """
     comm = _checked(calls)
-    mpi = comm.mpi
-    mpi.Set_errhandler(ranks.mpi().ERRORS_RETURN)
-    made = _of_survivors(calls, mpi) if survives() else _of_all(calls, mpi)
+    comm.mpi.Set_errhandler(ranks.mpi().ERRORS_RETURN)
+    steps = _begun.get(calls)
+    if steps is None:
+        steps = _begun[calls] = _Steps(calls, comm)
+    made = steps.of_survivors() if survives() else steps.of_all()
+    del _begun[calls]
     comm.free_if_alone()  # its messages are those of the communicator that has failed
     return made
 
@@ -101,74 +123,226 @@ def _construct(calls: Calls, mine: TaggedComm) -> Calls:
     return construction.made_of(mine, *given)
 
 
-def _of_all(calls: Calls, mpi: Any) -> Calls:
-    """Return a communicator of the same ranks, without ULFM."""
-    members = calls.members
-
-    def look() -> bool:
-        ended = [] if members.closed else members.board.ended()
-        if ended:
-            names = [members.exchange.names[rank] for rank in ended]
-            raise ExchangeError(
-                f"{WHAT}: expected an MPI that continues after a rank has died, got "
-                f"one that does not, and {name_ranks(names)} ended; {START}"
-            )
-        return False
-
-    wait = Wait(WHAT, members.world.rank, patience())
-    look()
-    with waiting.watching(look):
-        (made,) = duplicates.duplicates(mpi, 1, wait)
-    _closed(calls)
-    mine = tagged.whole(made, owned=True)
-    return _construct(calls, mine)
+_PROMPT = 10.0
+"""Seconds in which every rank begins the second agreement after the first one."""
 
 
-def _of_survivors(calls: Calls, mpi: Any) -> Calls:
-    """Return a communicator of the ranks that are left, by ULFM."""
-    _closed(calls)
-    _agreed(mpi, True, calls)
-    left = waiting.undisturbed(mpi.Shrink)
-    while True:
-        left.Set_errhandler(ranks.mpi().ERRORS_RETURN)
-        mine = tagged.whole(left, owned=False)
-        made, failure = None, None
-        try:
-            made = _construct(calls, mine)
-        except (SymmError, ranks.mpi().Exception) as error:
-            failure = error
-        if _agreed(left, made is not None, calls) and made is not None:
-            mine.own()
-            return made
-        if made is not None:
-            lifetime.close_locally(made, RuntimeError("a rank has died"), WHAT)
-        before = left
-        left = waiting.undisturbed(before.Shrink)
+class _Agreement:
+    """Bits that all ranks agree on. Collective.
+
+    Args:
+        mpi: the ranks.
+        mine: the bits of this rank.
+
+    Attributes:
+        result: the bits that all ranks have passed, the same on all that are left.
+    """
+
+    def __init__(self, mpi: Any, mine: int):
+        self._mpi, self.result = mpi, 0
+        self._bits = np.array([mine], np.int32)
+        self._requests: list[Any] = []
+        self._ended = False
+
+    def ended(self) -> bool:
+        """Begin it, if need be, and return whether it has ended. Local."""
+        if not self._requests:
+            waiting.begin(self._requests, self._mpi.Iagree, self._bits)
+        if not self._ended:
+            well = _WELL
+            try:
+                if not self._requests[0].Test():
+                    return False
+            except ranks.mpi().Exception:  # on all ranks: one has died
+                well = 0
+            # The bits are those of all that live, also after such an error.
+            self.result = int(self._bits[0]) & (_STAYED | well)
+            self._ended = True
+        return True
+
+
+class _Steps:
+    """The steps of one communicator's rebuild on this rank, which can be continued.
+
+    Args:
+        calls: the calls of the communicator.
+        comm: its ranks.
+    """
+
+    def __init__(self, calls: Calls, comm: TaggedComm):
+        self._calls, self._comm = calls, comm
+        self._reports = comm.part(range(comm.size), Purpose.REBUILD)
+        self._heard: list[tuple[int, RankLeft]] = []  # of which call, and the error
+        self._number = 0  # of the call of rebuild; all ranks leave it, or none does
+        self._first: _Agreement | None = None
+        self._begun_in = 0  # the call in which the first agreement began
+        self._second: _Agreement | None = None
+        self._left: Any = None
+        self._from(None)
+
+    def _from(self, mine: TaggedComm | None) -> None:
+        """Begin with step 3, or with step 1 if there are no ranks yet."""
+        self._mine, self._constructs = mine, False
+        self._made: Calls | None = None
+        self._failure: Exception | None = None
+
+    def of_all(self) -> Calls:
+        """Return a communicator of the same ranks, without ULFM."""
+        members = self._calls.members
+
+        def look() -> None:
+            ended = [] if members.closed else members.board.ended()
+            if ended:
+                names = [members.exchange.names[rank] for rank in ended]
+                raise ExchangeError(
+                    f"{WHAT}: expected an MPI that continues after a rank has died, "
+                    f"got one that does not, and {name_ranks(names)} ended; {START}"
+                )
+
+        self._number += 1
+        look()
+        with self._reported(), waiting.watching(look):
+            (made,) = duplicates.duplicates(self._comm.mpi, 1, self._wait())
+        _closed(self._calls)
+        return _construct(self._calls, tagged.whole(made, owned=True))
+
+    def of_survivors(self) -> Calls:
+        """Return a communicator of the ranks that are left, by ULFM."""
+        self._number += 1
+        while True:
+            with self._reported():
+                made = self._turn()
+            if made is not None:
+                return made
+            if self._failure is not None:  # it would fail again
+                failure, self._failure = self._failure, None
+                raise failure
+
+    def _turn(self) -> Calls | None:
+        """Make the steps; return None if they have failed.
+
+        Then ``_failure`` is None if they shall be made again.
+        """
+        _closed(self._calls)
+        if self._mine is None:
+            self._meet(self._comm.mpi, _STAYED)
+            self._from(tagged.whole(self._taken(), owned=False))
+        assert self._mine is not None
+        if not self._constructs:
+            self._constructs = True
+            try:
+                self._made = _construct(self._calls, self._mine)
+            except (SymmError, ranks.mpi().Exception) as error:
+                self._failure = error
+        # Without a result, this rank has left the construction.
+        stayed = self._made is not None or self._failure is not None
+        well = self._made is not None
+        result = self._meet(self._mine.mpi, stayed * _STAYED | well * _WELL)
+        if result == _WELL | _STAYED and self._made is not None:
+            self._mine.own()
+            return self._made
+        if self._made is not None:
+            lifetime.close_locally(self._made, RuntimeError("a rank has died"), WHAT)
+        waiting.undisturbed(lambda: self._end_turn(bool(result & _STAYED)))
+        return None
+
+    def _end_turn(self, stayed: bool) -> None:
+        """Prepare the next turn, or the end of the rebuild."""
+        assert self._mine is not None
+        before, left, failure = self._mine.mpi, self._taken(), self._failure
         died = left.size < before.size
         before.Free()
-        if not died:  # it would fail again
+        self._from(tagged.whole(left, owned=False))
+        if stayed and not died:
             left.Free()
-            raise failure or ExchangeError(
+            self._from(None)
+            self._failure = failure or ExchangeError(
                 f"{WHAT}: the construction failed on another rank; look at its error"
             )
 
+    def _meet(self, mpi: Any, mine: int) -> int:
+        """Agree on bits. Unless all are well, make a communicator of who is left."""
+        while True:
+            if self._first is None:
+                self._begun_in = self._number
+                self._first = _Agreement(mpi, mine)
+            self._await(self._first)
+            result = self._first.result
+            if result == _WELL | _STAYED or self._left is not None:
+                return result
+            if self._second is None:
+                stayed = self._begun_in == self._number
+                self._second = _Agreement(mpi, stayed * _STAYED)
+            waiting.undisturbed(lambda: self._shrink(mpi))
 
-def _agreed(mpi: Any, well: bool, calls: Calls) -> bool:
-    """Return whether all ranks pass True, and none has died since the last shrink.
-
-    Collective. The result is the same on all ranks that are left.
-    """
-    wait = Wait(WHAT, calls.members.world.rank, patience())
-    flag = np.array([well], np.int32)
-    requests: list[Any] = []
-    try:
-        waiting.begin(requests, mpi.Iagree, flag)
-        while not requests[0].Test():
+    def _shrink(self, mpi: Any) -> None:
+        assert self._second is not None
+        # No rank that takes part leaves. So only a rank that has left before, which
+        # reports that, or that is stopped makes this wait long.
+        wait = Wait(WHAT, self._comm.rank, _PROMPT)
+        while not self._second.ended():
             if wait.pause(()):
                 raise wait.error(())
-    except sys.modules["mpi4py.MPI"].Exception:  # on all ranks: one has died
-        return False
-    except BaseException:
-        _pending.append((requests, flag))
-        raise
-    return bool(flag[0])
+        if self._second.result & _STAYED:
+            self._left = mpi.Shrink()
+            self._left.Set_errhandler(ranks.mpi().ERRORS_RETURN)
+        else:  # all ranks meet again
+            self._first = self._second = None
+
+    def _taken(self) -> Any:
+        """Return the communicator that was made, and forget how."""
+        left, self._left = self._left, None
+        self._first = self._second = None
+        return left
+
+    def _wait(self) -> Wait:
+        return Wait(WHAT, self._comm.rank, patience())
+
+    def _await(self, agreement: _Agreement) -> None:
+        wait = self._wait()
+        # A signal between its end and the note of its result would lose the result.
+        while not waiting.undisturbed(agreement.ended):
+            if wait.pause(()):
+                raise wait.error(())
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """Report to all ranks that this one leaves the block, and leave with them."""
+        try:
+            with waiting.watching(self._listen):
+                yield
+        except BaseException as error:
+            if not self._leavers():
+                waiting.undisturbed(partial(self._report, error))
+            raise
+
+    def _leavers(self) -> list[RankLeft]:
+        """Return the errors of the ranks that have left this call of rebuild."""
+        return [error for number, error in self._heard if number >= self._number]
+
+    def _listen(self) -> None:
+        """Raise if another rank has left."""
+        comm = self._reports
+        for there in comm.ranks:
+            with suppress(ranks.mpi().Exception):  # it has died
+                while comm.mpi.iprobe(there, comm.tag):
+                    waiting.begin(self._heard, comm.mpi.recv, None, there, comm.tag)
+        for error in self._leavers():
+            raise error
+
+    def _report(self, error: BaseException) -> None:
+        comm = self._reports
+        names = self._calls.members.exchange.names
+        text = f"rank {names[comm.rank]} {left(error, WHAT)}"
+        found = RankLeft(text, ranks=(names[comm.rank],), operation=WHAT)
+        for rank, there in enumerate(comm.ranks):
+            if rank != comm.rank:
+                with suppress(ranks.mpi().Exception):  # it has died
+                    report = self._number, found
+                    waiting.begin(
+                        waiting.unfinished, comm.mpi.isend, report, there, comm.tag
+                    )
+
+
+_begun: dict[Calls, _Steps] = {}
+"""The rebuilds that have not ended, with memory that MPI uses."""

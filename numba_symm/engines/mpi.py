@@ -246,7 +246,7 @@ class MpiEngine:
                 latest[same] = kind(self, len(moves), parcel, number, before)
                 moves.append(latest[same])
         try:
-            while moves := [each for each in moves if not each.advance()]:
+            while moves := [each for each in moves if not _advanced(each)]:
                 self._look()
                 if self._moved:
                     self._moved, wait = 0, self._wait()
@@ -278,6 +278,12 @@ class MpiEngine:
         """Free the buffers, and release the ranks. Collective."""
         self._room.close()
         self._comm.release()
+
+
+def _advanced(move: "_ParcelMove") -> bool:
+    """Continue a parcel's move, and return whether it has ended."""
+    with ranks.living(move.parcel.peer):
+        return move.advance()
 
 
 def _run(work: Callable[[int], None], stream: int, done: Future[None]) -> None:

@@ -345,6 +345,22 @@ def test_a_step_succeeds_once_a_rank_has_all_values(mpi, monkeypatch, ends):
     assert waiting.unfinished == [comm.mpi, "send", "send"]
 
 
+def test_a_send_to_a_rank_that_mpi_knows_to_have_died_raises_our_error(mpi):
+    class Peers(FakeMPI.Comm):
+        rank, size = 1, 2
+
+        def isend(self, *_):
+            raise mpi.Exception("Process Failure")
+
+        def improbe(self, *_):
+            return None
+
+    comm = tagged.whole(Peers("world"), owned=False)
+    with pytest.raises(CollectiveError, match=r"rank 0 has ended, as MPI r") as error:
+        waiting.all_gather(comm, "mine", Wait("a call", 1, 1))
+    assert error.value.ranks == (0,)
+
+
 def test_nothing_is_made_once_mpi_has_finalized(mpi):
     mpi.finalized = True
     for call in (duplicate, lambda comm: tagged.checked_split(comm, 0, 0)):

@@ -81,7 +81,7 @@ def job(monkeypatch):
     job = Job()
     mpi = types.SimpleNamespace(ANY_SOURCE=-1, Is_finalized=lambda: job.finalized)
     mpi.Status = types.SimpleNamespace
-    mpi.Exception = OSError  # none of these tests raises it
+    mpi.Exception = OSError
     monkeypatch.setattr(ranks, "mpi", lambda: mpi)
     monkeypatch.setattr(watchdog, "_fall_silent_before_finalize", lambda: None)
     return job
@@ -103,6 +103,22 @@ def test_a_failure_is_reported_before_connections_of_islands_end(job):
     watch.look()
     watch.stop()
     assert job.done == ["left", "sent to 12", "sent to 13", "aborted"]
+
+
+def test_a_report_to_a_rank_that_has_died_prevents_no_other(job, monkeypatch):
+    watch, sends = Watchdog(job, job, PARTS, 0, 0), job.isend
+
+    def isend(error, rank, tag):
+        if rank == 12:
+            raise ranks.mpi().Exception("Process Failure")
+        sends(error, rank, tag)
+
+    monkeypatch.setattr(job, "isend", isend)
+    watch.ask(job)
+    job.abandon("left")
+    watch.look()
+    watch.stop()
+    assert job.done == ["left", "sent to 13", "aborted"]
 
 
 @pytest.mark.parametrize("islands", [2, 3, 7, 32, 33, 1000])
