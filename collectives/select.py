@@ -2,9 +2,8 @@
 
 The limits were measured on H200s (bench/README.md). Those for 2 ranks are of calls on
 31 multiprocessors, when that was the default. Those for more ranks were measured on all
-multiprocessors. Limits for more ranks are estimates where they choose ``direct`` for
-all_reduce and reduce_scatter, ``copy_engine`` for all_reduce, or ``two_shot_marked``
-for broadcast.
+multiprocessors, but for those in ``ESTIMATES``. ``numba-symm tune -n N`` measures the
+limits for N ranks.
 """
 
 import math
@@ -138,6 +137,19 @@ ON_GPUS = {
     "broadcast": Choice(_BROADCAST, _BROADCAST),
 }
 """By operation. Others use the limits of one of these: ``Operation.limits_of``."""
+
+
+ESTIMATES: Mapping[str, tuple[str, ...]] = {
+    "all_reduce": ("direct", "copy_engine"),
+    "reduce_scatter": ("direct",),
+    "broadcast": ("two_shot_marked",),
+}
+"""The algorithms, by operation, whose sizes from 3 ranks on were not measured."""
+
+
+def is_estimate(name: str, algorithm: str, size: int) -> bool:
+    """Return whether ``ON_GPUS`` chooses the algorithm by an estimated size."""
+    return size > 2 and algorithm in ESTIMATES.get(name, ())
 
 
 def _simulated(step: Step) -> Step:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from numba_symm import environment
 from numba_symm.collectives.operations import OPERATIONS
-from numba_symm.collectives.select import ALL, CHOICES, Choice, Choices, Step
+from numba_symm.collectives.select import ALL, CHOICES, ESTIMATES, Choice, Choices, Step
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.store import StoreExchange
 
@@ -184,7 +184,11 @@ def described(gpu: str | None) -> str:
     try:
         content = json.loads(place.read_text())
     except FileNotFoundError:
-        return "built in; `numba-symm tune` measures those of this node"
+        guessed = (f"{name} by {' and '.join(a)}" for name, a in ESTIMATES.items())
+        return (
+            "built in; `numba-symm tune` measures those of this node; from 3 ranks on, "
+            f"estimates for {', '.join(guessed)}"
+        )
     except _UNREADABLE as error:
         return f"{place} is ignored: it cannot be read ({error}); {AGAIN}"
     try:

@@ -100,7 +100,8 @@ def _chosen(operation, size, element):
         most = (
             "above" if last is None else f"to {_human(last * operation.shards(size))}"
         )
-        lines.append(f"{most}: `{name}`")
+        guess = r" \*" * select.is_estimate(operation.limits_of, name, size)
+        lines.append(f"{most}: `{name}`{guess}")
         first = None if last is None else last + 1
     return "<br>".join(lines)
 
