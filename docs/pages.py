@@ -338,7 +338,8 @@ def _signature(value, is_class):
         for name, each in signature.parameters.items()
         if name != "self"
     ]
-    return str(inspect.Signature(parameters))
+    text = str(inspect.Signature(parameters))
+    return re.sub(r"<class '([\w.]+)'>", r"\1", text)
 
 
 def _plain(text):
