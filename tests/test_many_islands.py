@@ -117,9 +117,9 @@ def calls_of_messages(rank, ranks, count):
 def check(world, division):
     from numba import cuda
 
+    from numba_symm.bench.laboratory.schedules import ScheduledJob, exchanges
     from numba_symm.collectives.islands.sizes import DEFAULT
     from numba_symm.engines import mpi as engine
-    from tests.schedules import Job, exchanges
 
     begin, sent = engine.begin, Counter()
 
@@ -137,7 +137,7 @@ def check(world, division):
     engine.begin = counted
     rank, ranks = world.rank, world.size
     with made(world, division, 60) as comm:
-        job = Job(comm.islands, DEFAULT)
+        job = ScheduledJob(comm.islands, DEFAULT)
         for count in (5, 300):
             for name, x, result, options in whole_calls(rank, ranks, count):
                 sent.clear()

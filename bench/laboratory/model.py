@@ -2,8 +2,8 @@
 
     python -m numba_symm.bench.laboratory.model --plot model.png
 
-It prints tables in Markdown. It has the same chunks and ticks as the library. For each
-tick, it adds the time of the exchange or of the work beside it, whichever is longer.
+It prints tables in Markdown. The schedules are the library's own. For each step, it
+adds the time of the exchange or of the work beside it, whichever is longer.
 """
 
 import argparse
@@ -15,13 +15,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from numba_symm.bench.contenders.ours import NAME
+from numba_symm.bench.laboratory.schedules import (
+    Combine,
+    Convert,
+    CopyStep,
+    ExchangeStep,
+    Pack,
+    ScheduledJob,
+    Within,
+    even,
+    exchanges,
+    launches,
+)
 from numba_symm.bench.plot import human
 from numba_symm.bench.report import best, microseconds
-from numba_symm.collectives.islands.moves import chained
-from numba_symm.collectives.islands.pipeline import several, ticks
-from numba_symm.collectives.islands.sizes import DEFAULT
+from numba_symm.collectives.islands.sizes import DEFAULT, Sizes
 from numba_symm.environment import SIMULATED
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -101,145 +112,99 @@ class Nodes:
         """Return the microseconds of an operation within a node."""
         return self.within[operation](nbytes) if self.gpus > 1 else 0.0
 
-    def combined(self, parts: int, nbytes: float) -> float:
-        """Return the microseconds of the reduction of parts of so many bytes."""
-        return LAUNCH + (parts + 1) * nbytes / MEMORY
+    def step(self, step: Any) -> float:
+        """Return the microseconds of a step of a schedule."""
+        match step:
+            case ExchangeStep(island=True):
+                return self.inside("broadcast", _most(step)[1])
+            case ExchangeStep():
+                messages, nbytes = _most(step)
+                across = self.link(nbytes) + (messages - 1) * MESSAGE
+                return max(across, sum(map(self.step, step.beside)))
+            case Within():
+                name, call = step.operation.name, step.call
+                number = step.operation.shards(self.gpus)
+                number = self.gpus if name == "all_gather" else number
+                return self.inside(_LIKE.get(name, name), number * call.nbytes)
+            case CopyStep():
+                moved = 2 * step.nbytes
+            case Pack():
+                moved = 2 * math.prod(step.shape)
+            case Combine():
+                moved = (step.number + 1) * step.stride
+            case Convert():
+                moved = step.count * sum(kind.itemsize for kind in step.kinds)
+            case _:
+                moved = 0
+        return LAUNCH + moved / MEMORY
 
-    def packed(self, parts: int, nbytes: float) -> float:
-        """Return the microseconds of copies of parts of so many bytes."""
-        return parts * (LAUNCH + 2 * nbytes / MEMORY) if self.gpus > 1 else 0.0
+    def cost(self, name: str, nbytes: int, sizes: Sizes = DEFAULT) -> "Cost":
+        """Return what a call costs the rank that it costs most.
 
-    def all_reduce(self, nbytes: int) -> float:
-        """Return the microseconds of an all-reduce, by the bytes of its message."""
-        m, away = self.number, self.number - 1
-        small = nbytes <= DEFAULT.small and m <= DEFAULT.few
-        if small or DEFAULT.along_rails(m, nbytes):
-            across = self.across(away * nbytes, away)
-            if not small:
-                across = self.along_rail(nbytes)
-            return self.inside("all_reduce", nbytes) + across + self.combined(m, nbytes)
-        most = int(DEFAULT.staging / 2 / (2 / self.gpus * WIDTH))
-        chunks = divided(nbytes, self.gpus, most)
-        works, exchanges = [], []
-        for chunk in chunks:
-            shard = chunk / self.gpus
-            first = self.inside("reduce_scatter", chunk)
-            last = self.inside("all_gather", chunk)
-            if m > 2 and m * shard > DEFAULT.one_step:
-                works.append([first, self.combined(m, shard / m), last])
-                exchanges.append([away / m * shard] * 2)
-            else:
-                works.append([first, self.combined(m, shard) + last])
-                exchanges.append([away * shard])
-        return self.overlapped(exchanges, works, away)
-
-    def reduce_scatter(self, nbytes: int) -> float:
-        """Return the microseconds of a reduce-scatter, by the bytes of its input."""
-        m, size = self.number, self.number * self.gpus
-        shard = nbytes / size
-        if m <= DEFAULT.few and (2 * m - 1) * shard <= DEFAULT.staging:
-            each = self.inside("reduce_scatter", nbytes / m)
-            last = [each, self.combined(m, shard)]
-            if shard < DEFAULT.chunk:
-                works = [[m * each, last[1]]]
-                return self.overlapped([[(m - 1) * shard]], works, m - 1)
-            works = [*[[each, 0.0]] * (m - 1), last]
-            return self.overlapped([*[[shard]] * (m - 1), [0.0]], works)
-        together = DEFAULT.half // 8
-        most = min((DEFAULT.half - together) / (2 * m), together / self.gpus) / WIDTH
-        works, exchanges = [], []
-        for chunk in divided(shard, 1, max(1, int(most))):
-            whole = m * self.gpus * chunk
-            launches = math.ceil(whole / together)
-            each = whole / launches
-            packed = self.packed(1, each) + self.inside("reduce_scatter", each)
-            works.append([launches * packed, self.combined(m, chunk)])
-            exchanges.append([(m - 1) * chunk])
-        return self.overlapped(exchanges, works, m - 1)
-
-    def all_gather(self, nbytes: int) -> float:
-        """Return the microseconds of an all-gather, by the bytes of its output."""
-        m, each = self.number, nbytes / (self.number * self.gpus)
-        slots = (2 * m - 1 + m * self.gpus) * each
-        if DEFAULT.along_rails(m, int(each)) and slots <= DEFAULT.half:
-            spread = self.packed(1, nbytes) + self.inside("all_gather", nbytes)
-            return self.along_rail(each) + spread
-        island = self.inside("all_gather", nbytes / m)
-        times = m - 1 if each >= DEFAULT.chunk and m > 2 else 1  # exchanges
-        exchanges = [[(m - 1) / times * each]] * times
-        works = [[0.0, (m - 1) / times * island]] * times
-        messages = (m - 1) // times
-        return self.overlapped([*exchanges, []], [*works, [island]], messages)
-
-    def broadcast(self, nbytes: int) -> float:
-        """Return the microseconds of a broadcast, by the bytes of its message."""
-        m, away = self.number, self.number - 1
-        rails = m > DEFAULT.few
-        steps = away.bit_length()
-        if away * nbytes <= DEFAULT.one_rail or (rails and nbytes <= DEFAULT.small):
-            across = self.across(away * nbytes, away)
-            if rails:
-                across = steps * self.link(nbytes)
-            return across + self.inside("broadcast", nbytes)
-        chunks = divided(nbytes, self.gpus, nbytes, 2 * m)
-        chain = chained(len(chunks), m)
-        if rails:
-            each = nbytes // (self.gpus * len(chunks))
-            chain = DEFAULT.shorter_as_chain(m, len(chunks), each)
-        if self.gpus == 1 and not chain and not rails:
-            return self.across(away * nbytes, away)
-        works = [
-            [self.inside(n, c) for n in ("broadcast", "all_gather")] for c in chunks
-        ]
-        if chain:  # each hop of the last chunk is a tick
-            tick = max(self.link(chunks[0] / self.gpus), max(works[0]))
-            return works[0][0] + (len(chunks) + away) * tick + works[0][1]
-        if rails:
-            shard = nbytes / self.gpus
-            scattered = steps * self.link(0) + self.link(shard) - self.link(0)
-            first = self.inside("broadcast", nbytes)
-            last = self.inside("all_gather", nbytes)
-            return first + scattered + self.across(shard, away) + last
-        exchanges = [[away * each / self.gpus] for each in chunks]
-        return self.overlapped(exchanges, works, away)
-
-    def across(self, nbytes: float, messages: int) -> float:
-        """Return the microseconds of an exchange of several messages."""
-        return self.link(nbytes) + (messages - 1) * MESSAGE
-
-    def along_rail(self, nbytes: float) -> float:
-        """Return the microseconds of the steps by which all get so much of each."""
-        distances = [1 << step for step in range((self.number - 1).bit_length())]
-        sent = [min(each, self.number - each) * nbytes for each in distances]
-        return sum(map(self.link, sent))
-
-    def overlapped(
-        self,
-        exchanges: Sequence[Sequence[float]],
-        works: Sequence[Sequence[float]],
-        messages: int = 1,
-    ) -> float:
-        """Return the microseconds of chunks.
+        It is the root, which is the first rank, the last one of its island or of all,
+        or one between them. A step of one rank is taken to begin when that of the
+        others begins.
 
         Args:
-            exchanges: of each chunk, the bytes of its exchanges.
-            works: of each chunk, the microseconds of its work.
-            messages: how many an exchange has.
+            name: the operation.
+            nbytes: the bytes of the message, for all ranks together if each has a
+                shard.
+            sizes: the limits of the calls.
         """
-        total = 0.0
-        for exchanged, work in ticks([len(each) for each in exchanges]):
-            nbytes = sum(exchanges[c][n] for c, n in exchanged)
-            across = self.across(nbytes, messages) if nbytes else 0.0
-            total += max(across, sum(works[c][n] for c, n in work))
-        return total
+        job = ScheduledJob(even(self.number, self.gpus), sizes)
+        shards = job.size if name in SHARDED else 1
+        count = max(1, nbytes // WIDTH // shards)
+        found, chain = [], False
+        if name == "broadcast" and self.number > 2:
+            steps = job.schedule(2 * self.gpus, name, count, "float32")
+            froms = {p.peer for each in exchanges(steps) for p in each.receives}
+            chain = froms == {self.gpus}  # in a tree, the first island sends to it
+        ranks = 0, self.gpus - 1, self.gpus * (self.number // 2), job.size - 1
+        for rank in {*ranks}:
+            steps = job.schedule(rank, name, count, "float32")
+            across = exchanges(steps)
+            sent = [parcel.nbytes for each in across for parcel in each.sends]
+            time = sum(map(self.step, steps))
+            if chain and rank:  # the first chunk has crossed the islands before
+                waited = job.places.of[rank][0] - 1
+                time += waited * max(map(self.step, across))
+            found.append(Cost(len(sent), sum(sent), launches(steps), time))
+        return Cost(*map(max, zip(*found, strict=True)))
+
+    def time(self, name: str, nbytes: int) -> float:
+        """Return the microseconds of a call."""
+        return self.cost(name, nbytes).time
 
 
-def divided(nbytes: float, shards: int, most: int, number: int = 0) -> list[float]:
-    """Return the bytes of each chunk, as :func:`several` divides them."""
-    count = max(1, int(nbytes / WIDTH))
-    each = several(count, shards, WIDTH, most, DEFAULT.chunk, number) * WIDTH
-    full, rest = divmod(count * WIDTH, each)
-    return [float(each)] * full + [float(rest)] * (rest > 0)
+class Cost(NamedTuple):
+    """What a call costs a rank.
+
+    Attributes:
+        messages: that it sends to other islands.
+        nbytes: of these messages.
+        launches: kernels and copies, without the engine's.
+        time: microseconds.
+    """
+
+    messages: int
+    nbytes: int
+    launches: int
+    time: float
+
+
+def _most(exchange: ExchangeStep) -> tuple[int, int]:
+    """Return how many messages a rank sends or receives, and their bytes."""
+    each = exchange.sends, exchange.receives
+    numbers, nbytes = zip(
+        *((len(ps), sum(p.nbytes for p in ps)) for ps in each), strict=True
+    )
+    return max(numbers), max(nbytes)
+
+
+SHARDED = ("reduce_scatter", "all_gather", "all_to_all")
+
+_LIKE = {"scan": "reduce"}
+"""By operation without a recorded run, another one, of about as many bytes."""
 
 
 BOUNDS: dict[str, Callable[[int], float]] = {
@@ -268,14 +233,16 @@ def measured(operation: str, name: str = "2026-11-22-h200-8") -> Curve:
     return interpolated({b: microseconds(each) for b, each in found.items() if each})
 
 
+MEASURED = (*BOUNDS, "reduce")
+"""The operations with a recorded run."""
+
 NUMBERS = (2, 4, 8, 16, 32, 64)
 SIZES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26, 28, 30))
 
 
 def of_eight() -> list[Nodes]:
     """Return nodes of 8 GPUs, as many as in each column of the tables."""
-    names = [*BOUNDS, "reduce"]
-    within = {name: measured(name) for name in names}
+    within = {name: measured(name) for name in MEASURED}
     return [Nodes(number, 8, within, NETWORK) for number in NUMBERS]
 
 
@@ -317,8 +284,8 @@ def checks() -> dict[str, dict[int, float]]:
             continue
         curve = interpolated(alone[operation if operation == "broadcast" else BOTH])
         link = partial(marked, curve)
-        model = getattr(Nodes(2, 1, {}, link), operation)
-        found[operation] = {n: model(n) / time for n, time in times.items()}
+        model = Nodes(2, 1, {}, link)
+        found[operation] = {n: model.time(operation, n) / t for n, t in times.items()}
     return found
 
 
@@ -338,7 +305,7 @@ def table(operation: str, nodes: Sequence[Nodes]) -> list[str]:
     for nbytes in SIZES:
         cells = []
         for each in nodes:
-            time = getattr(each, operation)(nbytes)
+            time = each.time(operation, nbytes)
             share = 100 * bound(operation, each, nbytes) / time
             cells.append(f"{time:.0f} ({share:.0f} %)")
         lines.append(f"| {human(nbytes)} | " + " | ".join(cells) + " |")
@@ -366,8 +333,7 @@ def draw(nodes: Sequence[Nodes], image: Path) -> None:
     for axes, operation in zip(figure.subplots(2, 2).flat, BOUNDS, strict=True):
         for each in nodes:
             shares = [
-                100 * bound(operation, each, n) / getattr(each, operation)(n)
-                for n in SIZES
+                100 * bound(operation, each, n) / each.time(operation, n) for n in SIZES
             ]
             axes.plot(SIZES, shares, marker="o", label=f"{each.number} nodes")
         axes.set_xscale("log", base=2)

@@ -159,7 +159,8 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
     within the root's island. Then one shard of it crosses along each rail, and the
     other islands gather the shards. If there are many chunks, each island sends them to
     the next one, and no rank sends a byte twice. Between more than ``few`` islands,
-    each shard is scattered over the islands and then gathered, if that takes less time.
+    each shard crosses along a binomial tree, or is scattered over the islands and then
+    gathered, if that takes less time.
     """
     shards, m, sizes = site.largest, len(site.parts), site.sizes
     small = call.nbytes * (m - 1) <= sizes.one_rail
@@ -169,10 +170,11 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
     most = call.count + VECTOR * shards
     fits = several(call.count, shards, width, most, sizes.chunk, 2 * m)
     bounds = list(in_shards(site, call.count, fits, shards))
-    chain = chained(len(bounds), m)
+    chain, way = chained(len(bounds), m), ""
     if site.by_rails:
         each = divide_up(call.nbytes, shards * len(bounds))
-        chain = sizes.shorter_as_chain(m, len(bounds), each)
+        way = sizes.crossing(m, len(bounds), each)
+        chain = way == "chain"
         bounds = bounds if chain else [*in_shards(site, call.count, most, shards)]
     elif shards == 1 and not chain:
         return _on_one_rail(site, call)
@@ -187,7 +189,7 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
     if chain:
         return _along_a_chain(site, crossing)
     if site.by_rails:
-        return _in_parts(site, crossing)
+        return (_along_trees if way == "tree" else _in_parts)(site, crossing)
     stages = [
         Stages([each.first(), each.last()], [each.from_one_to_all()])
         for each in crossing
@@ -301,6 +303,19 @@ def _along_a_chain(site: Site, chunks: "Sequence[_Crossing]") -> list[Enqueue]:
                 sends = chunks[tick - 1].with_island(after) if place < m - 1 else []
         steps += site.between("broadcast", sends, receives, work)
     return steps
+
+
+def _along_trees(site: Site, chunks: "Sequence[_Crossing]") -> list[Enqueue]:
+    """Return the steps in which each rail's shard crosses along a binomial tree.
+
+    Ranks that own several shards pass them on in the same order, by their numbers.
+    """
+    steps = [step for chunk in chunks for step in chunk.first()]
+    for chunk in chunks:
+        for number, at in chunk.mine:
+            tree = site, "broadcast", at, chunk.nbytes, chunk.island, number
+            steps += rails.spread(*tree)
+    return steps + [step for chunk in chunks for step in chunk.last()]
 
 
 def _in_parts(site: Site, chunks: "Sequence[_Crossing]") -> list[Enqueue]:

@@ -24,8 +24,7 @@ from numba_symm.engines.protocol import Parcel
 def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a scan."""
     carried, m = Carried(call), len(site.parts)
-    small = site.along_rails(call.count * carried.width)
-    on_rails = small and site.islands.places.consecutive
+    on_rails = site.by_rails and site.islands.places.consecutive
     # Besides the slots, the staging memory has three ranges of a chunk.
     slots = rails.slots(m) if on_rails else m + 1
     lost = 4 * ALIGNED + VECTOR * (slots + 3)
@@ -35,12 +34,12 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     if fits < call.count:
         site = site.beside
     scan = _Scan(operation, site, carried, slots)
+    each = enumerate(site.chunks(call.count, fits))
     if on_rails:
-        return scan.on_rails()
-    chunks = [
-        scan.chunk(number, *chunk)
-        for number, chunk in enumerate(site.chunks(call.count, fits))
-    ]
+        return [
+            step for number, chunk in each for step in scan.on_rails(number, *chunk)
+        ]
+    chunks = [scan.chunk(number, *chunk) for number, chunk in each]
     return overlapped(site, operation.name, chunks)
 
 
@@ -103,30 +102,34 @@ class _Scan:
             last = self._of_none(identity, target, count)
         return Stages([steps, last], [(sends, receives)])
 
-    def on_rails(self) -> list[Enqueue]:
-        """Return the steps in which all ranks get what each island has in total."""
+    def on_rails(self, number: int, first: int, count: int) -> list[Enqueue]:
+        """Return the steps in which all ranks get what each island has in total.
+
+        They are those of a chunk; the chunks follow one another.
+        """
         site, carried, call = self.site, self.carried, self.carried.call
-        staging, nbytes = StagingRanges(site), call.count * carried.width
+        staging, nbytes = StagingRanges(site, number), count * carried.width
+        source = call.source + first * call.element.itemsize
+        target = call.target + first * call.element.itemsize
         stride = divide_up(nbytes, VECTOR) * VECTOR
         slots = staging.take(self.slots * stride)
         own = slots + site.index * stride
-        steps, wide = self._widened(staging, call.source, call.count)
-        step = carried.step(wide, own, call.count)
+        steps, wide = self._widened(staging, source, count)
+        step = carried.step(wide, own, count)
         steps.append(site.within(ALL_REDUCE, step))
         steps += rails.gathered(site, self.operation.name, slots, stride)
         scan = self.operation if self.exclusive else self.inclusive_scan
         steps.append(site.within(scan, step))
-        identity = self._identity(staging, call.source, call.count, steps)
+        identity = self._identity(staging, source, count, steps)
         if not self.used:
-            return steps + self._of_none(identity, call.target, call.count)
+            return steps + self._of_none(identity, target, count)
         low, high = min(self.used), max(self.used)
-        first, place = slots + low * stride, 0
+        place = 0
         if site.index in self.used:
             place = site.index - low
         islands = high + 1 - low
-        return steps + self._combined(
-            first, stride, place, islands, call.target, call.count
-        )
+        used = slots + low * stride
+        return steps + self._combined(used, stride, place, islands, target, count)
 
     def _widened(
         self, staging: StagingRanges, source: int, count: int

@@ -70,18 +70,27 @@ class Sizes:
         parts = self.start + (islands - 1) * (self.message + nbytes)
         return islands > self.few and time <= parts
 
-    def shorter_as_chain(self, islands: int, chunks: int, nbytes: int) -> bool:
-        """Return whether chunks cross faster from island to island than in parts.
+    def crossing(self, islands: int, chunks: int, nbytes: int) -> str:
+        """Return how shards of one island reach all others in the least time.
 
         Args:
             islands: the number of islands.
             chunks: the number of chunks.
             nbytes: of each chunk's shard.
+
+        Returns:
+            ``chain``: each island sends chunks to the next one. ``tree``: all bytes
+            along a binomial tree. ``parts``: a part for each island along such a tree,
+            and then each island's part to all others.
         """
-        chain = (chunks + islands - 1) * (self.start + nbytes)
-        steps = (islands - 1).bit_length() + 1
-        parts = steps * self.start + (islands - 1) * self.message
-        return chain < parts + 2 * chunks * nbytes
+        steps, all_bytes = (islands - 1).bit_length(), chunks * nbytes
+        parts = (steps + 1) * self.start + (islands - 1) * self.message + 2 * all_bytes
+        times = {
+            "tree": steps * (self.start + all_bytes),
+            "parts": parts,
+            "chain": (chunks + islands - 1) * (self.start + nbytes),
+        }
+        return min(times, key=times.__getitem__)
 
     @property
     def islands(self) -> int:

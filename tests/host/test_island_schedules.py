@@ -7,28 +7,27 @@ import numpy as np
 import pytest
 
 from numba_symm import dtypes
-from numba_symm.collectives.islands.sizes import IN_THE_SIMULATOR, ON_GPUS
-from numba_symm.collectives.operations import OPERATIONS
-from tests.expected import expected
-from tests.schedules import (
+from numba_symm.bench.laboratory.schedules import (
     SOURCE,
     STAGING,
     TARGET,
     Combine,
     Convert,
-    Copy,
-    Exchange,
-    Job,
-    Machine,
+    CopyStep,
+    ExchangeStep,
     Pack,
+    ScheduledJob,
     Within,
     even,
     exchanges,
     flat,
-    folded,
     launches,
     of_sizes,
 )
+from numba_symm.collectives.islands.sizes import IN_THE_SIMULATOR, ON_GPUS
+from numba_symm.collectives.operations import OPERATIONS
+from tests.expected import expected
+from tests.schedules import Machine, folded
 
 SHAPES = [
     *(even(2, 2), even(5, 1), even(4, 3), even(9, 2), even(32, 1)),
@@ -60,7 +59,7 @@ def wanted(parts, operation, inputs, rank, root, op):
 
 def check(parts, sizes, name, count, kind="float32", seed=0, root=0, place=False):
     """Execute a call on all ranks, and compare every bit. Returns the machine."""
-    job, operation = Job(parts, sizes), OPERATIONS[name]
+    job, operation = ScheduledJob(parts, sizes), OPERATIONS[name]
     many = job.size if name in ("all_gather", "all_to_all", "reduce_scatter") else 1
     element = dtypes.element(np.dtype(kind), "test")
     machine = Machine(job, count * many * element.itemsize, seed)
@@ -110,10 +109,10 @@ def inside(job, steps, nbytes):
 
     for step in flat(steps):
         match step:
-            case Exchange():
+            case ExchangeStep():
                 for parcel in (*step.sends, *step.receives):
                     within(parcel.address, parcel.nbytes)
-            case Copy():
+            case CopyStep():
                 within(step.source, step.nbytes)
                 within(step.target, step.nbytes)
             case Pack():
@@ -146,7 +145,7 @@ KINDS = [("int8", "sum"), ("float16", "avg"), ("complex128", "sum")]
 
 @pytest.mark.parametrize("parts", LARGE, ids=lambda p: f"{len(p)} islands")
 def test_schedules_fit_and_match_for_many_islands_and_all_sizes(parts):
-    job = Job(parts, most_chunks=4)
+    job = ScheduledJob(parts, most_chunks=4)
     random = np.random.default_rng(len(parts))
     for name in (*NAMES, "barrier"):
         shards = name in NAMES[-3:-1] or name == "reduce_scatter"
@@ -177,7 +176,7 @@ def test_few_messages_are_needed_for_small_calls():
     machine = check(parts, ON_GPUS, "reduce_scatter", 100)
     assert set(machine.sent.values()) == {log}
     for name, of in (("reduce_scatter", even(32, 2)), ("all_gather", UNEVEN)):
-        job = Job(of)
+        job = ScheduledJob(of)
         for rank in range(0, job.size, 7):
             steps = job.schedule(rank, name, 20)
             assert len(exchanges(steps)) == log, name
@@ -190,7 +189,7 @@ def test_few_messages_are_needed_for_small_calls():
         machine = check(parts, ON_GPUS, name, 100)
         assert sum(machine.sent.values()) == 31
         assert max(machine.sent.values()) <= log
-    job = Job(parts)
+    job = ScheduledJob(parts)
     machine = Machine(job, 0)
     machine.run({rank: job.schedule(rank, "barrier", 0) for rank in range(32)})
     assert set(machine.sent.values()) == {log}
@@ -210,7 +209,7 @@ BOUNDS = {
 @pytest.mark.parametrize("islands", [16, 100, 1000])
 def test_launches_and_parcels_of_large_calls_are_bounded(name, islands):
     """Of 1 GiB between nodes of 8. A chunk has at least 14 MiB of staging memory."""
-    job, nbytes = Job(even(islands, 8)), 1 << 30
+    job, nbytes = ScheduledJob(even(islands, 8)), 1 << 30
     received = 2 * nbytes // 8
     chunks = max(9, -(-received // (14 << 20)) + 1)
     if name == "broadcast":
