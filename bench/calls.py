@@ -4,6 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from numba import cuda
+
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.operations import Operation
 
@@ -82,6 +85,78 @@ def barrier(
 ) -> EnqueueOn:
     """Return a call of our barrier."""
     return lambda stream: comm.barrier(stream=stream)
+
+
+MOST_ROW = 16 << 10
+"""The most bytes of a token in the measurement of experts."""
+
+
+def experts(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> EnqueueOn:
+    """Return a dispatch, and a combine of the received tokens as the results.
+
+    Each rank has one expert, and the tokens of shard r of ``x`` are for rank r. So the
+    bytes are those of an all-to-all there, and one back, which the algorithm
+    ``all_to_all`` makes instead.
+    """
+    if algorithm == "all_to_all":
+        return _there_and_back(comm, x, out)
+    made, given, into = _dispatch(comm, x, out)
+
+    def call(stream: int) -> None:
+        found = made.dispatch(*given, stream=stream)
+        made.combine(found.tokens, out=into, stream=stream)
+
+    return call
+
+
+def experts_stored(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> EnqueueOn:
+    """Return the same, of results that are where ``combine`` need not copy them."""
+    if algorithm == "all_to_all":
+        return _there_and_back(comm, x, out)
+    made, given, into = _dispatch(comm, x, out)
+
+    def call(stream: int) -> None:
+        made.dispatch(*given, stream=stream)
+        made.combine(out=into, stream=stream)
+
+    return call
+
+
+def _dispatch(comm: Communicator, x: Any, out: Any) -> tuple[Any, Any, Any]:
+    """Return the experts, the arguments of a dispatch, and the output as tokens."""
+    part = x.size // comm.size
+    row = part * x.dtype.itemsize
+    while row > MOST_ROW and row % 32 == 0:
+        row //= 2
+    hidden = row // x.dtype.itemsize
+    each = part // hidden
+    made = comm.experts(
+        comm.size,
+        top_k=1,
+        hidden=hidden,
+        tokens=comm.size * each,
+        capacity=each,
+        dtype=x.dtype,
+    )
+    ids = np.repeat(np.arange(comm.size, dtype=np.int32), each)[:, None]
+    shape = comm.size * each, hidden
+    return made, (x.reshape(shape), cuda.to_device(ids)), out.reshape(shape)
+
+
+def _there_and_back(comm: Communicator, x: Any, out: Any) -> EnqueueOn:
+    between = comm.empty(x.shape, x.dtype)
+    there = comm.all_to_all_init(x, out=between)
+    back = comm.all_to_all_init(between, out=out)
+
+    def call(stream: int) -> None:
+        there(stream)
+        back(stream)
+
+    return call
 
 
 def all_gather_v(

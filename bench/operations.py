@@ -278,6 +278,28 @@ OPERATIONS = {
     ),
 }
 
+_EXPERTS = BenchOperation(
+    name="experts",
+    shapes=lambda count, ranks: 2 * (8 * max(1, count // (8 * ranks)) * ranks,),
+    bus=lambda ranks: 2 * (ranks - 1) / ranks,
+    inputs=reducible,
+    expected=lambda inputs, op, rank: [inputs[rank]],
+    plan=calls.experts,
+    call=calls.experts,
+    algorithms=("experts", "all_to_all"),
+    apart=True,
+)
+OPERATIONS |= {
+    "experts": _EXPERTS,
+    "experts_stored": replace(
+        _EXPERTS,
+        name="experts_stored",
+        expected=_nothing,
+        plan=calls.experts_stored,
+        call=calls.experts_stored,
+    ),
+}
+
 _V_FORMS = {
     "all_gather": calls.all_gather_v,
     "reduce_scatter": calls.reduce_scatter_v,

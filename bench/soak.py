@@ -69,6 +69,10 @@ _WORDS: dict[int, np.dtype[Any]] = {
 }
 
 
+NOT_DRAWN = "barrier", "experts", "experts_stored"
+"""Operations without a message of any length and dtype."""
+
+
 class SoakCall(NamedTuple):
     """A call with its check.
 
@@ -169,7 +173,7 @@ class Client:
 
     def _call(self, number: int) -> SoakCall:
         draw, comm = self._random, self.comm
-        name = str(draw.choice([each for each in OPERATIONS if each != "barrier"]))
+        name = str(draw.choice([each for each in OPERATIONS if each not in NOT_DRAWN]))
         operation = OPERATIONS[name]
         type_, op = KINDS[draw.integers(len(KINDS))]
         if not operation.reductions:

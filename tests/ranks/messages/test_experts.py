@@ -1,11 +1,14 @@
 """Dispatch and combine of a mixture of experts, compared with NumPy."""
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
 from numba import cuda
 
 import numba_symm as ns
+from numba_symm.bench import __main__ as bench
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import (
     check_works,
@@ -249,6 +252,18 @@ def test_wrong_arguments_of_experts(comm, world):
         refused(world, kind, call, text)
     check_works(comm)
     wait_for_all(comm, world)
+
+
+@of_one_island
+def test_a_measurement_has_an_all_to_all_there_and_back_beside_it(world, capfd):
+    words = "experts -b 256 -e 256 -d half,int32 -n 2 -w 1 -G 2 --algorithm all"
+    assert bench.main(words.split()) == 0
+    text = world.bcast(capfd.readouterr().out)
+    rows = [line.split() for line in text.splitlines() if line[0] == " "]
+    assert rows[0][2:4] == ["half", "none"]
+    assert rows[0][7] == "0"  # wrong elements
+    assert all(float(cell) > 0 for cell in (rows[0][4], *rows[0][8:10]))
+    assert re.search("# Skipped .*, int32 none: .*expected dtype", text, re.S)
 
 
 @of_one_island
