@@ -1,7 +1,8 @@
 """The table of calls in errors: which rank has made which, where they differ."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from numba_symm.launch.ranks import name_ranks
 from numba_symm.record import Entry, Head, Record, Records
@@ -14,6 +15,9 @@ _LINES = 24
 
 _AFTER = 3
 """The most calls of a rank that are not compared, after each one that is."""
+
+_SENT = 64
+"""Calls that a rank sends to other islands, so that MPI sends them without delay."""
 
 _BETWEEN = 2e-3  # seconds in which ranks that make the table simultaneously store it
 
@@ -37,6 +41,7 @@ def table(records: Records, now: Callable[[], int] = time.monotonic_ns) -> str:
     about = found or min(last)
     lines = _lines(records, calls, others, about, marked=found)
     lines += states(records, last, now())
+    lines += _first(head.across for head in records.heads).splitlines()
     return "\n".join(["The calls of the ranks:", *lines])
 
 
@@ -164,5 +169,80 @@ def agreed(records: Record) -> str:
 
 
 def _kept(records: Records) -> str:
-    found = (head.table.decode(errors="ignore") for head in records.heads)
-    return next((text for text in found if text), "")
+    return _first(head.table for head in records.heads)
+
+
+def _first(texts: Iterable[bytes]) -> str:
+    """Return the first text that is not empty."""
+    return next(filter(None, texts), b"").decode(errors="ignore")
+
+
+class Sent(NamedTuple):
+    """The latest calls of a rank, as it sends them to other islands.
+
+    Attributes:
+        name: the rank's number in texts.
+        compared: the last number that may be compared, because no capture is before.
+        calls: by number, the chain of digests and what the call is.
+    """
+
+    name: int
+    compared: int
+    calls: dict[int, tuple[int, str]]
+
+
+def sent(records: Record) -> Sent:
+    """Return what this rank sends to other islands, after a failure."""
+    calls = records.calls(records.rank)[-_SENT:]
+    words = {each.about: records.words(records.rank, each) for each in calls}
+    own = records.own
+    compared = int(own.captured) - 1 if own.captured else records.number
+    made = {each.number: (each.chain, words[each.about]) for each in calls}
+    return Sent(int(own.name), compared, made)
+
+
+def compare_across(records: Record, other: Sent) -> None:
+    """Compare this rank's calls with those of a rank of another island.
+
+    The table has the result. Calls that differ are no failure of their own, because
+    this is done after a failure only.
+    """
+    own = records.own
+    before = own.across.decode(errors="ignore").splitlines()
+    text = "\n".join([*before, *_across(sent(records), other)])
+    own.across = text.encode(errors="replace")[: Head.across.size - 1]
+    own.heard += 1  # last, because others may wait for it
+
+
+def _across(mine: Sent, other: Sent) -> list[str]:
+    here, there = f"rank {mine.name}", f"rank {other.name}"
+    last = min(mine.compared, other.compared)
+    common = [n for n in mine.calls if n in other.calls and n <= last]
+    differ = [n for n in common if mine.calls[n][0] != other.calls[n][0]]
+    if differ:
+        first = differ[0]
+        known = first > common[0] or first == 1
+        lines = [
+            f"Calls differ between islands, from call {first} on"
+            + (":" if known else ", or from an earlier one:")
+        ]
+        for number in range(first - _AROUND, first + _AROUND + 1):
+            head = f"{'> ' if number == first else '  '}{number}"
+            found = [
+                (name, each.calls[number][1])
+                for name, each in ((here, mine), (there, other))
+                if number in each.calls
+            ]
+            for name, words in found:
+                lines.append(f"{head}  {name}: {words}")
+                head = " " * len(head)
+        return lines
+    behind = max(mine.calls, default=0) - max(other.calls, default=0)
+    if not behind:
+        return []
+    late, ahead, calls = (there, here, other) if behind > 0 else (here, there, mine)
+    number, (_, words) = max(calls.calls.items(), default=(0, (0, "none")))
+    return [
+        f"{late} is {abs(behind)} call{'s' * (abs(behind) > 1)} behind {ahead} of "
+        f"another island: its last call is {number}, {words}"
+    ]

@@ -27,7 +27,7 @@ from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.members import Members
-from numba_symm.watchdog import Watchdog
+from numba_symm.watchdog import Watchdog, neighbors
 
 
 class Islands(Members):
@@ -250,6 +250,23 @@ class Islands(Members):
         if self.watchdog is not None and not self.closed:
             self.watchdog.look()
 
+    def _table(self) -> str:
+        """Return the table, once the other islands that report have sent their calls.
+
+        An island that has stopped sends nothing, so the wait is short.
+        """
+        record, end = self.board.record, time.monotonic() + _REPORTED
+        if record is not None and not ranks.mpi().Is_finalized():
+            wanted = len(neighbors(self.index, len(self.parts)))
+            while time.monotonic() < end:
+                self.watch()
+                if max(each.heard for each in record.heads) >= wanted:
+                    break
+                if any(each.table for each in record.heads):
+                    break  # made by another rank of this island
+                time.sleep(_PAUSE)
+        return super()._table()
+
     def refuse_finalized(self) -> None:
         """Raise ExchangeError if MPI is finalized."""
         if ranks.mpi().Is_finalized():
@@ -372,6 +389,11 @@ class _Across:
         """Report to all ranks that this one leaves a call by an exception."""
         self._islands.abandon(cause, operation)
 
+
+_REPORTED = 0.5
+"""Seconds in which islands exchange their calls after a failure."""
+
+_PAUSE = 5e-3  # seconds between two looks for these
 
 # Seconds after a message, in which those sent before it arrive. If a rank stops for
 # longer between the sends of one step, some ranks may raise because others are ahead.

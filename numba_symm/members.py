@@ -297,11 +297,15 @@ class Members(ABC):
         hint = f". {failure.hint}" if failure.hint else ""
         calls = ""
         if failure.error in (CallMismatch, CollectiveTimeout):
-            calls = self.board.calls()
+            calls = self._table()
         return failure.exception(
             f"; results since the last check are undefined. {advice}{hint}"
             + (calls and f"\n{calls}")
         )
+
+    def _table(self) -> str:
+        """Return the table of the ranks' calls, for an error."""
+        return self.board.calls()
 
     def compare_calls(self) -> None:
         """Raise CallMismatch if calls of another rank of the island differ. Local."""

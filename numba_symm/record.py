@@ -100,6 +100,8 @@ class Head(ctypes.Structure):
         node: its node, if texts name nodes.
         tag: the program's own text for its current calls.
         table: the table of calls that this rank has made for errors.
+        heard: of how many ranks of other islands it has received the calls.
+        across: how these calls differ from its own, for the table.
     """
 
     _fields_ = (
@@ -110,6 +112,8 @@ class Head(ctypes.Structure):
         ("node", ctypes.c_char * 64),
         ("tag", ctypes.c_char * 128),
         ("table", ctypes.c_char * 4096),
+        ("heard", ctypes.c_uint64),
+        ("across", ctypes.c_char * 2048),
     )
 
 

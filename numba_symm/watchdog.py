@@ -6,6 +6,9 @@ its own board. The islands form two binomial trees, and each reports to its neig
 both. So all islands know after at most 2 ⌈log₂ islands⌉ reports in a row, even if one
 gives no report. There are at most 8 reports for each island.
 
+Each report is followed by the latest calls of the rank that sends it. The receiver
+compares them with its own, for the table of calls in errors.
+
 The watchdog also queries the engine for errors and for exchanges that last too long,
 and aborts it after a failure.
 """
@@ -15,7 +18,7 @@ import threading
 import weakref
 from typing import Any
 
-from numba_symm import forks, threads
+from numba_symm import call_table, forks, threads
 from numba_symm.board import Board
 from numba_symm.engines.protocol import Engine
 from numba_symm.errors import CollectiveError, RankLeft, summary
@@ -141,14 +144,17 @@ class Watchdog:
 
     def _tell(self, error: CollectiveError) -> None:
         self.told = True
+        record = self._board.record
+        messages = [error] if record is None else [error, call_table.sent(record)]
         try:
             if not self._silent:
                 for peer in self._peers():
                     there = self._comm.ranks[peer]
                     with contextlib.suppress(ranks.mpi().Exception):  # it has died
-                        self._sent.append(
-                            self._comm.mpi.isend(error, there, self._comm.tag)
-                        )
+                        for message in messages:
+                            self._sent.append(
+                                self._comm.mpi.isend(message, there, self._comm.tag)
+                            )
         finally:  # afterwards, because peers notice that a connection ends
             self._abort()
 
@@ -210,12 +216,16 @@ class Watchdog:
                 return False
             self._receives.append((message.irecv(), status.source in self._sources))
         request, ours = self._receives[0]
-        arrived, error = request.test()
+        arrived, found = request.test()
         if not arrived:
             return False
         self._receives.clear()
-        if ours:  # not from a rank of another communicator
-            self._board.fail(error)
+        if not ours:  # from a rank of another communicator
+            return True
+        if not isinstance(found, call_table.Sent):
+            self._board.fail(found)
+        elif self._board.record is not None:
+            call_table.compare_across(self._board.record, found)
         return True
 
     def fall_silent(self) -> None:

@@ -261,3 +261,25 @@ def test_calls_are_ranges_of_a_profiler(ranks, about, monkeypatch, attached, ins
         texts = ["launch"]
     expected = [t if t == "launch" else ("numba_symm", t) for t in texts]
     assert seen == expected
+
+
+def test_calls_of_other_islands_in_the_table():
+    mine = call_table.Sent(0, 9, {n: (n, f"call of kind {n}") for n in range(4, 9)})
+    same = mine._replace(name=2)
+    assert call_table._across(mine, same) == []
+    (late,) = call_table._across(mine, call_table.Sent(2, 9, {7: (7, "x")}))
+    assert late == (
+        "rank 2 is 1 call behind rank 0 of another island: its last call is 7, x"
+    )
+    (late,) = call_table._across(call_table.Sent(2, 9, {}), mine)
+    assert late.startswith("rank 2 is 8 calls behind rank 0 of another island: ")
+    other = same._replace(calls=mine.calls | {6: (1, "y"), 7: (2, "z")})
+    assert call_table._across(mine, other)[:1] == [
+        "Calls differ between islands, from call 6 on:"
+    ]
+    assert "> 6  rank 0: call of kind 6" in call_table._across(mine, other)
+    assert "     rank 2: y" in call_table._across(mine, other)
+    assert call_table._across(mine, other._replace(compared=5)) == []  # a capture
+    other = same._replace(calls={n: (0, "y") for n in range(4, 9)})
+    first = call_table._across(mine, other)[0]
+    assert first.endswith("from call 4 on, or from an earlier one:")

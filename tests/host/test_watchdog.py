@@ -44,6 +44,8 @@ class Job:
         self.lacking -= 1
         return self.interrupted((self.lacking < 0, message))
 
+    record = None
+
     def isend(self, error, rank, tag):
         assert tag == 515
         self.done.append(self.interrupted(f"sent to {rank}"))
