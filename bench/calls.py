@@ -40,6 +40,21 @@ def collective(operation: Operation, *, prepared: bool) -> Callable[..., Enqueue
     return make
 
 
+def coded(wire: str, *, prepared: bool) -> Callable[..., EnqueueOn]:
+    """Return a factory of all-reduces by codes; its algorithm "plain" is without."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> EnqueueOn:
+        given = {"out": out, "wire": None if algorithm == "plain" else wire}
+        if prepared:
+            plan: EnqueueOn = comm.all_reduce_init(x, **given)
+            return plan
+        return lambda stream: comm.all_reduce(x, stream=stream, **given)
+
+    return make
+
+
 def gather(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
 ) -> EnqueueOn:

@@ -67,6 +67,7 @@ class BenchOperation:
         sized: whether it has a message.
         windowed: whether a call may consist of several messages, one for each row of
             input and output.
+        types: the names of the element types that it takes.
     """
 
     name: str
@@ -82,6 +83,7 @@ class BenchOperation:
     reductions: tuple[str, ...] = ()
     sized: bool = True
     windowed: bool = False
+    types: tuple[str, ...] = tuple(TYPES)
 
     @property
     def in_place_too(self) -> bool:
@@ -320,3 +322,35 @@ OPERATIONS |= {
     )
     for name, call in _V_FORMS.items()
 }
+
+
+def _largest(size: int) -> Callable[..., Array]:
+    """Return what makes inputs whose sum by codes is exact, for any number of ranks.
+
+    The first two ranks have the largest code, with random signs, the others zeros.
+    """
+
+    def inputs(
+        random: np.random.Generator, ranks: int, op: str, dtype: np.dtype[Any]
+    ) -> Array:
+        found = np.zeros((ranks, PERIOD))
+        found[:2] = size * _signs(random, (PERIOD,))
+        return found.astype(dtype)
+
+    return inputs
+
+
+OPERATIONS |= {
+    f"all_reduce_{wire}": replace(
+        OPERATIONS["all_reduce"],
+        name=f"all_reduce_{wire}",
+        inputs=_largest(size),
+        plan=calls.coded(wire, prepared=True),
+        call=calls.coded(wire, prepared=False),
+        algorithms=("coded", "plain"),
+        reductions=("sum",),
+        types=("half", "bfloat16", "float"),
+    )
+    for wire, size in (("int8", 127), ("fp8", 448))
+}
+"""Sums by codes of one byte, and those of the elements themselves (``plain``)."""

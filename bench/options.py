@@ -13,7 +13,6 @@ from numba_symm.bench.contenders import CONTENDERS
 from numba_symm.bench.operations import (
     NO_REDUCTION,
     OPERATIONS,
-    TYPES,
     BenchOperation,
 )
 from numba_symm.bench.plot import NoRun, load
@@ -157,8 +156,8 @@ def _add_messages(parser: argparse.ArgumentParser, operation: BenchOperation) ->
         "-d",
         dest="types",
         metavar="TYPE,…",
-        type=_names(TYPES),
-        help=f"element types: some of {', '.join(TYPES)}, or all "
+        type=_names(operation.types),
+        help=f"element types: some of {', '.join(operation.types)}, or all "
         "(default float; with --shuffle: all; with --cold: float,int32)",
     )
     if operation.reductions:
@@ -325,17 +324,17 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     if options.plot:
         check_image(parser, options.plot)
     shuffled = options.shuffle is not None
-    options.types = options.types or _types(options)
+    options.types = options.types or _types(operation, options)
     every = operation.reductions
     options.reductions = options.reductions or (every if shuffled else ("sum",))
     if options.seed is None:
         options.seed = secrets.randbits(32)
 
 
-def _types(options: argparse.Namespace) -> tuple[str, ...]:
+def _types(operation: BenchOperation, options: argparse.Namespace) -> tuple[str, ...]:
     """Return the default of ``-d``."""
     if options.shuffle is not None:
-        return tuple(TYPES)
+        return operation.types
     return ("float", "int32") if options.cold else ("float",)
 
 

@@ -21,7 +21,7 @@ from numba_symm.collectives.descriptions import Descriptions
 from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.collectives.invocation import OPTIONS, Invocation
 from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
+from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue
 from numba_symm.collectives.requests import Requests
 from numba_symm.collectives.thread_guard import ThreadGuard
 from numba_symm.collectives.transfers import Prepared
@@ -136,16 +136,26 @@ class Calls:
             gaps = gaps or target[3] is None
         if gaps:
             return staging.bound(self, given, out, chosen)
-        launch, about = self.packed(given, source, target)
+        launch, about = self.packed(given, source, target, chosen[0])
         return launch, out, chosen, about
 
     def packed(
-        self, given: Invocation[Operation], source: Fields, target: Fields | None
+        self,
+        given: Invocation[Operation],
+        source: Fields,
+        target: Fields | None,
+        stream: int = 0,
     ) -> tuple[Enqueue | None, Description]:
         """Return the packed launch, remembered or new, and what the call is.
 
-        The launch is None for a call of no elements. ``target`` is None on a rank that
-        has no output.
+        Args:
+            given: the call, whose root was checked.
+            source: its input.
+            target: its output; None on a rank that has none.
+            stream: the handle of its stream.
+
+        Returns:
+            The launch is None for a call of no elements.
         """
         operation = given.operation
         what = operation.name
@@ -162,16 +172,33 @@ class Calls:
         if isinstance(given.op, str):
             dtypes.reduction(given.op, what)
         read = arrays.dense(ArrayView(*source), what)
+        if given.wire is not None:
+            from numba_symm.collectives import wires
+
+            wires.check(given, read.dtype, self.gpu)
         written = None if target is None else ArrayView(*target)
         name, call = operation.work(given, read, written, self.end, self.gpu)
         launch = None
         if call is not None:
             self.members.check()  # after a failure, do not compile a kernel
             with loads.of(what):
-                launch = self.binder.operation(operation, name, call)
+                launch = self._launch(given, name, call, stream)
         made = launch, self.descriptions.operation(given, read, name)
         self._plans.put(key, made)
         return made
+
+    def _launch(
+        self, given: Invocation[Operation], algorithm: str, call: Call, stream: int
+    ) -> Enqueue:
+        """Bind a checked call."""
+        operation = given.operation
+        if given.wire is None:
+            return self.binder.operation(operation, algorithm, call)
+        from numba_symm.collectives import wires
+
+        nbytes = wires.room_of(call.count, self.size)
+        room = self.staging.scratch(nbytes, stream, f"{operation.name}: wire=")
+        return wires.bind(self.end, self.binder, given.wire, call, room)
 
     def barrier(self, stream: Any) -> None:
         """Enqueue a barrier of all ranks."""

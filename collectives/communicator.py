@@ -435,11 +435,12 @@ class Communicator(Persistent, OthersNames):
         out: Any = None,
         stream: Any = None,
         algorithm: str | None = None,
+        wire: str | None = None,
     ) -> Any:
         """Reduce ``x`` over all ranks, element by element. Every rank gets the result.
 
-        Collective: every rank passes arrays of equal count and dtype, the same ``op``
-        and the same ``algorithm``. All ranks get identical bits. Asynchronous.
+        Collective: every rank passes arrays of equal count and dtype, and the same
+        ``op``, ``algorithm`` and ``wire``. All ranks get identical bits. Asynchronous.
 
         Args:
             x: a device array of any shape, with gaps or without, symmetric or not. Its
@@ -475,6 +476,11 @@ class Communicator(Persistent, OthersNames):
                 stream that the array names (torch's or CuPy's current one for their
                 arrays), else ``comm.stream``.
             algorithm: None for the fastest one, or {algorithms}
+            wire: how the elements of a sum cross the links: ``"int8"``, ``"fp8"``
+                (compute capability 8.9 or higher), or None for as they are. As codes of
+                one byte, in groups of 128 with a scale each, they are about a quarter
+                of the bytes of float32. The result is approximate. x is of float32,
+                bfloat16 or float16.
 
         Returns:
             ``out``, or the new array, of x's shape.
@@ -485,7 +491,9 @@ class Communicator(Persistent, OthersNames):
             CollectiveError: an earlier call of the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        given = invocation(ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(
+            ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm, wire=wire
+        )
         return self._calls.call(given)
 
     @by_one_thread
@@ -508,7 +516,8 @@ class Communicator(Persistent, OthersNames):
         Args:
             *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``;
                 ``"gaps"`` for arrays with gaps, in any call; ``"counts"`` for counts on
-                the GPU; ``"signals"`` for the methods of :class:`SymmetricMemory`.
+                the GPU; ``"wire_int8"`` and ``"wire_fp8"`` for sums by codes;
+                ``"signals"`` for the methods of :class:`SymmetricMemory`.
             dtypes: the dtypes of their arrays.
             ops: the operators of those that reduce, as for :meth:`all_reduce`. An
                 operator is skipped for a dtype or a call that lacks it.

@@ -50,7 +50,9 @@ class Descriptions:
             more.append(f"op {given.op!r}")
         if operation.rooted:
             more.append(f"root {given.root}")
-        if self._islands == 1:
+        if given.wire is not None:
+            more.append(f"wire {given.wire!r}")
+        elif self._islands == 1:
             more.append(f"algorithm {algorithm!r}")
         # Where nothing is reduced, ranks may name the same bytes by different types.
         same = f"{x.size} {x.dtype.name}" if operation.reduces else f"{x.nbytes} bytes"

@@ -20,6 +20,7 @@ class Invocation(NamedTuple, Generic[Kind]):
         op: the operator, if the operation reduces.
         algorithm: its name; None: the fastest.
         root: the root, if the operation has one.
+        wire: of a sum, how its elements cross the links; None: as they are.
         tables: of a v form, its counts and displacements: one pair, or two.
         peers: of messages, whom this rank sends to, and whom it receives from.
         count: of a message that may be shorter than ``out``, where its number of
@@ -33,6 +34,7 @@ class Invocation(NamedTuple, Generic[Kind]):
     op: Any = "sum"
     algorithm: str | None = None
     root: Any = None
+    wire: Any = None
     tables: tuple[Any, ...] = ()
     peers: tuple[Any, ...] = ()
     count: Any = None
@@ -49,13 +51,15 @@ def invocation(
     tables: tuple[Any, ...] = (),
     peers: tuple[Any, ...] = (),
     count: Any = None,
+    wire: Any = None,
 ) -> Invocation[Kind]:
     """Return an invocation. A class takes keywords more slowly than a function."""
-    given = operation, x, out, stream, op, algorithm, root, tables, peers, count
+    options = op, algorithm, root, wire
+    given = operation, x, out, stream, *options, tables, peers, count
     return _new(Invocation, given)
 
 
 _new = tuple.__new__
 
-OPTIONS = slice(4, 7)
+OPTIONS = slice(4, 8)
 """The fields that are options. A call is remembered by its options and its arrays."""

@@ -22,6 +22,8 @@ from numba_symm.collectives.kernels import (
     transfer,
 )
 from numba_symm.collectives.operations import (
+    ALL_GATHER,
+    ALL_TO_ALL,
     OPERATIONS,
     REDUCE_SHARD,
     Operation,
@@ -74,6 +76,9 @@ COUNTS = "counts"
 EXPERTS = "experts"
 """The calls of a mixture of experts, of the dtypes that it can have."""
 
+CODED = {"wire_int8": "int8", "wire_fp8": "fp8"}
+"""Sums by codes, by the name of the codes."""
+
 SIGNALS = "signals"
 """The methods of ``SymmetricMemory`` that launch kernels."""
 
@@ -81,7 +86,7 @@ _OPERATIONS = {**OPERATIONS, REDUCE_SHARD.name: REDUCE_SHARD}
 
 NAMES = (
     *(*_OPERATIONS, *MESSAGES, *REQUESTS, *DIGESTS),
-    *("barrier", GAPS, COUNTS, EXPERTS, SIGNALS),
+    *("barrier", GAPS, COUNTS, EXPERTS, *CODED, SIGNALS),
 )
 """What kernels can be listed for."""
 
@@ -179,6 +184,8 @@ def kernels(
                 _bind_counts(numpy_dtypes, binder)
             elif name == EXPERTS:
                 _bind_experts(numpy_dtypes, binder.end)
+            elif name in CODED:
+                _bind_coded(CODED[name], numpy_dtypes, end, binder)
             elif name == SIGNALS:
                 _bind_signals(binder.end.size)
             elif binder.end.size > 1:
@@ -395,6 +402,27 @@ def _bind_experts(given: list[np.dtype[Any]], end: Endpoint) -> None:
         for choices in (0, 1):
             received = 0, 0, 0
             expert_combine.bind_stage(end, 1, element, 0, 0, received, choices, 1, row)
+
+
+def _bind_coded(
+    wire: str, given: list[np.dtype[Any]], end: Endpoint, binder: Binder
+) -> None:
+    """Bind sums by codes, of all sizes, of the dtypes that have codes."""
+    from numba_symm.collectives import wires
+
+    for dtype in given:
+        if dtype.name not in wires.ELEMENTS:
+            continue
+        element = dtypes.element(dtype, wire)
+        for off, target_off in _alignments(element):
+            source, target = VECTOR + off, _FAR + target_off
+            call = Call(source, target, element.lanes, element, "sum")
+            wires.bind(end, binder, wire, call, VECTOR)
+    for operation in (ALL_TO_ALL, ALL_GATHER):
+        for count in _counts(operation, wires.WORDS, end.size, end.choices):
+            wires.exchanging(end, binder)(
+                operation, VECTOR, _FAR, count * wires.WORDS.itemsize
+            )
 
 
 def _bind_gaps() -> None:

@@ -48,6 +48,7 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
         algorithm: str | None = None,
+        wire: str | None = None,
     ) -> Plan:
         """Prepare an all-reduce to be called many times, as a persistent call of MPI.
 
@@ -55,7 +56,9 @@ class Persistent:
         ``plan()`` or ``plan(stream=…)``, is collective. Making it is collective only in
         debug mode.
         """
-        given = invocation(ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(
+            ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm, wire=wire
+        )
         return plans.plan(self._calls, given)
 
     def all_gather_init(

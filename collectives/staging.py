@@ -42,6 +42,7 @@ class Staging:
         self._rooms: list[Any] = []  # the latest one is the largest
         self._used = 0  # bytes of the latest one that the open group uses
         self._apart = False
+        self._scratch: list[Any] = []  # the latest one is the largest
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -79,13 +80,31 @@ class Staging:
         self._used += -(-nbytes // _LINE) * _LINE
         return address, room
 
+    def scratch(self, nbytes: int, stream: int, what: str) -> int:
+        """Return the address of memory within a call, for other data than arrays.
 
-def _new(nbytes: int, stream: int, what: str) -> Any:
+        The arguments are those of :meth:`take`. Each call uses it from its start.
+        """
+        if not self._scratch or self._scratch[-1].size < nbytes:
+            most = 2 * self._scratch[-1].size if self._scratch else 0
+            expected = (
+                "a call of a size that has been made before, while a stream is being "
+                "captured into a graph"
+            )
+            self._scratch.append(_new(max(nbytes, most), stream, what, expected))
+        return arrays.view(self._scratch[-1], what).address
+
+
+_EXPECTED = (
+    "an array without gaps, or one whose size has been used before, while a stream is "
+    "being captured into a graph"
+)
+
+
+def _new(nbytes: int, stream: int, what: str, expected: str = _EXPECTED) -> Any:
     if not SIMULATED and streams.is_capturing(stream):
         raise ArgumentError(
-            f"{what}: expected an array without gaps, or one whose size has been used "
-            "before, while a stream is being captured into a graph; make such a call "
-            "before the capture"
+            f"{what}: expected {expected}; make such a call before the capture"
         )
     return own_arrays.empty((nbytes,), np.dtype(np.uint8), what)
 

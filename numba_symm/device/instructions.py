@@ -217,3 +217,15 @@ _add(
 )
 _FIRST_LANES = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
 _add("of_first_lane", _FIRST_LANES, "u32 = u32", MEETS)
+# The maximum of the numbers of 8 adjacent lanes, whose first is a multiple of 8.
+_add(
+    "max_of_eight",
+    "{ .reg .b32 other; mov.b32 $0, $1; "
+    + " ".join(
+        f"shfl.sync.bfly.b32 other, $0, {lane}, 31, 0xffffffff; max.u32 $0, $0, other;"
+        for lane in (1, 2, 4)
+    )
+    + " }",
+    "u32 = u32",
+    MEETS,
+)

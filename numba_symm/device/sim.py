@@ -365,6 +365,16 @@ def warp_or(condition: bool) -> bool:
     return bool(_thread().wait_at(barrier, threads, bool(condition)))
 
 
+def max_of_eight(number: int) -> int:
+    """Return the maximum of the numbers of 8 adjacent threads, which call it."""
+    first, numbers = thread_index() & ~7, _thread()._manager.__dict__
+    numbers["of", thread_index()] = number
+    bar_sync(1000 + first, 8)  # those of blocks and warps are below 1000
+    found = max(numbers["of", first + i] for i in range(8))
+    bar_sync(1000 + first, 8)  # all have read before one stores again
+    return int(found)
+
+
 def thread_index() -> int:
     """Return the thread's index in its block, counted through all dimensions."""
     return _thread().thread_id  # type: ignore[no-any-return]

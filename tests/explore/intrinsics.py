@@ -189,6 +189,17 @@ def bar_red_or(
     return thread.any_condition
 
 
+def max_of_eight(number: int) -> Generator[int, None, int]:
+    """Of the threads of a block, which are one group; bit by bit, by barriers."""
+    found, largest = 0, True
+    for bit in reversed(range(32)):
+        has = largest and number >> bit & 1 != 0
+        if (yield from bar_red_or(thread_index_y(), scheduler.machine.threads, has)):
+            found |= 1 << bit
+            largest = has
+    return found
+
+
 def thread_index() -> int:
     thread = scheduler.current
     return thread.row * scheduler.machine.threads + thread.index

@@ -61,6 +61,7 @@ _MODULES = (
     "numba_symm.device.arithmetic",
     "numba_symm.device.lanes",
     "numba_symm.device.digests",
+    "numba_symm.device.groups",
     "numba_symm.device.order",
     "numba_symm.device.packets",
     "numba_symm.device.packet_puts",

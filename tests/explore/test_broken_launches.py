@@ -2,6 +2,7 @@
 
 import pytest
 
+from explore.coding import sums_by_codes
 from explore.markers import removed, replaced, within
 from explore.scenarios import (
     all_reduces,
@@ -22,6 +23,7 @@ CALLS = {
     "exchanges": lambda code: calls_of(code, "gather", "scan"),
     "direct": calls_on_own_arrays,
     "messages": messages,
+    "codes": sums_by_codes,
 }
 STARTS_BROKEN = {
     "no wait for the previous grid": removed("workspace", "previous"),
@@ -44,7 +46,8 @@ ONE_BARRIER = [
     within("workspace", "synchronize", "thread_index_y()", "0"),
     within("workspace", "agree", "thread_index_y()", "0"),
 ]
-SHARING = CALLS.keys() - {"one_shot_ll"}  # one block takes its registers
+# One block takes its registers; nothing to synchronize.
+SHARING = CALLS.keys() - {"one_shot_ll", "codes"}
 
 
 @pytest.mark.parametrize("name", sorted(SHARING))

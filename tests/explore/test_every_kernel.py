@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from explore.coding import sums_by_codes
 from explore.scenarios import (
     a_count,
     messages_with_gaps,
@@ -128,6 +129,7 @@ SCENARIOS = [
     messages_to_itself,
     marks,
     reductions_of_shards,
+    sums_by_codes,
     *CALLS.values(),
     calls_by_copies,
     calls_of_experts,

@@ -11,6 +11,8 @@ from numba_symm.command import cli
 
 REDUCING = [name for name, each in operations.OPERATIONS.items() if each.reduces]
 REDUCING += ["reduce_scatter_v"]
+CODED = ["all_reduce_int8", "all_reduce_fp8"]
+MOVING = sorted(OPERATIONS.keys() - {*REDUCING, *CODED, "barrier"})
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_options_that_a_kind_of_run_uses_are_taken(line):
 
 
 @pytest.mark.parametrize("more", [[], ["--shuffle", "9"]])
-@pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {*REDUCING, "barrier"}))
+@pytest.mark.parametrize("name", MOVING)
 def test_an_operation_that_only_moves_data_has_no_reduction(name, more, capsys):
     assert options.parse([name, *more]).reductions == ("none",)
     with pytest.raises(SystemExit) as ended:
@@ -129,6 +131,18 @@ def test_an_operation_that_only_moves_data_has_no_reduction(name, more, capsys):
 @pytest.mark.parametrize("name", REDUCING)
 def test_an_operation_that_reduces_takes_reductions(name):
     assert options.parse([name, "-o", "max,prod"]).reductions == ("max", "prod")
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_sum_by_codes_takes_its_types_only(name, capsys):
+    assert options.parse([name, "--shuffle", "9"]).types == (
+        "half",
+        "bfloat16",
+        "float",
+    )
+    with pytest.raises(SystemExit):
+        options.parse([name, "-d", "int32"])
+    assert "expected some of half, bfloat16, float" in capsys.readouterr().err
 
 
 def test_a_scan_has_no_average(capsys):

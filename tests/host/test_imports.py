@@ -11,6 +11,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 LAZY = {
     ("", "sharing"): "few programs share arrays",
+    ("collectives.calls", "collectives.wires"): "few sum by codes",
     ("collectives.communicator", "collectives.counted_forms"): "few have such counts",
     ("collectives.communicator", "collectives.equality"): "few compare their arrays",
     ("collectives.communicator", "collectives.experts"): "few have experts",
@@ -19,6 +20,7 @@ LAZY = {
         "one island is usual"
     ),
     ("collectives.islands.construction", "collectives.warm_up"): "needs a communicator",
+    ("collectives.kernel_set", "collectives.wires"): "few sum by codes",
     ("collectives.lifetime", "collectives.tuned"): "needs a communicator",
     ("collectives.persistent", "collectives.counted_forms"): "few have such counts",
     ("command.cli", "bench.__main__"): "`run` and `info` need none of its libraries",

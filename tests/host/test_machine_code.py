@@ -20,6 +20,7 @@ from numba_symm.collectives.kernels import (
     chunked_broadcast,
     chunked_exchange,
     chunked_reduce,
+    coded_sum,
     convert,
     copied_reductions,
     counted_copy,
@@ -40,6 +41,7 @@ from numba_symm.collectives.kernels import (
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
+from numba_symm.collectives.wires import WIRES as CODES
 from numba_symm.waits import BARRIER
 from tests.kernels import bound_kernels, named
 from tests.machine_code import Code, branches, flag_stores, opcodes, read_together
@@ -90,6 +92,9 @@ ALGORITHMS = {
     "scatter_direct": lambda *a: direct_shards.kernel(*a, False, False),
     "finish": lambda n, e, op: convert.kernel(e, e, op, n),
     "reduce_shards": reduce_shards.kernel,
+    "encode": lambda n, e, op: coded_sum.encode_kernel(n, CODES[op], e, False),
+    "add": lambda n, e, op: coded_sum.add_kernel(n, CODES[op], n),
+    "decode": lambda n, e, op: coded_sum.decode_kernel(n, CODES[op], e, True),
     "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
     "combine": lambda n, e, op: expert_combine.kernel(n, e),
     "stage": lambda n, e, op: expert_combine.stage_kernel(n, e, False),
@@ -177,7 +182,9 @@ STAGES = [("stage", 2, "float32", "sum"), ("stage_weighted", 2, "float16", "sum"
 FLAGGED = [*BLOCK_FLAGS, *DISPATCHES, *COMBINES, *PADS, *MESSAGES]
 EXPERTS = [*DISPATCHES, *COMBINES, *STAGES]
 COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *HANDSHAKES, *MESSAGES]
-COLLECTIVE += EXPERTS
+CODED = [(name, 4, "float32", "int8") for name in ("encode", "add", "decode")]
+CODED += [(name, 8, "bfloat16", "fp8") for name in ("encode", "add", "decode")]
+COLLECTIVE += EXPERTS + CODED
 GAPS = [("pack", 2), ("pack", 3)]
 DIGEST = ("digest", 2)
 OWN = ("counted_copy", 2)
@@ -266,16 +273,15 @@ def test_memory_is_global_and_nothing_is_atomic(case, cc):
     assert not code.find(r"(LD|ST|ATOM|ATOMG|ATOMS|RED|REDG)(\..*)?")
 
 
-@on([case for case in EVERY if case not in GAPS])
+@on([case for case in EVERY if case not in (*GAPS, *CODED)])
 def test_nothing_is_called(case, cc):
     # A division by what is not constant is a call of some hundred instructions. The
-    # copies of arrays with gaps have one for each axis: they wait for nobody.
+    # copies of arrays with gaps have one for each axis, codes one for each group.
     assert not compiled(case, cc).find(r"CALL\.ABS.*")
 
 
-# These read many words before they store: those of a digest, and counts to add up,
-# of messages and of experts.
-@on([case for case in EVERY if case not in (DIGEST, OWN, *EXPERTS)])
+# These read many words before they store: those of a digest, counts to add up, codes.
+@on([case for case in EVERY if case not in (DIGEST, OWN, *EXPERTS, *CODED)])
 def test_no_plain_load_is_polled(case, cc):
     # A loop that loads data stores some, or is that of epochs; one that waits does not.
     code = compiled(case, cc)

@@ -1,0 +1,265 @@
+"""The three kernels of a sum by codes: encode, add, decode.
+
+``wires.py`` has the calls, which exchange the codes by other kernels. Each thread reads
+and writes codes and elements of its own. No other rank takes part, and nothing but the
+previous kernel is waited for. The threads of a group only exchange their largest
+magnitudes, in registers. A rank that has failed stores no result.
+
+A *record* has the codes of four groups, and then their scales. So records of any number
+are an array without gaps, whose vectors are aligned.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives.protocols import binding, workspace
+from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
+from numba_symm.device import groups, intrinsics
+from numba_symm.device.groups import GROUP, IN_VECTOR
+from numba_symm.device.lanes import make_lanes
+from numba_symm.dtypes import Element
+from numba_symm.kernels import Kernel, Launch
+
+LANES = min(GROUP // IN_VECTOR, THREADS)
+"""Threads of a group."""
+
+PARTS = GROUP // IN_VECTOR // LANES
+"""Vectors of codes of a thread."""
+
+IN_RECORD = 4
+"""Groups of a record."""
+
+RECORD = IN_RECORD * (GROUP + 4)
+"""Bytes of a record."""
+
+BATCH = 4
+"""Ranks whose codes a thread loads before it adds them; of more ranks, half as many at
+a time, because registers are few."""
+
+_TEAMS = THREADS // LANES
+_VALUES = IN_VECTOR * PARTS
+
+
+@intrinsics.device_function
+def place_of(group: int) -> int:
+    """Return the offset of a group's codes."""
+    return (group >> 2) * RECORD + (group & 3) * GROUP
+
+
+@intrinsics.device_function
+def scale_place_of(group: int) -> int:
+    """Return the offset of a group's scale."""
+    return (group >> 2) * RECORD + IN_RECORD * GROUP + (group & 3) * 4
+
+
+@functools.cache
+def make_keep(codes: Element) -> Callable[..., None]:
+    """Return a device function that encodes a group, by all its threads together.
+
+    ``(target, group, lane, values, exists)`` stores codes and scale, if ``exists``.
+    """
+    scale_of, encode_16, _ = groups.make_codes(codes)
+    largest_of = groups.make_largest(_VALUES)
+
+    @intrinsics.device_function
+    def keep(target: int, group: int, lane: int, values: Any, exists: bool) -> None:
+        scale = scale_of(largest_of(values))
+        inverse = groups.ONE / scale
+        if exists:
+            at = target + place_of(group) + VECTOR * PARTS * lane
+            for part in range(PARTS):
+                words = encode_16(values, IN_VECTOR * part, inverse)
+                intrinsics.st_v2_u64(at + VECTOR * part, words)
+            if lane == 0:
+                bits = intrinsics.bits_of_f32(scale)
+                intrinsics.st_u32(target + scale_place_of(group), bits)
+
+    return keep
+
+
+def make_encode(size: int, codes: Element, kind: Element, ragged: bool) -> Any:
+    """Return the kernel: elements become codes.
+
+    Args:
+        size: the number of ranks of the island.
+        codes: the type of codes.
+        kind: that of elements.
+        ragged: as for ``lanes.make_lanes``.
+    """
+    access = make_lanes(kind, "sum", ragged, 1)
+    load = groups.make_spread(kind, access.load, access.store).load
+    keep = make_keep(codes)
+
+    def encode(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        source: int,
+        target: int,
+        count: int,
+        number: int,
+    ) -> None:
+        block = intrinsics.block_index()
+        if block >= grid:
+            return
+        workspace.follow_previous_grid(early)
+        thread = cuda.threadIdx.x
+        values = cuda.local.array(_VALUES, types.float32)
+        lane, team = thread % LANES, thread // LANES
+        group = block * _TEAMS + team
+        # While the block's first team has a group: a warp's threads exchange.
+        while group - team < number:
+            for part in range(PARTS):
+                at = PARTS * lane + part
+                load(source, group, at, count, values, IN_VECTOR * part)
+            keep(target, group, lane, values, group < number)
+            group += grid * _TEAMS
+
+    return encode
+
+
+def make_add(size: int, codes: Element, ranks: int) -> Any:
+    """Return the kernel: the codes of all ranks become those of their sum.
+
+    Args:
+        size: the number of ranks of the island.
+        codes: the type of codes.
+        ranks: the number of all ranks, which are added in order.
+    """
+    decode_16, keep = groups.make_codes(codes).decode, make_keep(codes)
+    batch = ranks if ranks <= BATCH else BATCH // 2
+    held = batch * PARTS
+
+    def add(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        given: int,
+        result: int,
+        number: int,
+        nbytes: int,
+    ) -> None:
+        block = intrinsics.block_index()
+        if block >= grid:
+            return
+        workspace.follow_previous_grid(early)
+        thread = cuda.threadIdx.x
+        values = cuda.local.array(_VALUES, types.float32)
+        taken = cuda.local.array(IN_VECTOR, types.float32)
+        low = cuda.local.array(held, types.int64)
+        high = cuda.local.array(held, types.int64)
+        scales = cuda.local.array(batch, types.float32)
+        lane, team = thread % LANES, thread // LANES
+        group = block * _TEAMS + team
+        while group - team < number:
+            # Those of a team without a group are of the last one, and not kept.
+            at = min(group, number - 1)
+            for first in range(0, ranks, batch):
+                for i in range(batch):
+                    if first + i < ranks:
+                        rank = given + (first + i) * nbytes
+                        bits = intrinsics.ld_u32(rank + scale_place_of(at))
+                        scales[i] = intrinsics.f32_of_bits(bits)
+                        mine = rank + place_of(at) + VECTOR * PARTS * lane
+                        for part in range(PARTS):
+                            words = intrinsics.ld_v2_u64(mine + VECTOR * part)
+                            low[i * PARTS + part], high[i * PARTS + part] = words
+                for i in range(batch):
+                    if first + i < ranks:
+                        for part in range(PARTS):
+                            k = i * PARTS + part
+                            decode_16(low[k], high[k], scales[i], taken, 0)
+                            for j in range(IN_VECTOR):
+                                to = IN_VECTOR * part + j
+                                if first + i == 0:
+                                    values[to] = taken[j]
+                                else:
+                                    values[to] = groups.sum_of(values[to], taken[j])
+            keep(result, group, lane, values, group < number)
+            group += grid * _TEAMS
+
+    return add
+
+
+def make_decode(size: int, codes: Element, kind: Element, ragged: bool) -> Any:
+    """Return the kernel: codes become elements; see ``make_encode``."""
+    access = make_lanes(kind, "sum", ragged, 1)
+    store = groups.make_spread(kind, access.load, access.store).store
+    decode_16 = groups.make_codes(codes).decode
+
+    def decode(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        given: int,
+        target: int,
+        count: int,
+        number: int,
+    ) -> None:
+        block = intrinsics.block_index()
+        if block >= grid:
+            return
+        workspace.follow_previous_grid(early)
+        if workspace.load_failure(own, block) != 0:  # explore: failed
+            return  # what arrived may not be the sums
+        thread = cuda.threadIdx.x
+        values = cuda.local.array(IN_VECTOR, types.float32)
+        lane, team = thread % LANES, thread // LANES
+        group = block * _TEAMS + team
+        while group < number:
+            bits = intrinsics.ld_u32(given + scale_place_of(group))
+            scale = intrinsics.f32_of_bits(bits)
+            for part in range(PARTS):
+                at = PARTS * lane + part
+                low, high = intrinsics.ld_v2_u64(given + place_of(group) + VECTOR * at)
+                decode_16(low, high, scale, values, 0)
+                store(target, group, at, count, values, 0)
+            group += grid * _TEAMS
+
+    return decode
+
+
+_ARGUMENTS = binding.ADDRESS, binding.ADDRESS, types.int64, types.int64
+
+
+@functools.cache
+def encode_kernel(size: int, codes: Element, kind: Element, ragged: bool) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    return binding.make_kernel(make_encode, (size, codes, kind, ragged), _ARGUMENTS)
+
+
+@functools.cache
+def add_kernel(size: int, codes: Element, ranks: int) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    return binding.make_kernel(make_add, (size, codes, ranks), _ARGUMENTS)
+
+
+@functools.cache
+def decode_kernel(size: int, codes: Element, kind: Element, ragged: bool) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    return binding.make_kernel(make_decode, (size, codes, kind, ragged), _ARGUMENTS)
+
+
+def bind(
+    of_call: Kernel, end: binding.Endpoint, number: int, *arguments: int
+) -> Launch:
+    """Return the packed launch of one of the kernels.
+
+    Args:
+        of_call: the kernel.
+        end: this rank's end of its island.
+        number: the groups.
+        arguments: what the kernel takes after the grid.
+    """
+    grid = min(workspace.divide_up(number, _TEAMS), end.max_blocks)
+    return binding.launch(of_call, end, grid, arguments)

@@ -1,0 +1,59 @@
+"""Scenarios of the kernels of sums by codes. Their exchanges are other calls'."""
+
+import numpy as np
+
+from explore.scenarios import some_blocks
+from explore.world import World, add
+from numba_symm import dtypes
+from tests.coded import coded_sum
+
+FLOAT32 = dtypes.element("float32", "test")
+RANKS = 2  # whose codes are added
+
+
+def sums_by_codes(code, failed=False):
+    """Each rank encodes the arrays of two ranks, adds the codes, and decodes the sum.
+
+    Then it does so again, with the same memory for codes. If ``failed``, the ranks have
+    failed before, and store no result.
+    """
+
+    def scenario(machine):
+        world = World(machine, code, blocks=some_blocks(machine, code))
+        for workspace in world.workspaces if failed else ():
+            for mark in range(8):
+                world.memory.plant(workspace + 128 * mark, 4, 1)
+        memory = world.map("codes", RANKS * 528), world.map("sum", 528)
+        for _ in range(2):
+            one(world, *memory)
+        world.run()
+
+    def one(world, coded, summed):
+        random, kernels = world.random, code.coded_sum
+        wire = random.choice(["int8", "fp8"])
+        codes = code.groups.INT8 if wire == "int8" else code.groups.FP8
+        draw = np.random.default_rng(random.randrange(99))
+        count = 128 * random.choice([1, 2]) - 8
+        groups = -(-count // 128)
+        given = draw.standard_normal((RANKS, count)).astype(np.float32)
+        total = coded_sum([*given], wire).view(np.uint64).tolist()
+        encode = kernels.encode_kernel(world.size, codes, FLOAT32, False)
+        sum_up = kernels.add_kernel(world.size, codes, RANKS)
+        decode = kernels.decode_kernel(world.size, codes, FLOAT32, False)
+        outputs = world.map("output", 4 * count, 0)
+        arrays = [world.map("input", 4 * count) for _ in given]
+        for rank, end in enumerate(world.ends):
+
+            def launch(kernel, *arguments, end=end, stream=world.streams[rank]):
+                add(kernels.bind(kernel, end, groups, *arguments), stream)
+
+            for which, mine in enumerate(given):
+                array = arrays[which][rank]
+                for i, word in enumerate(mine.view(np.int64).tolist()):
+                    world.memory.plant(array + 8 * i, 8, word)
+                launch(encode, array, coded[rank] + 528 * which, count, groups)
+            launch(sum_up, coded[rank], summed[rank], groups, 528)
+            launch(decode, summed[rank], outputs[rank], count, groups)
+            world.expect(outputs[rank], [0] * len(total) if failed else total)
+
+    return scenario
