@@ -7,6 +7,7 @@ import pytest
 from mpi4py import MPI
 from numba import cuda
 
+from numba_symm.environment import SIMULATED
 from numba_symm.mpi import addresses
 
 COUNT = 6
@@ -17,7 +18,9 @@ def device(value):
 
 
 def pointer(array):
-    return array._ary.ctypes.data
+    if SIMULATED:
+        return array._ary.ctypes.data
+    return array.__cuda_array_interface__["data"][0]
 
 
 def of_a_pointer(array):
