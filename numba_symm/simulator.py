@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -244,6 +244,32 @@ def _configured(function: Any, configuration: Any) -> Any:
 
 
 simulator.FakeCUDAKernel.__getitem__ = _configured
+
+_arrays: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""The arrays that live, by their ids. Other threads may make arrays at any time."""
+
+_new_array = FakeCUDAArray.__init__
+
+
+@functools.wraps(_new_array)
+def _noted(array: Any, *args: Any, **options: Any) -> None:
+    _new_array(array, *args, **options)
+    _arrays[id(array)] = array
+
+
+FakeCUDAArray.__init__ = _noted
+
+
+def end_of_array(addresses: Collection[int]) -> int | None:
+    """Return the end of the array that has one of these addresses, or None."""
+    for each in _arrays.valuerefs():  # a copy
+        array = each()
+        if array is not None:
+            first = array._ary.__array_interface__["data"][0]
+            if any(first <= address < first + array.nbytes for address in addresses):
+                return int(first + array.nbytes)
+    return None
+
 
 _peers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 

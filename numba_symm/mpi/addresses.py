@@ -7,7 +7,7 @@ address from the host.
 
 import array
 import ctypes
-import gc
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ def there(buffer: Any) -> Any:
         place = MPI.buffer(buffer)
     except (TypeError, ValueError, BufferError):  # mpi4py's call refuses it, too
         return buffer
-    if not place.address or not _is_device(place.address):
+    if not place.address or not any_on_device([place.address]):
         return buffer
     nbytes = place.nbytes or _end(place.address) - place.address
     return Memory(place.address, nbytes, buffer).array(nbytes, np.dtype(np.uint8))
@@ -57,29 +57,24 @@ def _is_own(buffer: Any) -> bool:
     return isinstance(buffer, _OWNERS)
 
 
-def _is_device(address: int) -> bool:
+def any_on_device(addresses: Collection[int]) -> bool:
+    """Return whether one of several addresses is of the GPU's memory."""
     if SIMULATED:
-        return _simulated(address) is not None
+        from numba_symm import simulator
+
+        return simulator.end_of_array(addresses) is not None
     from cuda.core import Buffer
 
-    return not Buffer.from_handle(address, 1).is_host_accessible
+    return any(not Buffer.from_handle(each, 1).is_host_accessible for each in addresses)
 
 
 def _end(address: int) -> int:
     """Return the end of an allocation."""
     if SIMULATED:
-        found = _simulated(address)
+        from numba_symm import simulator
+
+        found = simulator.end_of_array([address])
         assert found is not None
         return found
     base, nbytes = driver.call("cuMemGetAddressRange", address)
     return int(base) + int(nbytes)
-
-
-def _simulated(address: int) -> int | None:
-    """Return the end of the simulator's array that has an address, or None."""
-    for each in gc.get_objects():
-        if arrays.is_simulated(each):
-            first = each._ary.__array_interface__["data"][0]
-            if first <= address < first + each._ary.nbytes:
-                return int(first + each._ary.nbytes)
-    return None

@@ -97,10 +97,18 @@ def on_device(*specs: Any) -> bool:
     None, MPI.IN_PLACE and MPI.BOTTOM are nowhere.
 
     Raises:
-        MPIError: some are on the GPU and some on the host.
+        MPIError: some are on the GPU and some on the host, or MPI.BOTTOM stands for
+            addresses of the GPU.
     """
     if len(specs) == 1:
-        return addresses.on_device(array_in(specs[0]))
+        array = array_in(specs[0])
+        if is_bottom(array):
+            _check_bottom(specs[0])
+            return False
+        return addresses.on_device(array)
+    for spec in specs:
+        if is_bottom(array_in(spec)):
+            _check_bottom(spec)
     given = [array for array in map(array_in, specs) if not _nowhere(array)]
     found = {addresses.on_device(array) for array in given}
     if len(found) == 2:
@@ -111,6 +119,31 @@ def on_device(*specs: Any) -> bool:
             f" {kinds}; copy one to where the other is",
         )
     return True in found
+
+
+def _check_bottom(spec: Any) -> None:
+    """Raise if a specification with ``MPI.BOTTOM`` has an address of the GPU.
+
+    An address is a displacement, the lowest byte of a datatype, or their sum.
+    """
+    displs, datatypes = {0}, []
+    left = list(spec) if isinstance(spec, _SEQUENCE) else []
+    while left:
+        each = left.pop()
+        if isinstance(each, MPI.Datatype):
+            datatypes.append(each)
+        elif isinstance(each, int | np.integer) and not is_bottom(each):
+            displs.add(int(each))
+        elif isinstance(each, Sequence | np.ndarray) and not isinstance(each, str):
+            left += list(each)
+    lowest = {0} | {each.Get_true_extent()[0] for each in datatypes if each}
+    places = {first + low for first in displs for low in lowest}
+    if addresses.any_on_device({place for place in places if place > 0}):
+        raise refusal(
+            MPI.ERR_BUFFER,
+            "MPI.BOTTOM: expected addresses of the host, got one of the device; pass "
+            "the device array instead of MPI.BOTTOM",
+        )
 
 
 def of_host(plain: Any, advice: str) -> Any:

@@ -125,6 +125,37 @@ def test_calls_of_the_host_refuse_such_buffers(kind, tmp_path):
     made.Free()
 
 
+def absolute(array):
+    """Return a datatype of six integers at the address of an array."""
+    return MPI.INT.Create_hindexed([COUNT], [address_of(array)]).Commit()
+
+
+def address_of(array):
+    on_host = isinstance(array, np.ndarray)
+    return MPI.Get_address(array) if on_host else pointer(array)
+
+
+def test_addresses_of_the_device_with_bottom_are_refused():
+    comm, x, y = MPI.COMM_WORLD, device(2), np.full(COUNT, 2, "i4")
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    found, ranks = np.zeros(COUNT, "i4"), [1] * comm.size
+    there, here = absolute(x), absolute(y)
+    apart = [MPI.BOTTOM, (ranks, [address_of(x)] * comm.size), [MPI.INT] * comm.size]
+    for call in (
+        lambda: comm.Send([MPI.BOTTOM, 1, there], right),
+        lambda: comm.Irecv([MPI.BOTTOM, 1, there], left),
+        lambda: comm.Bcast([MPI.BOTTOM, there]),
+        lambda: comm.Sendrecv([y, MPI.INT], right, 0, [MPI.BOTTOM, 1, there], left),
+        lambda: comm.Alltoallw(apart, apart),
+    ):
+        with pytest.raises(MPI.Exception, match="got one of the device; pass the dev"):
+            call()
+    comm.Sendrecv([MPI.BOTTOM, 1, here], right, 0, found, left)
+    assert found.tolist() == y.tolist()
+    for each in (there, here):
+        each.Free()
+
+
 def test_buffers_of_the_host_are_left_alone():
     comm = MPI.COMM_WORLD
     host = np.arange(4, dtype="i4")
