@@ -17,6 +17,9 @@ from numba_symm import arrays, driver
 from numba_symm.environment import SIMULATED
 from numba_symm.own_arrays import Memory
 
+if SIMULATED:
+    from numba_symm import simulator
+
 _OWNERS = (bytes, bytearray, array.array)
 _ASKED = (MPI.buffer, memoryview, ctypes.Array, np.ndarray)
 
@@ -60,8 +63,6 @@ def _is_own(buffer: Any) -> bool:
 def any_on_device(addresses: Collection[int]) -> bool:
     """Return whether one of several addresses is of the GPU's memory."""
     if SIMULATED:
-        from numba_symm import simulator
-
         return simulator.end_of_array(addresses) is not None
     from cuda.core import Buffer
 
@@ -71,8 +72,6 @@ def any_on_device(addresses: Collection[int]) -> bool:
 def _end(address: int) -> int:
     """Return the end of an allocation."""
     if SIMULATED:
-        from numba_symm import simulator
-
         found = simulator.end_of_array([address])
         assert found is not None
         return found

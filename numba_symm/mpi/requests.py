@@ -374,6 +374,11 @@ class Prequest(Own):
     _plain = MPI.Prequest
 
     def __init__(self, begin: Callable[[], Request], used: Sequence[Any] = ()):
+        if not callable(begin):
+            raise TypeError(
+                f"Prequest: expected a call that was prepared, got "
+                f"{type(begin).__name__}; prepare one by a method such as Allreduce_init"
+            )
         super().__init__()
         self._used = [(array, _place(array)) for array in used]
         self._begin: Callable[[], Request] | None = begin
