@@ -1,7 +1,7 @@
 """What was started and is waited for later: its state, and its status."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -146,13 +146,17 @@ class StartedCall:
             self.Free()
 
 
-def status_at(statuses: list[MPI.Status] | None, index: int) -> MPI.Status | None:
-    """Return a status of a list, which grows to have it; None without a list."""
-    if statuses is None:
+def status_at(statuses: Sequence[MPI.Status] | None, index: int) -> MPI.Status | None:
+    """Return a status of a list, which grows to have it; None without one.
+
+    As in mpi4py, a tuple may have fewer statuses than there are requests.
+    """
+    if statuses is None or (not isinstance(statuses, list) and index >= len(statuses)):
         return None
-    while len(statuses) <= index:
+    while isinstance(statuses, list) and len(statuses) <= index:
         statuses.append(MPI.Status())
-    return statuses[index]
+    found: MPI.Status = statuses[index]
+    return found
 
 
 def describe(

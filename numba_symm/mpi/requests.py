@@ -26,6 +26,10 @@ class Request(StartedCall, metaclass=Kind):
 
     _plain = MPI.Request
 
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        """Take what mpi4py's takes, which a program's subclass passes on."""
+        return super().__new__(cls)
+
     def __init__(self, request: Any = None):
         if request is not None:
             _has_own([request], "Request")
@@ -373,11 +377,17 @@ class Prequest(Own):
 
     _plain = MPI.Prequest
 
+    def __new__(cls, begin: Any = None, *args: Any, **options: Any) -> Any:
+        """Return a new request, or another object of one of mpi4py."""
+        if cls is Prequest and isinstance(begin, MPI.Request):
+            return MPI.Prequest(begin)
+        return super().__new__(cls)
+
     def __init__(self, begin: Callable[[], Request], used: Sequence[Any] = ()):
         if not callable(begin):
             raise TypeError(
-                f"Prequest: expected a call that was prepared, got "
-                f"{type(begin).__name__}; prepare one by a method such as Allreduce_init"
+                "Prequest: expected a call that was prepared, got "
+                f"{type(begin).__name__}; prepare one, such as by Allreduce_init"
             )
         super().__init__()
         self._used = [(array, _place(array)) for array in used]

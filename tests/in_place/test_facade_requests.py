@@ -138,6 +138,22 @@ def test_another_object_of_a_request():
     assert Mine() == MPI.REQUEST_NULL
     assert Mine(comm.Isend(x, MPI.PROC_NULL)).Wait()
 
+    class New(MPI.Request):
+        def __new__(cls, request=None):
+            return super().__new__(cls, request)
+
+    assert New(comm.Isend(x, MPI.PROC_NULL)).Wait()
+    with pytest.raises(TypeError):
+        MPI.Prequest(comm.Isend(x, MPI.PROC_NULL))
+    prepared = comm.Send_init([MPI.BOTTOM, 0, MPI.BYTE], MPI.PROC_NULL)
+    assert MPI.Prequest(prepared) == prepared
+    prepared.Free()
+    one = (MPI.Status(),)
+    one[0].source = 5
+    requests = [comm.Isend(x, MPI.PROC_NULL), comm.Isend(np.ones(2), MPI.PROC_NULL)]
+    MPI.Request.Waitall(requests, one)
+    assert one[0].source != 5
+
 
 CLASS_METHODS = [
     *("Waitall", "Waitany", "Waitsome", "Testall", "Testany", "Testsome"),
