@@ -24,8 +24,10 @@ from numba_symm.bench.laboratory.schedules import (
     launches,
     of_sizes,
 )
+from numba_symm.collectives.islands import several
 from numba_symm.collectives.islands.sizes import IN_THE_SIMULATOR, ON_GPUS
 from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.errors import ArgumentError
 from tests.expected import expected
 from tests.schedules import Machine, folded
 
@@ -222,3 +224,14 @@ def test_launches_and_parcels_of_large_calls_are_bounded(name, islands):
     most_launches, most_sent = (bound(islands, chunks) for bound in BOUNDS[name])
     assert launches(steps) <= most_launches
     assert sum(len(each.sends) for each in exchanges(steps)) <= most_sent
+
+
+def test_calls_fit_for_as_many_islands_as_are_accepted():
+    most = ON_GPUS.islands
+    several._refuse_too_many(most, ON_GPUS)
+    text = f"expected at most {most} islands.*65536 KiB.*, got {most + 1};"
+    with pytest.raises(ArgumentError, match=text):
+        several._refuse_too_many(most + 1, ON_GPUS)
+    job = ScheduledJob(even(most, 1), most_chunks=4)
+    for name in (*NAMES, "barrier"):
+        assert job.schedule(most // 2, name, 9, "float16"), name
