@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,7 +24,7 @@ from numba_symm.command.node_checks import FITS, LOOK, WRONG, Finding
 from numba_symm.engines import nccl
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
-from numba_symm.launch import info, ranks
+from numba_symm.launch import devices, info, nodes, ranks
 
 PATIENCE = 25.0
 """Seconds that the job may take."""
@@ -84,11 +85,73 @@ def of_ranks() -> dict[str, Any] | None:
     gathered = world.gather(
         (MPI.Get_processor_name(), facts, own, time.time() - moment)
     )
+    places = world.gather(_place())
     findings, measured = pair_checks.all_of(world)
-    if gathered is None:
+    if gathered is None or places is None:
         return None
-    nodes = [each for each in gathered if each[1]]
-    return report(of_nodes(nodes) + findings, measured)
+    found = [each for each in gathered if each[1]]
+    return report(of_nodes(found) + of_places(places) + findings, measured)
+
+
+class Surroundings(NamedTuple):
+    """Where a rank runs.
+
+    Attributes:
+        machine: the boot id of its Linux kernel.
+        namespaces: by kind, the namespace.
+        gpus: the UUIDs of the GPUs that it sees.
+    """
+
+    machine: str
+    namespaces: dict[str, str]
+    gpus: tuple[str, ...]
+
+
+def _place() -> Surroundings:
+    seen = () if SIMULATED else tuple(gpu.uuid for gpu in devices.visible_gpus())
+    kinds = {}
+    for kind in ("ipc", "net", "pid"):
+        with suppress(OSError):
+            kinds[kind] = str(Path(f"/proc/self/ns/{kind}").readlink())
+    return Surroundings(nodes.here()[0], kinds, seen)
+
+
+def of_places(places: Sequence[Surroundings]) -> list[Finding]:
+    """Return what ranks of one machine should have in common, and have not."""
+    found = []
+    for machine in dict.fromkeys(each.machine for each in places):
+        here = [rank for rank, each in enumerate(places) if each.machine == machine]
+        first = places[here[0]]
+        apart = {
+            kind: rank
+            for rank in here
+            for kind, name in places[rank].namespaces.items()
+            if name != first.namespaces.get(kind)
+        }
+        if apart:
+            found.append(
+                Finding(
+                    "containers",
+                    LOOK,
+                    f"ranks {here[0]} and {max(apart.values())} are on one machine, in "
+                    f"different namespaces ({', '.join(sorted(apart))})",
+                    "start all ranks of a machine in one container, or with "
+                    "--network=host --ipc=host --pid=host",
+                )
+            )
+        other = next((r for r in here if places[r].gpus != first.gpus), None)
+        if other is not None:
+            found.append(
+                Finding(
+                    "GPUs",
+                    LOOK,
+                    f"ranks {here[0]} and {other} are on one machine, and see "
+                    "different GPUs, so peer access cannot be checked beforehand",
+                    "let each rank see all GPUs of the job; with Slurm, "
+                    "--gpus-per-node instead of --gpus-per-task",
+                )
+            )
+    return found
 
 
 Node = tuple[str, dict[str, Any], list[Finding], float]

@@ -177,7 +177,10 @@ def gpus(facts: Mapping[str, Any]) -> Iterator[Finding]:
         return
     installed = len(list(_INSTALLED.iterdir())) if _INSTALLED.is_dir() else len(seen)
     names = ", ".join(sorted({gpu.name for gpu in whole}))
-    text = f"{len(whole)} of {installed}: {names}; driver {facts['driver']}"
+    hidden = ""
+    if len(whole) < installed and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        hidden = " (a cgroup or a container hides the others)"
+    text = f"{len(whole)} of {installed}{hidden}: {names}; driver {facts['driver']}"
     yield Finding("GPUs", FITS, text)
     wanted = [
         number

@@ -86,7 +86,10 @@ def test_gpus_and_their_driver(monkeypatch, tmp_path):
     found = only(node_checks.gpus, FACTS | {"simulated": False})
     assert (found.state, "CUDA_VISIBLE_DEVICES=7" in found.text) == (LOOK, True)
     good = facts_of(gpu(0), gpu(2))
-    assert "2 of 3" in only(node_checks.gpus, good).text
+    assert "2 of 3: " in only(node_checks.gpus, good).text
+    with monkeypatch.context() as patch:
+        patch.delenv("CUDA_VISIBLE_DEVICES")
+        assert "2 of 3 (a cgroup or a" in only(node_checks.gpus, good).text
     sliced = SimpleNamespace(**vars(gpu(0)) | {"uuid": "MIG-1"})
     assert only(node_checks.gpus, facts_of(sliced)).state == WRONG
     monkeypatch.setattr(node_checks, "_toolkits", lambda: {"cuda-bindings": "13.5.0"})
@@ -201,10 +204,28 @@ def test_slow_links(monkeypatch):
     monkeypatch.setattr(pair_checks, "SIMULATED", False)
     speeds = [[None if i == j else 100.0 for j in range(3)] for i in range(3)]
     assert pair_checks.slow_links(speeds) == []
+    assert pair_checks.slow_links([[None, 9.9], [24.0, None]])[0].state == LOOK
+    assert pair_checks.slow_links([[None, 12.0], [400.0, None]]) == []  # of two
     speeds[2][0] = 60.0
     (found,) = pair_checks.slow_links(speeds)
     assert "1 of 6 pairs" in found.text
     assert "from rank 2 to 0 it is 60.0" in found.text
+
+
+def test_ranks_of_one_machine_in_several_containers():
+    one = doctor.Surroundings(
+        "machine", {"net": "net:[1]", "ipc": "ipc:[1]"}, ("GPU-0",)
+    )
+    assert doctor.of_places([one, one, one._replace(machine="other", gpus=())]) == []
+    apart = one._replace(namespaces={"net": "net:[2]", "ipc": "ipc:[1]"})
+    (found,) = doctor.of_places([one, apart])
+    assert found.text.endswith(
+        "0 and 1 are on one machine, in different namespaces (net)"
+    )
+    assert "--network=host" in found.advice
+    (found,) = doctor.of_places([one, one, one._replace(gpus=("GPU-1",))])
+    assert "ranks 0 and 2 are on one machine, and see different GPUs" in found.text
+    assert "--gpus-per-node" in found.advice
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The ranks' part of ``numba-symm doctor``."""
 
+import pytest
+
 import numba_symm as ns
 from numba_symm.command import doctor, pair_checks
 from numba_symm.command.node_checks import WRONG
@@ -7,7 +9,12 @@ from tests.ranks.helpers import needs_peers
 
 
 @needs_peers
-def test_stores_that_arrive_wrongly_are_found(monkeypatch, world):
+@pytest.mark.parametrize("size", ["", "2"])
+def test_stores_that_arrive_wrongly_are_found(monkeypatch, world, size):
+    if size:
+        if world.size < 4:
+            pytest.skip("needs two islands that have several ranks")
+        monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", size)
     findings, measured = pair_checks.all_of(world)
     assert WRONG not in [each.state for each in findings]
     for name in ("latency", "bandwidth"):
