@@ -16,7 +16,7 @@ PAGES = ROOT / "docs"
 PROGRAMS = sorted(PAGES.glob("programs/*.py"))
 EXAMPLES = [
     ROOT / f"examples/{name}.py"
-    for name in ("conjugate_gradient", "histogram", "jacobi", "rms_norm")
+    for name in ("conjugate_gradient", "histogram", "jacobi", "mixture", "rms_norm")
 ]
 """Programs that check their results."""
 ON_GPUS = {"graph"}  # nothing is captured in the simulator
