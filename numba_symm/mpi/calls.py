@@ -47,7 +47,9 @@ class StartedCall:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, MPI.Request):
             return not self and other == MPI.REQUEST_NULL
-        return self is other or (isinstance(other, StartedCall) and not (self or other))
+        if not isinstance(other, StartedCall):
+            return NotImplemented
+        return self is other or not (self or other)
 
     __hash__ = object.__hash__
 

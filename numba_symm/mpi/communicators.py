@@ -101,6 +101,8 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
             )
         if not comm:
             return MPI.Comm.__new__(cls, comm)
+        if comm.is_inter and issubclass(cls, Intercomm):
+            return Intercomm.__new__(cls, comm)  # mpi4py's pkl5 calls this method
         if comm.is_inter:
             raise MPITypeError(
                 MPI.ERR_COMM,

@@ -38,9 +38,9 @@ class Request(StartedCall, metaclass=Kind):
 
     def __eq__(self, other: object) -> bool:
         of = other._of if type(other) is Request and other._of is not None else other
-        if self._of is not None:
-            return bool(self._of == of)
-        return super().__eq__(of)
+        if self._of is None or not isinstance(of, MPI.Request | StartedCall):
+            return super().__eq__(of)
+        return bool(self._of == of)
 
     __hash__ = StartedCall.__hash__
 

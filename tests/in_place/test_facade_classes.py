@@ -192,6 +192,13 @@ def test_mpi4pys_own_packages_are_of_these_classes():
     assert comm.bcast({"a": np.ones(2)}, 0)["a"].tolist() == [1, 1]
     assert comm.allgather(comm.rank) == list(range(comm.size))
     assert is_sum(comm)
+    low = comm.rank < 1
+    part = MPI.COMM_WORLD.Split(low, comm.rank)
+    both = part.Create_intercomm(0, MPI.COMM_WORLD, 1 if low else 0)
+    found = pkl5.Intercomm(both).allgather(comm.rank)
+    assert found == ([each for each in range(comm.size) if each] if low else [0])
+    both.Free()
+    part.Free()
     with MPICommExecutor(MPI.COMM_WORLD, root=0) as executor:
         assert (executor is None) == (comm.rank > 0)
         if executor:

@@ -123,6 +123,7 @@ def test_another_object_of_a_request():
         assert same
         assert same == request
         assert same == MPI.Request(request)
+        assert same.__eq__("text") is NotImplemented
         assert request != MPI.Request(comm.Isend(x, MPI.PROC_NULL))
         assert not same.Test()
         comm.Send(other, 0)
