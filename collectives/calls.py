@@ -163,6 +163,10 @@ class Calls:
             given = given._replace(op=dtypes.reduction(given.op, what))
         if given.algorithm is not None:
             operation.check_algorithm(given.algorithm)
+        if given.wire is not None:
+            from numba_symm.collectives import wires
+
+            wires.check_name(given.wire, what)
         # All that is checked below. Plans hold peers' addresses, which change when a
         # symmetric block is unmapped.
         key = (what, given[OPTIONS], source, target, self.heap.generation)
@@ -173,8 +177,6 @@ class Calls:
             dtypes.reduction(given.op, what)
         read = arrays.dense(ArrayView(*source), what)
         if given.wire is not None:
-            from numba_symm.collectives import wires
-
             wires.check(given, read.dtype, self.gpu)
         written = None if target is None else ArrayView(*target)
         name, call = operation.work(given, read, written, self.end, self.gpu)

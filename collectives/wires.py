@@ -41,15 +41,19 @@ WORDS = dtypes.element("int64", "wire")
 """The type as which codes are exchanged."""
 
 
-def check(given: Invocation[Operation], dtype: Any, gpu: GPU) -> None:
-    """Refuse a wire that there is not, or a call that cannot have one."""
-    what, wire = given.operation.name, given.wire
+def check_name(wire: Any, what: str) -> None:
+    """Refuse a value that is not the name of codes."""
     if type(wire) is not str or wire not in WIRES:
         known = ", ".join(map(repr, WIRES))
         raise ArgumentError(
             f"{what}: expected wire to be {known}, or None for the elements "
             f"themselves, got wire={shown(wire)}"
         )
+
+
+def check(given: Invocation[Operation], dtype: Any, gpu: GPU) -> None:
+    """Refuse a call that cannot have codes; their name was checked."""
+    what, wire = given.operation.name, given.wire
     if given.op != "sum":
         raise ArgumentError(
             f"{what}: expected op='sum' with wire={wire!r}, got op={given.op!r}; "

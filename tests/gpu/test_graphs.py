@@ -13,6 +13,7 @@ import numba_symm as ns
 from numba_symm import deferred
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.kernels import Launch
+from tests.coded import coded_sum
 from tests.gpu.helpers import (
     add,
     capturing,
@@ -21,7 +22,7 @@ from tests.gpu.helpers import (
     of_ranks,
     to_device,
 )
-from tests.ranks.helpers import check_works, refused
+from tests.ranks.helpers import check_works, refused, same
 
 ALGORITHMS = list(ALL_REDUCE.algorithms)
 
@@ -124,6 +125,28 @@ def test_arrays_with_gaps_and_short_messages_in_a_graph(comm, stream):
         total = comm.size * (comm.size - 1) // 2 + comm.size * replay
         assert (found[:, 3] == total).all()
         assert count.copy_to_host()[0] == 16
+
+
+def test_a_sum_by_codes_in_a_graph(comm, stream):
+    def inputs(replay):
+        return [
+            np.random.default_rng([replay, rank]).standard_normal(4099).astype("f4")
+            for rank in range(comm.size)
+        ]
+
+    x, out = to_device(inputs(0)[comm.rank]), to_device(np.zeros(4099, np.float32))
+    large = to_device(np.zeros(1 << 22, np.float32))
+    comm.all_reduce(x, out=out, wire="int8", stream=stream)  # compiled, and allocates
+    with capturing(stream) as (builder, graphs):
+        comm.all_reduce(x, out=out, wire="int8", stream=builder.stream)
+        with pytest.raises(ns.ArgumentError, match="a size that has been made before"):
+            comm.all_reduce(large, out=large, wire="int8", stream=builder.stream)
+    for replay in range(1, 4):
+        x.copy_to_device(inputs(replay)[comm.rank])
+        graphs[0].launch(stream)
+        comm.all_reduce(large, out=large, wire="int8", stream=stream)  # more memory
+        comm.synchronize(stream)
+        assert same(out.copy_to_host(), coded_sum(inputs(replay), "int8"))
 
 
 def test_exchanges_by_copy_engines_in_a_graph(comm, stream):

@@ -12,7 +12,7 @@ import pytest
 
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives import kernel_set, select
+from numba_symm.collectives import kernel_set, select, wires
 from numba_symm.collectives.algorithms import GENERAL
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.invocation import Invocation
@@ -170,6 +170,21 @@ def test_calls_with_counts_on_the_gpu_bind_kernels_that_are_listed():
         assert bound.keys() <= known
     assert len(known) == 4  # of two widths
     assert len(listing(COUNTS, "float32", size=1)) == 2
+
+
+def test_sums_by_codes_bind_kernels_that_are_listed():
+    known, chance = set(listing("wire_int8", "float16", size=3)), random.Random(0)
+    element = dtypes.element("float16", "test")
+    end, bound = endpoint(3), {}
+    for _ in range(CALLS):
+        count = int(2 ** chance.uniform(0, 26))
+        places = (chance.choice([16, 2]) + (k << 30) for k in (1, 2))
+        with listed() as found:
+            call = Call(*places, count, element, "sum")
+            wires.bind(end, Binder(end), "int8", call, 1 << 40)
+        bound |= found
+    assert len(bound) > 6
+    assert bound.keys() <= known
 
 
 def test_pairs_may_be_two_columns():
