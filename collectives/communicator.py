@@ -120,7 +120,7 @@ class Communicator(Persistent, OthersNames):
     context of the construction must be current in every call: after
     ``cuda.select_device``, select this GPU again first.
 
-    The communicator is a context manager. If a rank leaves it by an exception, it is
+    The communicator is a context manager. If a rank leaves it with an exception, it is
     closed on this rank only, and calls of the other ranks raise. The same happens if a
     call fails on one rank for another reason than its arguments.
 
@@ -156,7 +156,7 @@ class Communicator(Persistent, OthersNames):
         size: the number of ranks.
         device: this rank's GPU (name, UUID, ordinal …).
         backend: the backend: ``"vmm"``, ``"ipc"`` or ``"host"``.
-        refused_backends: by name, the reasons against the backends tried before it.
+        refused_backends: by name, why the backends tried before it were rejected.
         peer_access: which of the GPUs of this node's ranks can access which; None where
             it is unknown.
         islands: the ranks of each island. There is one, unless the ranks are on several
@@ -443,7 +443,7 @@ class Communicator(Persistent, OthersNames):
         ``op``, ``algorithm`` and ``wire``. All ranks get identical bits. Asynchronous.
 
         Args:
-            x: a device array of any shape, with gaps or without, symmetric or not. Its
+            x: a device array of any shape, strided or not, symmetric or not. Its
                 type is bool, an integer of 8 to 64 bits, a float of 8 to 64 bits,
                 bfloat16, complex64 or complex128. Floats of 8 bits (e4m3fn and e5m2)
                 need compute capability 8.9 or higher. Floats of fewer than 32 bits
@@ -466,7 +466,7 @@ class Communicator(Persistent, OthersNames):
                   columns.
                 - the MPI.Op of one of these names.
                 - a function of two scalars of the type in which x accumulates, plain or
-                  decorated by ``cuda.jit(device=True)``. Its result is cast to that
+                  decorated with ``cuda.jit(device=True)``. Its result is cast to that
                   type. It is applied in rank order, so it need not be commutative or
                   associative. Each function object is compiled once in each process and
                   kept, so define it outside of loops.
@@ -515,7 +515,7 @@ class Communicator(Persistent, OthersNames):
 
         Args:
             *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``;
-                ``"gaps"`` for arrays with gaps, in any call; ``"counts"`` for counts on
+                ``"gaps"`` for strided arrays, in any call; ``"counts"`` for counts on
                 the GPU; ``"wire_int8"`` and ``"wire_fp8"`` for sums by codes;
                 ``"signals"`` for the methods of :class:`SymmetricMemory`.
             dtypes: the dtypes of their arrays.
@@ -1348,9 +1348,9 @@ class Communicator(Persistent, OthersNames):
             stream: as for :meth:`digest`.
 
         Raises:
-            ArraysDiffer: on all ranks. The text has the ranks whose arrays differ from
-                those of most ranks, the first index that differs, and what each rank
-                has there.
+            ArraysDiffer: on all ranks. The text names the ranks whose arrays differ
+                from those of most ranks, the first index that differs, and what each
+                rank has there.
             ArgumentError: on all ranks: shapes or dtypes differ, an array or a stream
                 is wrong, or a group is open.
             CollectiveError, ClosedError: the communicator has failed or was closed.
@@ -1364,7 +1364,7 @@ class Communicator(Persistent, OthersNames):
 
         Raises:
             CollectiveError: it has failed: CollectiveTimeout, CallMismatch or RankLeft.
-                The text has the cause.
+                The text states the cause.
             ClosedError: the communicator was closed.
         """
         self._calls.members.check()

@@ -51,7 +51,7 @@ class Done(Protocol):
 
 
 class Request:
-    """A message that was started, by ``isend`` or ``irecv`` of a communicator.
+    """A message that was started with ``isend`` or ``irecv`` of a communicator.
 
     Its arrays may be used again when :meth:`test` has returned True, after
     :meth:`synchronize`, or by work of a stream after :meth:`wait`. The communicator

@@ -96,7 +96,7 @@ class Staging:
 
 
 _EXPECTED = (
-    "an array without gaps, or one whose size has been used before, while a stream is "
+    "a contiguous array, or one whose size has been used before, while a stream is "
     "being captured into a graph"
 )
 

@@ -119,7 +119,7 @@ class IpcChannel:
     def beside(
         self, exchange: StoreExchange, members: Sequence[int], number: int
     ) -> "IpcChannel":
-        """Return a channel of some of these ranks, by the same sockets. Local.
+        """Return a channel of some of these ranks, over the same sockets. Local.
 
         Either channel may be closed first, and threads may use both simultaneously.
 

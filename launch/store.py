@@ -174,7 +174,7 @@ class StoreExchange:
         return self._meeting is not None and self._meeting.is_ahead(rank)
 
     def leave(self, cause: BaseException) -> None:
-        """Report to the others that this rank leaves by an exception. Local."""
+        """Report to the others that this rank leaves with an exception. Local."""
         if self._meeting is not None:
             self._meeting.abandon(cause, self.call)
         elif cause is not self._reported:  # otherwise they raise when they read that

@@ -346,7 +346,7 @@ def dense(array: ArrayView, what: str) -> ArrayView:
     """Return ``array``, or refuse one with gaps or misaligned elements."""
     if array.order is None:
         raise GapsError(
-            f"{what}: expected a contiguous array, got one with gaps of shape "
+            f"{what}: expected a contiguous array, got a strided one of shape "
             f"{array.shape}; pass a contiguous copy (cupy.ascontiguousarray, or "
             ".contiguous() in torch; with Numba, copy in a kernel or through the host)"
         )

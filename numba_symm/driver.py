@@ -10,7 +10,7 @@ def call(name: str, *args: Any) -> Any:
     """Call the driver function ``name`` and return its results, or None.
 
     Raises:
-        DriverError: the call failed; the text has its name and the driver's reason.
+        DriverError: the call failed; the text states its name and the driver's reason.
     """
     found = function(name)(*args)
     if found[0]:

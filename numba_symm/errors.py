@@ -59,11 +59,11 @@ class ArraysDiffer(SymmError):
 
 
 class DriverError(BackendError):
-    """A CUDA driver call failed; the text has its name and the driver's reason."""
+    """A CUDA driver call failed; the text states its name and the driver's reason."""
 
 
 class CollectiveError(SymmError):
-    """The communicator has failed on all ranks; the text has the cause.
+    """The communicator has failed on all ranks; the text states the cause.
 
     The CUDA context is usable. Results since the last successful check are undefined.
 
@@ -104,14 +104,14 @@ class CallMismatch(CollectiveError):
 class Aborted(CollectiveError):
     """``Communicator.abort``, or ``numba-symm status --abort``, ended the communicator.
 
-    The text has the rank that called it, or the process of the command, and the reason.
+    The text names the rank that called it, or the command's process, and the reason.
     """
 
 
 class RankLeft(CollectiveError):
-    """A rank left by an exception, was interrupted, or ended without ``close``.
+    """A rank left with an exception, was interrupted, or ended without ``close``.
 
-    The text has the rank, and the exception's type and first line.
+    The text names the rank, and the exception's type and first line.
     """
 
 

@@ -205,7 +205,7 @@ class Members(ABC):
         """Raise if the communicator has failed or was closed.
 
         Raises:
-            CollectiveError: it has failed; the text has the cause.
+            CollectiveError: it has failed; the text states the cause.
             ClosedError: it was closed.
         """
         if self.closed:

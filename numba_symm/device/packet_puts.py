@@ -194,7 +194,7 @@ def _get(
 
 @device_function
 def put_packets(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
-    """Send an array to a peer's mailbox by packets, by the calling thread alone.
+    """Send an array to a peer's mailbox as packets, by the calling thread alone.
 
     One thread calls it. It orders nothing and waits for nothing. A packet is twice as
     large as its data, and needs no signal. Before it, wait until the peer has read the
@@ -227,7 +227,7 @@ def put_packets(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
 
 @device_function
 def put_packets_warp(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
-    """Send an array to a peer's mailbox by packets, by all threads of a warp.
+    """Send an array to a peer's mailbox as packets, by all threads of a warp.
 
     Every thread of the warp calls it with the same arguments, as :func:`put_packets`.
     Before it, call ``cuda.syncwarp()`` if other threads wrote what it sends.
@@ -251,14 +251,14 @@ def put_packets_warp(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
 
 @device_function
 def put_packets_block(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
-    """Send an array to a peer's mailbox by packets, by all threads of a block.
+    """Send an array to a peer's mailbox as packets, by all threads of a block.
 
     Every thread of the block calls it with the same arguments, as :func:`put_packets`.
     Before it, call ``syncthreads`` if other threads wrote what it sends. It is fastest
     if each thread sends at most 16 bytes.
 
     Here, two mailboxes are used in turn. So before epoch *e* is sent, epoch *e* - 2
-    must have been read. The receiver announces that by a signal that counts.
+    must have been read. The receiver announces that with a signal that counts.
 
     Example:
         >>> @cuda.jit

@@ -196,7 +196,7 @@ def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
         dtype: a NumPy scalar type, such as ``np.float32``, or of ``ml_dtypes``:
             ``bfloat16``, and the 8-bit floats ``float8_e4m3fn`` and ``float8_e5m2``. An
             8-bit float is a float32 once it is loaded, and needs compute capability 8.9
-            on a GPU. Convert a loaded bfloat16 by ``np.float32`` before computing.
+            on a GPU. Convert a loaded bfloat16 with ``np.float32`` before computing.
 
     Example:
         >>> @cuda.jit

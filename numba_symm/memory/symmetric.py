@@ -180,7 +180,7 @@ class SymmetricMemory:
     def put(
         self, x: Any, rank: int, storage_offset: int = 0, stream: Any = None
     ) -> None:
-        """Enqueue a copy of ``x`` into rank ``rank``'s buffer, by a copy engine.
+        """Enqueue a copy of ``x`` into rank ``rank``'s buffer, with a copy engine.
 
         Not collective. May be captured. The target is
         ``get_buffer(rank, x.shape, x.dtype, storage_offset)``. Announce the copy by a
@@ -216,7 +216,7 @@ class SymmetricMemory:
         out: Any = None,
         stream: Any = None,
     ) -> Any:
-        """Enqueue a copy from rank ``rank``'s buffer, by a copy engine.
+        """Enqueue a copy from rank ``rank``'s buffer, with a copy engine.
 
         Not collective. May be captured. The copy reads the buffer when the stream
         reaches it. So first enqueue a :meth:`wait_signal` for a signal that ``rank``

@@ -39,7 +39,7 @@ from numba_symm.sharing.sent import (
 
 
 def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
-    """Return a handle by which other processes open an array without a copy.
+    """Return a handle with which other processes open an array without a copy.
 
     The sharing begins with ``opens`` references. An open takes one of them, and closing
     or dropping the opened array gives it back. The memory lives while references

@@ -32,7 +32,7 @@ OPENS = 1 << 18
 """The most opens of a file's arrays at a time."""
 
 DIGEST_BYTES = 16
-"""The size of the digest by which the handles of a slot are checked."""
+"""The size of the digest with which the handles of a slot are checked."""
 
 PATIENCE = 10.0
 """Seconds to wait for another process that keeps a file's lock."""

@@ -27,7 +27,7 @@ class SharedHandle:
 
     :func:`numba_symm.sharing.share` makes it. Dropping or pickling a handle changes no
     reference. Reading a pickle may run any code. So if others can write to the file or
-    queue by which the handle is sent, send the bytes of :meth:`to_bytes`.
+    queue through which the handle is sent, send the bytes of :meth:`to_bytes`.
 
     Attributes:
         producer: the address at which the producer answers requests.

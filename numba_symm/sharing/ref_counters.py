@@ -93,7 +93,7 @@ class RefCounterFile(CounterFile):
         self._counter[slot] = self._unopened[slot] = value
 
     def set_digest(self, offset: int, digest: bytes) -> None:
-        """Set the digest by which the handles of a slot are checked."""
+        """Set the digest with which the handles of a slot are checked."""
         self._digest[offset] = np.frombuffer(digest, np.uint8)
 
     def rotate_offset(self) -> None:

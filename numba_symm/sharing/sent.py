@@ -47,7 +47,7 @@ class SentData:
         event_sync_required: whether consumers have to wait.
         nbytes: the bytes that the array spans.
         export: returns a new file descriptor of the memory, if its kind needs one.
-        digest: the digest by which handles are checked.
+        digest: the digest with which handles are checked.
         reported: whether the process reports it if it ends while it is shared.
 
     Source: ``CudaIPCSentData`` of PyTorch.

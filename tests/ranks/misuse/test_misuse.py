@@ -171,7 +171,7 @@ def test_a_rendezvous_needs_one_place_on_all_ranks(comm, everywhere, last):
     everywhere(
         ns.ArgumentError,
         lambda: comm.rendezvous(x[::2] if last else x),
-        "rendezvous: expected a contiguous array, got one with gaps",
+        "rendezvous: expected a contiguous array, got a strided one",
     )
     comm.rendezvous(x).barrier()
     check_works(comm)
