@@ -10,11 +10,12 @@ import json
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 import numba_symm as ns
-from numba_symm.command import cli
+from numba_symm.command import cli, status
 from tests.absence import AWAY, PATIENT, SOON, context_is_alive, input_of, warm_up
 from tests.spawned import attempt
 
@@ -120,6 +121,24 @@ def check_what_was_seen(fact):
     assert str(fact["pids"][0]) in text
 
 
+def watched(comm, *words):
+    """Return what ``--watch`` prints: a look before an abort, one after it."""
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            raise KeyboardInterrupt
+        comm.abort()
+
+    with pytest.MonkeyPatch.context() as patch:
+        clock = SimpleNamespace(sleep=sleep, monotonic_ns=time.monotonic_ns)
+        patch.setattr(status, "time", clock)
+        shown = command(*words, "--watch")
+    assert pauses == [1.0, 1.0]
+    return shown
+
+
 def failures_are_shown(world):
     """Look at a communicator that has failed, that differs, and one without record."""
     shown = []
@@ -131,7 +150,8 @@ def failures_are_shown(world):
         world.barrier()
         if world.rank == 0:
             shown.append(command(os.getpid()))
-            comm.abort()
+            shown.append(watched(comm, os.getpid(), "--json"))
+            shown.append(watched(comm, os.getpid()))
             shown.append(command(os.getpid()))
         world.barrier()
         attempt(comm.close)
@@ -140,7 +160,12 @@ def failures_are_shown(world):
 
 
 def test_failures_and_differences_are_shown(two):
-    (first, second), _ = two.run(failures_are_shown)
+    (first, lines, live, second), _ = two.run(failures_are_shown)
+    before, after = map(json.loads, lines[1].splitlines())
+    assert [each["failure"] for each in before] == [None, None]
+    assert after[-1]["failure"] == "Aborted: rank 0 aborted the communicator"
+    assert lines[0] == live[0] == 0
+    assert "failure: Aborted: rank 0 aborted" in live[1]
     assert "its calls are not recorded (NUMBA_SYMM_RECORD=0)" in first[1]
     assert "calls differ from number: 1" in first[1]
     assert "failure" not in first[1]
