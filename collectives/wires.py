@@ -70,8 +70,20 @@ def check(given: Invocation[Operation], dtype: Any, gpu: GPU) -> None:
             f"{dtype.name}; convert the array, or reduce without wire="
         )
     if not SIMULATED:
-        codes, capability = WIRES[wire], gpu.compute_capability
-        dtypes.check_capability(codes, capability, gpu.name, f"{what}: wire={wire!r}")
+        _check_capability(wire, gpu, what)
+
+
+def _check_capability(wire: str, gpu: GPU, what: str) -> None:
+    """Refuse codes that the GPU cannot convert."""
+    try:
+        given = gpu.compute_capability, gpu.name, what
+        dtypes.check_capability(WIRES[wire], *given)
+    except ArgumentError as error:
+        found = ".".join(map(str, gpu.compute_capability))
+        raise ArgumentError(
+            f"{what}: expected compute capability 8.9 or higher for wire={wire!r}, got "
+            f"{found} of {gpu.name}; pass wire='int8'"
+        ) from error
 
 
 def nbytes_of(count: int, size: int) -> int:

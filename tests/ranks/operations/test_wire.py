@@ -1,15 +1,19 @@
 """Sums by codes of one byte: the bits of a NumPy model, on all ranks, in every form."""
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 import numba_symm as ns
+from numba_symm.collectives import wires
 from numba_symm.environment import SIMULATED
 from tests.coded import bound, coded_sum
 from tests.ranks.helpers import (
     Window,
     get,
+    needs_peers,
     on_few_numbers,
     ordinary,
     put,
@@ -94,6 +98,22 @@ def test_nan_infinity_zeros_and_the_ends_of_the_range(comm, world, wire):
     assert (found[:128] == 0).all()
     texts = world.allgather(found.tobytes())  # of NaN, too
     assert set(texts) == {texts[0]}
+
+
+@needs_peers
+def test_ranks_pass_the_same_wire(world):
+    with ns.Communicator(world, timeout=60, debug=True) as comm:
+        x = comm.zeros(8, np.float32)
+        wire = "int8" if comm.rank == 0 else "fp8"
+        text = "8 float32 in C order, op 'sum', wire 'int8'"
+        refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, wire=wire), text)
+
+
+def test_old_gpus_are_told_to_use_int8():
+    gpu = SimpleNamespace(compute_capability=(8, 0), name="an A100")
+    with pytest.raises(ns.ArgumentError, match="of an A100; pass wire='int8'"):
+        wires._check_capability("fp8", gpu, "all_reduce")
+    wires._check_capability("int8", gpu, "all_reduce")
 
 
 def test_what_a_wire_cannot_do_is_refused(comm, world):
