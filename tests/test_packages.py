@@ -13,16 +13,22 @@ import re
 import pytest
 
 from numba_symm.command import launcher
-from tests import packages, test_mpirun
+from tests import packages, test_mpi4py_suite, test_mpirun
 from tests.patience import patient
 from tests.test_mpirun import ROOT
 
 WHOLE = os.environ.get("NUMBA_SYMM_TEST_WHOLE") == "1"
+PAGE = ROOT / "docs/porting-from-mpi4py.md"
 
 PYLOPS_MPI = "0.8.0"
 PYLOPS = "pylops==2.8.0", "pyproximal==0.13.0"
 MPI4PY_FFT = "2.0.6"
-MPI4PY = "4.1.2"
+MPI4PY = test_mpi4py_suite.VERSION
+
+PYLOPS_MPI_TESTS = 519
+"""All tests of PyLops-MPI. All pass."""
+
+DEMO_COUNT = 23
 
 TESTS = ["halo", "linearop", "matrixmult", "solver"]
 """Files of PyLops-MPI's tests that are run by default."""
@@ -84,6 +90,26 @@ def mpi4py_fft(tmp_path_factory):
     return packages.source("mpi4py-fft", MPI4PY_FFT, ours, environ=environ)
 
 
+def test_the_page_has_a_row_for_each_package():
+    """The tests below, and those of mpi4py's suite, assert what the rows say."""
+    helpers = ", ".join(each.replace("==", " ") for each in PYLOPS)
+    passed = sum(test_mpi4py_suite.PASSED.values())
+    tests = passed + len(test_mpi4py_suite.LACKING)
+    rows = [
+        f"| PyLops-MPI {PYLOPS_MPI}, with {helpers} | its tests | 2 "
+        f"| {PYLOPS_MPI_TESTS} of {PYLOPS_MPI_TESTS} pass | `whole` |",
+        f"| mpi4py-fft {MPI4PY_FFT} | its test of pencils; transforms with NumPy's FFT "
+        "| 3 | pass | `whole` |",
+        f"| mpi4py {MPI4PY} | {DEMO_COUNT} demos | 3 | pass | `whole` |",
+        f"| mpi4py {MPI4PY} | its tests of calls with arrays "
+        f"| {test_mpi4py_suite.RANKS} | {passed} of {tests} pass, see below "
+        "| `pytest tests/test_mpi4py_suite.py` |",
+    ]
+    table = PAGE.read_text().partition("## Packages that were tried")[2]
+    found = [line for line in table.partition("\n## ")[0].splitlines() if "|" in line]
+    assert found[2:] == rows
+
+
 def test_pylops_mpi_passes_its_own_tests(mpi4py_fft, tmp_path):
     pytest.importorskip("scipy", reason="PyLops needs it")
     pytest.importorskip("matplotlib", reason="PyLops-MPI imports it")
@@ -98,13 +124,15 @@ def test_pylops_mpi_passes_its_own_tests(mpi4py_fft, tmp_path):
     passed = {int(number) for number in re.findall(r"(\d+) passed", text)}
     assert len(passed) == 1, text[-5000:]
     assert "failed" not in text
+    if WHOLE:
+        assert passed == {PYLOPS_MPI_TESTS}, text[-5000:]
     print(f"{passed.pop()} tests passed on each rank")
 
 
 def test_demos_of_mpi4py_and_pencils_of_mpi4py_fft_run(mpi4py_fft, tmp_path):
     folder = packages.source("mpi4py", MPI4PY, packages.WITH_OURS) / "demo"
     programs = [path for name in DEMOS for path in sorted(folder.glob(name))]
-    assert len(programs) == len(DEMOS) - 1 + 19
+    assert len(programs) == DEMO_COUNT
     late = tmp_path / "late.py"
     late.write_text(LATE)
     names = [path.name for path in programs]
