@@ -343,7 +343,7 @@ def _host_array(array: Any, what: str) -> ArgumentError:
 
 
 def dense(array: ArrayView, what: str) -> ArrayView:
-    """Return ``array``, or refuse one with gaps or misaligned elements."""
+    """Return ``array``, or refuse one that is strided or misaligned."""
     if array.order is None:
         raise GapsError(
             f"{what}: expected a contiguous array, got a strided one of shape "

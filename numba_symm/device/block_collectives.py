@@ -245,7 +245,7 @@ def _simulated(
     for array in (x, out):
         flags = getattr(array, "flags", None)
         if flags is None or not getattr(array, "shape", ()) or not flags.c_contiguous:
-            shape = getattr(array, "strides", None) and "one with gaps"
+            shape = getattr(array, "strides", None) and "a strided one"
             raise ArgumentError(
                 f"{kind.name}: expected contiguous arrays of at least one dimension, "
                 f"got {shape or type(array).__name__}"

@@ -375,7 +375,7 @@ def _whole(array: Any, given: arrays.Fields, datatype: Any) -> Items:
     if view.order is None:
         raise refusal(
             MPI.ERR_ARG,
-            f"message: expected a contiguous array, got one with gaps of shape "
+            f"message: expected a contiguous array, got a strided one of shape "
             f"{view.shape}; pass the whole array and a derived datatype, such as [x, 1,"
             " MPI.DOUBLE.Create_vector(rows, 1, columns).Commit()], or a contiguous "
             "copy",
