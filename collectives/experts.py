@@ -127,8 +127,11 @@ class Experts:
         )
         self.results = over((*place, sizes.hidden), "results", sizes.dtype)
         self._room = TokenRoom(
-            *(offsets["tokens"], 0, offsets["ids"], offsets["weights"]),
-            *(offsets["sources"], sizes.capacity),
+            tokens=offsets["tokens"],
+            ids=offsets["ids"],
+            weights=offsets["weights"],
+            sources=offsets["sources"],
+            capacity=sizes.capacity,
         )
         self._offsets = offsets
         self._grid = expert_dispatch.grid_of(end, sizes.tokens, sizes.vectors)

@@ -160,7 +160,7 @@ NO_EXPERT = _other(
     44,
     "rank {rank}'s token {place} has expert {epoch}: expected less than the number of "
     "experts, or -1 for none",
-    "16777215 stands for larger and negative numbers, token 65535 for later ones",
+    "16777215 stands for larger and negative numbers",
 )
 CALL_MISMATCH = _other(
     30,

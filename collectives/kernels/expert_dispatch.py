@@ -97,7 +97,6 @@ class TokenRoom(NamedTuple):
 
     Attributes:
         tokens: the tokens.
-        scales: their scales, of float32, if they have any.
         ids: for each token and choice, the number of the expert on this rank, an int32;
             -1: it is on another rank.
         weights: for each token and choice, its weight.
@@ -106,7 +105,6 @@ class TokenRoom(NamedTuple):
     """
 
     tokens: int
-    scales: int
     ids: int
     weights: int
     sources: int
@@ -120,15 +118,11 @@ class Rows(NamedTuple):
         address: of the first one.
         vectors: vectors of 16 bytes of a token.
         shift: a token is copied by 2 to the power of this many threads together.
-        scales: the address of the scales; any, if there are none.
-        groups: scales of a token; 0: there are none.
     """
 
     address: int
     vectors: int
     shift: int
-    scales: int = 0
-    groups: int = 0
 
 
 def words_of(size: int) -> int:
@@ -234,8 +228,8 @@ def make_route(size: int) -> Callable[..., bool]:
                 wrong = mark(routing, token, words)
                 if wrong != NONE:
                     found = True
-                    place, shown = min(token, 0xFFFF), min(wrong, MOST_SHOWN)
-                    given = waits.NO_EXPERT, guard.rank, guard.rank, place, shown
+                    shown = min(wrong, MOST_SHOWN)
+                    given = waits.NO_EXPERT, guard.rank, guard.rank, token, shown
                     fail(guard, wait_record(*given))
             share(own, words)
             # All threads' fields are stored before they are added up.
@@ -266,13 +260,13 @@ def make_route(size: int) -> Callable[..., bool]:
 def make_send(size: int) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return device functions that store what belongs to a token, and the token.
 
-    ``(rank, routing, rows, room, targets, token)`` is called by one thread, and
+    ``(rank, routing, room, targets, token)`` is called by one thread, and
     ``(rank, routing, rows, room, targets, first, end, low, high)`` by the whole block.
     """
 
     @device_function
     def send_numbers(
-        rank: int, routing: Any, rows: Any, room: Any, targets: Any, token: int
+        rank: int, routing: Any, room: Any, targets: Any, token: int
     ) -> None:
         for r in range(size):
             place = word_of(ld_u32(routing.places + 4 * (token * size + r)))
@@ -292,9 +286,6 @@ def make_send(size: int) -> tuple[Callable[..., None], Callable[..., None]]:
                     if routing.weights != 0:
                         weight = word_of(ld_u32(routing.weights + 4 * choice))
                     st_u32(targets[r] + room.weights + there, weight)
-                for i in range(rows.groups):
-                    scale = ld_u32(rows.scales + 4 * (token * rows.groups + i))
-                    st_u32(targets[r] + room.scales + 4 * (at * rows.groups + i), scale)
 
     @device_function
     def send_tokens(
@@ -395,7 +386,7 @@ def make_dispatch(size: int) -> Any:
                         st_u64(targets[r] + 8 * guard.rank, count)
             token = first + thread
             while token < end:
-                send_numbers(guard.rank, routing, rows, room, targets, token)
+                send_numbers(guard.rank, routing, room, targets, token)
                 token += THREADS
             places = guard.rank, routing, rows, room, targets
             send_tokens(*places, first, end, low, high)

@@ -118,7 +118,7 @@ class Experts(World):
             Dispatch.inverse_of(EACH),
         )
         rows = Dispatch.Rows(x, VECTORS, 1)
-        room = Dispatch.TokenRoom(*(PART * i for i in (1, 0, 2, 3, 4)), capacity)
+        room = Dispatch.TokenRoom(*(PART * i for i in (1, 2, 3, 4)), capacity)
         given = self.ends[rank], grid, routing, rows, room, tuple(self.rooms)
         add(Dispatch.bind(*given), self.streams[rank])
         return words
