@@ -7,6 +7,7 @@
 - ``status`` shows what the ranks of running jobs do, and can abort them.
 - ``info`` shows what a bug report needs: versions, GPUs, MPI, settings.
 - ``doctor`` checks this machine, and says what to do.
+- ``soak`` makes calls for minutes while ranks fail, and checks everything.
 """
 
 import argparse
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv[:1] == ["compile"]:
             return _compile(argv[1:])
+        if argv[:1] == ["soak"]:
+            return _soak(argv[1:])
         options = _parser().parse_args(words)
         if options.command == "info":
             return _info(options)
@@ -132,6 +135,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_status(commands)
     commands.add_parser(
         "compile", help="compile kernels into the disk cache, with or without a GPU"
+    )
+    commands.add_parser(
+        "soak",
+        help="make random calls for minutes while ranks fail, and check everything",
     )
     tune = commands.add_parser(
         "tune",
@@ -325,6 +332,24 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.plot:
         doctor.draw(found, Path(options.plot))
     return 0 if found["fits"] else 1
+
+
+def _soak(argv: Sequence[str]) -> int:
+    from numba_symm.command import soak  # imports many packages
+
+    options = soak.parser().parse_args(argv)
+    number = options.ranks or (0 if options.simulate else len(visible_gpus())) or 4
+    if number < 2:
+        raise SymmError(
+            f"soak: expected 2 ranks or more, got {number}; pass -n, and --simulate "
+            "without GPUs"
+        )
+    goal = soak.goal(options, number, simulation_needed(number, ask=options.simulate))
+    try:
+        return soak.run(goal, options.json, Console())
+    except KeyboardInterrupt:
+        _tell(f"numba-symm soak: interrupted; its seed was {goal.seed}")
+        return 130
 
 
 def _positive(text: str) -> int:

@@ -29,6 +29,7 @@ LAZY = {
     ("command.cli", "command.doctor"): "`run` needs none of its libraries",
     ("command.cli", "command.job"): "`run` makes no communicator",
     ("command.cli", "command.runner"): "only `run` needs mpi4py for its variable",
+    ("command.cli", "command.soak"): "`run` needs none of its libraries",
     ("command.cli", "command.status"): "`run` reads no boards",
     ("command.cli", "engines.nccl"): "only `info` looks for NCCL",
     ("command.runner", "mpi"): "a program may first set variables that Numba reads",

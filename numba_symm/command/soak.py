@@ -1,0 +1,453 @@
+"""``numba-symm soak``: calls and failures for minutes, and whether all is as promised.
+
+It starts jobs, because a rank that was killed is only replaced by another job. It looks
+at the ranks' steps. A step that outlasts its deadline is a fault, and ends the job.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from numba_symm import environment
+from numba_symm.bench import options
+from numba_symm.bench.soak_marks import FAILURES, JobMarks, RankMarks, SoakJob
+from numba_symm.command import launcher
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import SymmError
+
+PROGRAM = ("-m", "numba_symm.bench.soak")
+"""The program of each rank."""
+
+DEADLINES = {
+    "NUMBA_SYMM_TIMEOUT": {True: "5", False: "20"},
+    "NUMBA_SYMM_SETUP_TIMEOUT": {True: "60", False: "60"},
+}
+"""Seconds of the deadlines, in the simulator and on GPUs, unless the user sets them."""
+
+GRACE = 5.0
+"""Seconds beyond a deadline that processes without a processor may need."""
+
+STARTING = 120.0
+"""Seconds in which all ranks start."""
+
+ENDING = 20.0
+"""Seconds in which a job ends after its last rank is done."""
+
+LEAKED = 8
+"""Descriptors that a rank may have more at the end: MPI opens some late."""
+
+_LOOK = 0.05  # seconds between looks at the ranks
+_SHOWN = 5.0  # seconds between lines of the output
+_WRITING = 0.5  # seconds in which a rank writes its stack
+_LINES = 20  # of a job's output, with a fault that it may explain
+
+
+class Goal(NamedTuple):
+    """What a soak has to do.
+
+    Attributes:
+        ranks: of each job.
+        simulate: whether they run in the simulator.
+        seed: determines calls and failures.
+        calls: to make; 0: none, or as many as there is time for.
+        seconds: for how long; 0: until the others are done.
+        cycles: communicators to make and close.
+        kills: ranks to kill.
+    """
+
+    ranks: int
+    simulate: bool
+    seed: int
+    calls: int
+    seconds: float
+    cycles: int
+    kills: int
+
+
+class SoakReport:
+    """What the jobs of a soak have done and found.
+
+    Args:
+        goal: what they have to do.
+
+    Attributes:
+        jobs: the number of jobs.
+        faults: what is not as promised.
+    """
+
+    def __init__(self, goal: Goal):
+        self._goal = goal
+        self._began = time.monotonic()
+        self.jobs = 0
+        self.calls = self.replays = self.cycles = self.rebuilds = self.wrong = 0
+        self.failures = dict.fromkeys(FAILURES, 0)
+        self.beyond, self.beyond_step = 0.0, ""
+        self.memory, self.descriptors = [0, 0], [0, 0]
+        self.faults: list[dict[str, Any]] = []
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since the beginning."""
+        return time.monotonic() - self._began
+
+    def add(self, places: Sequence[RankMarks]) -> None:
+        """Add what the ranks of a job have done. A collective call counts once."""
+        self.jobs += 1
+        for name in ("calls", "replays", "cycles", "rebuilds"):
+            most = max(getattr(each, name) for each in places)
+            setattr(self, name, getattr(self, name) + most)
+        for place in places:
+            self.wrong += place.wrong
+            for kind, number in zip(FAILURES, place.failures, strict=True):
+                self.failures[kind] += number
+            if place.beyond > self.beyond:
+                self.beyond, self.beyond_step = place.beyond, place.beyond_step.decode()
+            for kept, found in (
+                (self.memory, place.memory),
+                (self.descriptors, place.descriptors),
+            ):
+                if kept[1] - kept[0] <= found[1] - found[0] and found[1]:
+                    kept[:] = found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all of it, of the types that JSON has."""
+        names = ("jobs", "calls", "replays", "cycles", "rebuilds", "failures", "wrong")
+        return {
+            "passed": not self.faults,
+            "goal": self._goal._asdict(),
+            "seconds": round(self.seconds, 1),
+            **{name: getattr(self, name) for name in names},
+            "beyond": round(self.beyond, 3),
+            "beyond_step": self.beyond_step,
+            "memory": self.memory,
+            "descriptors": self.descriptors,
+            "faults": self.faults,
+        }
+
+
+def jobs(goal: Goal, report: SoakReport) -> Iterator[SoakJob]:
+    """Yield jobs until the goal is reached. Each leaves at least one rank."""
+    most = goal.ranks - 1
+    while True:
+        kills = goal.kills - report.failures["killed"]
+        seconds = goal.seconds - report.seconds
+        calls = goal.calls - report.calls
+        cycles = goal.cycles - report.cycles
+        enough = seconds <= 0 if goal.seconds else calls <= 0
+        if report.jobs and enough and max(kills, cycles) <= 0:
+            return
+        left = max(1, -(-kills // most))
+        yield SoakJob(
+            seed=goal.seed,
+            number=report.jobs,
+            calls=max(0, -(-calls // left)),
+            seconds=max(0.0, seconds / left),
+            cycles=max(0, -(-cycles // left)),
+            kills=max(0, min(kills, most)),
+        )
+
+
+def played(goal: Goal, console: Console | None) -> SoakReport:
+    """Play the jobs of a soak, until one has a fault.
+
+    Args:
+        goal: what to do.
+        console: where to show the progress; None: nowhere.
+    """
+    report = SoakReport(goal)
+    for job in jobs(goal, report):
+        with tempfile.TemporaryDirectory(prefix="numba-symm-soak-") as folder:
+            marks = JobMarks(Path(folder), goal.ranks)
+            faults = _play(goal, job, marks, report, console)
+            report.add(marks.places)
+            report.faults += faults
+        if report.faults:
+            break
+    return report
+
+
+def _play(
+    goal: Goal,
+    job: SoakJob,
+    marks: JobMarks,
+    report: SoakReport,
+    console: Console | None,
+) -> list[dict[str, Any]]:
+    """Run one job, and return its faults."""
+    flags = ["--with-ft", "ulfm"] if job.kills else []
+    program = [*PROGRAM, str(marks.folder), json.dumps(job._asdict())]
+    mpirun = launcher.find_mpirun()
+    command = launcher.mpirun_command(goal.ranks, program, mpirun, flags)
+    environ = launcher.job_environment(os.environ, simulate=goal.simulate)
+    launcher.check_sessions(environ)
+    for name, seconds in DEADLINES.items():
+        environ.setdefault(name, seconds[goal.simulate or SIMULATED])
+    log = marks.folder / "output"
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            found = _watched(process, marks, report, console)
+        finally:
+            _end(process, marks.places)
+    found += marks.faults()
+    found += _lost(marks.places, found)
+    if found:
+        lines = [each for each in log.read_text().splitlines() if each.strip()]
+        for line in lines[-_LINES:]:
+            found.append(_fault(None, "output", line))
+    return found
+
+
+def _watched(
+    process: "subprocess.Popen[bytes]",
+    marks: JobMarks,
+    report: SoakReport,
+    console: Console | None,
+) -> list[dict[str, Any]]:
+    """Wait until a job has ended, or a step has outlasted its deadline."""
+    began, shown, ended = time.monotonic(), 0.0, 0.0
+    while process.poll() is None:
+        time.sleep(_LOOK)
+        now = time.monotonic()
+        running = [each for each in marks.places if each.pid and _runs(each.pid)]
+        late = {
+            rank: place
+            for rank, place in enumerate(marks.places)
+            if place.pid and not place.done and place.overdue() > GRACE
+            if _runs(place.pid)
+        }
+        if late:
+            return _hanging(late, marks)
+        if now - began > STARTING and not all(each.pid for each in marks.places):
+            text = f"not all ranks have started in {STARTING:g} s"
+            return [_fault(None, "start", text)]
+        if running and not all(each.done for each in running):
+            ended = now
+        if ended and now - ended > ENDING:
+            text = f"mpirun has not ended {ENDING:g} s after its ranks"
+            return [_fault(None, "end", text)]
+        if console is not None and now - shown > _SHOWN:
+            shown = now
+            console.print(_line(report, marks.places), highlight=False)
+    return []
+
+
+def _hanging(late: dict[int, RankMarks], marks: JobMarks) -> list[dict[str, Any]]:
+    """Return what ranks do that have not ended in time, and where they are."""
+    found = []
+    for rank, place in late.items():
+        text = f"{place.step.decode()}: {place.overdue():.1f} s beyond the deadline"
+        place.beyond, place.beyond_step = place.overdue(), place.step
+        found.append(_fault(rank, "deadline", text))
+    for place in marks.places:
+        _signal(place, signal.SIGUSR1)  # the rank writes its stack
+    time.sleep(_WRITING)
+    for rank in range(len(marks.places)):
+        lines = marks.stack(rank).read_text().splitlines()
+        found += [_fault(rank, "stack", line) for line in lines]
+    return found
+
+
+def _lost(places: Sequence[RankMarks], found: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return which ranks ended without a reason, and which have lost descriptors."""
+    faults = []
+    killed = FAILURES.index("killed")
+    for rank, place in enumerate(places):
+        if not place.done and not place.failures[killed] and not found:
+            what = place.step.decode() or "start"
+            faults.append(_fault(rank, "ended", f"the rank has ended in {what}"))
+        more = place.descriptors[1] - place.descriptors[0]
+        if more > LEAKED:
+            text = f"{more} descriptors more at the end than at the beginning"
+            faults.append(_fault(rank, "descriptors", text))
+    return faults
+
+
+def _fault(rank: int | None, kind: str, text: str) -> dict[str, Any]:
+    return {"rank": rank, "kind": kind, "text": text}
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process runs, so it has not ended, waited for or not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def _signal(place: RankMarks, number: int) -> None:
+    if place.pid and _runs(place.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(place.pid, number)
+
+
+def _end(process: "subprocess.Popen[bytes]", places: Sequence[RankMarks]) -> None:
+    """End a job that has not ended, with its stopped ranks."""
+    if process.poll() is not None:
+        return
+    for place in places:
+        _signal(place, signal.SIGKILL)
+    process.terminate()  # mpirun removes its files
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def _line(report: SoakReport, places: Sequence[RankMarks]) -> str:
+    killed = FAILURES.index("killed")
+    calls, replays, cycles = (
+        getattr(report, name) + max(getattr(each, name) for each in places)
+        for name in ("calls", "replays", "cycles")
+    )
+    kills = report.failures["killed"] + sum(each.failures[killed] for each in places)
+    wrong = report.wrong + sum(each.wrong for each in places)
+    return (
+        f"{report.seconds:.0f} s: {calls} calls, {replays} replays, {cycles} cycles, "
+        f"{kills} killed, wrong {wrong}"
+    )
+
+
+def show(report: SoakReport, goal: Goal, console: Console) -> None:
+    """Print a report."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    rows = [
+        ("seed", goal.seed),
+        ("jobs", f"{report.jobs} of {goal.ranks} ranks, {report.seconds:.0f} s"),
+        ("calls", report.calls),
+        ("replays", report.replays),
+        ("cycles", report.cycles),
+        *report.failures.items(),
+        ("rebuilt", report.rebuilds),
+        ("wrong results", report.wrong),
+        (
+            "longest wait beyond its deadline",
+            f"{report.beyond:.2f} s {report.beyond_step and f'({report.beyond_step})'}",
+        ),
+        (
+            "memory at the beginning and the end",
+            " and ".join(f"{each >> 20} MiB" for each in report.memory),
+        ),
+        (
+            "descriptors at the beginning and the end",
+            " and ".join(map(str, report.descriptors)),
+        ),
+    ]
+    for name, value in rows:
+        table.add_row(name, escape(str(value)))
+    console.print(table)
+    for fault in report.faults:
+        where = "" if fault["rank"] is None else f"rank {fault['rank']}: "
+        text = f"{fault['kind']}: {where}{fault['text']}"
+        console.print(text, style="red", markup=False, soft_wrap=True)
+    console.print("passed" if not report.faults else "failed")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
+    made = argparse.ArgumentParser(
+        prog="numba-symm soak",
+        description="Make random calls of all operations on four communicators side by "
+        "side, make and close communicators, and let ranks fail: they are killed and "
+        "stopped, raise, are interrupted, abort, and run out of memory, of descriptors "
+        "and of shared memory. Check each result, each deadline, and what the failures "
+        "leave. The exit code is 0 if all is as promised, else 1.",
+        epilog="NUMBA_SYMM_TIMEOUT sets the deadline of calls, by default 5 s in the "
+        "simulator and 20 s on GPUs.",
+        allow_abbrev=False,
+    )
+    number: dict[str, Any] = {"metavar": "N", "type": options.at_least(0)}
+    made.add_argument(
+        "-n",
+        dest="ranks",
+        type=options.at_least(2),
+        metavar="RANKS",
+        help="default: the number of GPUs, or 4 in the simulator",
+    )
+    made.add_argument(
+        "--simulate", action="store_true", help="use the simulator instead of GPUs"
+    )
+    length = made.add_mutually_exclusive_group()
+    seconds = "for how long it begins rounds (default 60)"
+    length.add_argument("--seconds", help=seconds, **number)
+    length.add_argument("--calls", help="how many calls, instead of seconds", **number)
+    cycles = "how many communicators to make and close meanwhile (default 20)"
+    made.add_argument("--cycles", default=20, help=cycles, **number)
+    kills = "how many ranks to kill meanwhile (default 1), which needs Open MPI 5"
+    made.add_argument("--kills", default=1, help=kills, **number)
+    seed = (
+        "determines the calls and failures, but not when a failure hits a call "
+        "(default random)"
+    )
+    made.add_argument("--seed", help=seed, **number)
+    made.add_argument("--json", action="store_true", help="print one object of JSON")
+    return made
+
+
+def goal(given: argparse.Namespace, ranks: int, simulate: bool) -> Goal:
+    """Return the goal of the command's options.
+
+    Args:
+        given: the options.
+        ranks: of each job.
+        simulate: whether they run in the simulator.
+
+    Raises:
+        SymmError: the environment sets no deadline, or a wrong one.
+    """
+    if not environment.timeout() or os.environ.get("NUMBA_SYMM_SETUP_TIMEOUT") == "0":
+        raise SymmError(
+            "soak: expected deadlines, got NUMBA_SYMM_TIMEOUT=0 or "
+            "NUMBA_SYMM_SETUP_TIMEOUT=0; unset them"
+        )
+    seconds = 60 if given.seconds is None else given.seconds
+    return Goal(
+        ranks,
+        simulate,
+        seed=secrets.randbits(32) if given.seed is None else given.seed,
+        calls=given.calls or 0,
+        seconds=0 if given.calls is not None else seconds,
+        cycles=given.cycles,
+        kills=given.kills,
+    )
+
+
+def run(goal: Goal, as_json: bool, console: Console) -> int:
+    """Play a soak, print its report, and return the exit code.
+
+    Args:
+        goal: what to do.
+        as_json: whether to print only one object of JSON.
+        console: where to print.
+    """
+    if not as_json:
+        console.print(f"seed {goal.seed}", highlight=False)
+    report = played(goal, None if as_json else console)
+    if as_json:
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        show(report, goal, console)
+    return int(bool(report.faults))
