@@ -73,7 +73,7 @@ def calls(monkeypatch, bound, launched):
         (
             lambda comm: comm.all_reduce(1, "sum"),
             "Communicator.all_reduce(x, op='sum', out=None, stream=None, "
-            "algorithm=None), by keyword after x: all_reduce() takes 2 positional",
+            "algorithm=None, wire=None), by keyword after x: all_reduce() takes 2 ",
         ),
         (
             lambda comm: comm.send(1, 1, stream=2),
@@ -91,7 +91,7 @@ def calls(monkeypatch, bound, launched):
             lambda comm: comm.scatter_v_init(1, 2),
             "Communicator.scatter_v_init(x, counts=None, displs=None, root=0, out=None",
         ),
-        (lambda comm: comm.all_reduce(1, ops="sum"), "algorithm=None), by keyword"),
+        (lambda comm: comm.all_reduce(1, ops="sum"), "wire=None), by keyword"),
         (lambda comm: comm.send(1), "send() missing 1 required keyword-only argument"),
         (lambda comm: comm.split(1, 2, 3), "Communicator.split() takes from 2 to 3 "),
     ],
@@ -107,7 +107,10 @@ def test_an_error_for_wrong_arguments_has_the_correct_call(calls, write, words):
 @pytest.mark.parametrize(
     ("name", "right"),
     [
-        ("Allreduce", "all_reduce(x, op='sum', out=None, stream=None, algorithm=None)"),
+        (
+            "Allreduce",
+            "all_reduce(x, op='sum', out=None, stream=None, algorithm=None, wire=",
+        ),
         ("allreduce", "all_reduce(x"),
         ("allReduce", "all_reduce(x"),
         ("Iallreduce", "all_reduce(x"),
