@@ -31,7 +31,7 @@ from explore.test_barriers import exchanges as exchanges_of_grids
 from explore.test_copies import calls_by_copies
 from explore.test_counting import pipelines
 from explore.test_device_copies import pipelines as pipelines_of_packets
-from explore.test_experts import calls_of_experts
+from explore.test_expert_calls import calls_of_experts
 from explore.test_operations import calls_of_pairs
 from explore.world import ALGORITHMS
 
