@@ -9,7 +9,7 @@ from numba_symm import device as symm
 @cuda.jit
 def pass_right(ctx, count):
     right = (ctx.rank + 1) % ctx.size
-    theirs = symm.peer_array(ctx, right, count, np.float32)
+    theirs = symm.peer_array(ctx, right, count, np.float32)  # x of that rank
     for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
         theirs[i] = ctx.rank
     symm.barrier(ctx, 0)  # every rank's stores are visible to every rank
@@ -17,7 +17,7 @@ def pass_right(ctx, count):
 
 with ns.Communicator(MPI.COMM_WORLD) as comm:
     x = comm.zeros(128, np.float32)
-    mem = comm.rendezvous(x)
+    mem = comm.rendezvous(x)  # the addresses of x on all ranks
     pass_right[1, 64](mem.ctx, x.size)
     comm.synchronize()
     print(comm.rank, x.copy_to_host()[:4])

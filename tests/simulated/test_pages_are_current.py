@@ -42,6 +42,13 @@ def test_every_public_name_is_in_the_reference():
     assert {name for name in names if f'<a id="{name}"></a>' not in text} == set()
 
 
+def test_every_page_is_in_the_contents():
+    for folder in "docs", "docs/api":
+        links = re.findall(r"\]\(([\w-]+)\.md\)", PAGES[f"{folder}/index.md"])
+        files = {page.stem for page in (ROOT / folder).glob("*.md")} - {"index"}
+        assert files - set(links) == set(), f"{folder}/index.md lacks these"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_nothing_is_left_to_sphinx(page):
     directives, roles = r"^\s*[`:]{3,}\{.*", r"\{[\w:-]+\}`[^\s`].*"
