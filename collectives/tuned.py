@@ -25,6 +25,9 @@ _UNREADABLE = OSError, ValueError, RecursionError
 _DAMAGED = AttributeError, KeyError, TypeError, ValueError, OverflowError
 """What a file raises that this module has not written: its text, then its content."""
 
+UNUSABLE = ValueError, RecursionError, *_DAMAGED
+"""What a file that is not this library's raises when its content is read."""
+
 AGAIN = "run `numba-symm tune` again"
 
 
@@ -48,7 +51,8 @@ def file() -> Path:
     return platformdirs.user_data_path("numba-symm", appauthor=False) / name
 
 
-def _version() -> str:
+def version_of_library() -> str:
+    """Return the library's version, for files of what was measured."""
     try:
         return version("numba-symm")
     except PackageNotFoundError:
@@ -86,7 +90,7 @@ def read(gpu: str, size: int) -> Found:
     try:
         for what, key, wanted in (
             ("GPU", "gpu", gpu),
-            ("version", "version", _version()),
+            ("version", "version", version_of_library()),
         ):
             if content[key] != wanted:
                 why = f"it is of {what} {content[key]}, not of {wanted}; {AGAIN}"
@@ -145,7 +149,7 @@ def write(gpu: str, size: int, choices: Choices) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    content: dict[str, Any] = {"gpu": gpu, "version": _version(), "ranks": {}}
+    content: dict[str, Any] = {"gpu": gpu, "version": version_of_library(), "ranks": {}}
     place = file()
     try:
         before = json.loads(place.read_text())

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from numba_symm.collectives import lifetime
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.islands import sizes
+from numba_symm.collectives.islands import measured, sizes
 from numba_symm.collectives.islands.binder import IslandsBinder
 from numba_symm.collectives.islands.site import ALIGNED, Site, padded
 from numba_symm.collectives.islands.sizes import Sizes
@@ -59,6 +59,9 @@ def _begin(make: Callable[[ExitStack], Islands], options: Options) -> Calls:
                 "use send, recv and group"
             )
         islands.connect(settings.limit)
+        limits = measured.agreed(
+            islands.exchange, islands.gpu.name, islands.engine.name, sizes.DEFAULT
+        )
         heap = Heap(islands)
         undo.callback(heap.close_locally)
         start = padded(layout(inner.world.size).nbytes)
@@ -75,7 +78,7 @@ def _begin(make: Callable[[ExitStack], Islands], options: Options) -> Calls:
         whole = dataclasses.replace(end, rank=world.rank, size=world.size)
         stream, debug = options.stream, settings.debug
         calls = Calls(islands, heap, order, whole, stream, debug, memory)
-        site = Site(islands, end, staging, sizes=sizes.DEFAULT)
+        site = Site(islands, end, staging, sizes=limits)
         calls.binder = IslandsBinder(site)
         lifetime.opened(calls)
         undo.pop_all()

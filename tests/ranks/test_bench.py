@@ -20,7 +20,7 @@ from numba_symm.collectives import tuned
 from numba_symm.collectives.operations import ALL_REDUCE, Operation
 from numba_symm.collectives.select import ALL, Choice, Step
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import bits, get, needs_peers, of_one_island, put
+from tests.ranks.helpers import bits, get, of_one_island, put
 
 SMALL = ["-n", "2", "-w", "1", "-G", "2", "--against", "mpi"]
 
@@ -422,17 +422,6 @@ def test_rank_0s_measured_limits_are_used(world, folder, shown, monkeypatch):
     else:
         assert used(world) == "one_shot_sentinel"
     assert before in ALL_REDUCE.algorithms
-
-
-@needs_peers
-def test_several_islands_have_no_limits(world, folder, monkeypatch):
-    """Their calls take no algorithm. The limits would be used by one island."""
-    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
-    monkeypatch.setenv("XDG_DATA_HOME", str(folder))
-    text = f"tune: expected ranks of one island, got {world.size} islands"
-    with pytest.raises(ns.ArgumentError, match=text):
-        tune.main(["--largest", "1K"])
-    assert not tuned.file().exists()
 
 
 @pytest.mark.parametrize(
