@@ -143,8 +143,11 @@ _NUMBAS: Any = () if SIMULATED else cuda.cudadrv.devicearray.DeviceNDArray
 
 
 def _read_numba(array: Any, what: str) -> Fields:
-    in_c = array.is_c_contiguous()
-    order = "C" if in_c else _order(False, array.is_f_contiguous())
+    order: str | None = "C"
+    if not array.is_c_contiguous():  # Numba compares strides of axes of length 1, too
+        width = array.dtype.itemsize
+        strides = [n // width if n % width == 0 else -1 for n in array.strides]
+        order = _order_of(array.shape, tuple(strides))
     address = array.gpu_data.device_pointer_value or 0
     return address, array.shape, array.dtype, order, False
 

@@ -10,7 +10,7 @@ from cuda.bindings import driver as bindings
 from numba.cuda.cudadrv import devices, driver
 from numba.cuda.cudadrv.driver import MemoryPointer
 
-from numba_symm import numba_arrays
+from numba_symm import arrays, numba_arrays
 
 TYPES = ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
@@ -60,6 +60,23 @@ def test_arrays_of_every_type_copy_to_and_from_given_host_arrays(name, shape):
         flat.flags.writeable = False
         x.reshape(x.size).copy_to_device(flat)
         assert x.ravel().copy_to_host(np.empty(x.size, dtype)).tolist() == [*flat]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "order"),
+    [
+        ((8, 1), (4, 0), "C"),  # of cuda.to_device(x[:, None])
+        ((1, 8), (0, 4), "C"),
+        ((1, 2, 3), (0, 4, 8), "F"),
+        ((2, 3), (16, 4), None),
+        ((2, 3), (12, 6), None),
+    ],
+)
+def test_strides_of_axes_of_length_1_do_not_matter(shape, strides, order):
+    """As for NumPy. Numba's own flags differ."""
+    place = MemoryPointer(None, bindings.CUdeviceptr(1 << 40), 64)
+    x = numba_arrays.device_array(shape, strides, np.dtype("f4"), place)
+    assert arrays.fields(x, "x")[3] == order
 
 
 def test_dense_strides():
