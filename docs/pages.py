@@ -325,12 +325,12 @@ def _entry(name):
     """Return a name's line: where links lead to, how it is called, what it does."""
     value, shown = found(name), name.rpartition(".")[2]
     if callable(value) and not is_error(value):
-        shown += _signature(value, isinstance(value, type))
+        shown += _signature(value)
     text = _plain((inspect.getdoc(value) or "").partition("\n\n")[0])
     return [f'- <a id="{name}"></a>`{shown}`: {text}']
 
 
-def _signature(value, is_class):
+def _signature(value):
     """Return the arguments without their types, and without ``self``."""
     signature = inspect.signature(value)
     parameters = [
