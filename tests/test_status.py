@@ -149,7 +149,8 @@ def failures_are_shown(world):
         comm.all_reduce(input_of(comm), op="sum" if comm.rank == AWAY else "max")
         world.barrier()
         if world.rank == 0:
-            shown.append(command(os.getpid()))
+            with comm.tag("step 3"):
+                shown.append(command(os.getpid()))
             shown.append(watched(comm, os.getpid(), "--json"))
             shown.append(watched(comm, os.getpid()))
             shown.append(command(os.getpid()))
@@ -168,6 +169,7 @@ def test_failures_and_differences_are_shown(two):
     assert "failure: Aborted: rank 0 aborted" in live[1]
     assert "its calls are not recorded (NUMBA_SYMM_RECORD=0)" in first[1]
     assert "calls differ from number: 1" in first[1]
+    assert "step 3" in first[1]
     assert "failure" not in first[1]
     assert "failure: Aborted: rank 0 aborted the communicator\n" in second[1]
 
