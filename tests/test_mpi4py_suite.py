@@ -20,11 +20,11 @@ RANKS = 3
 
 PASSED = {
     "test_cco_buf": 72,
-    "test_cco_vec": 62,
+    "test_cco_vec": 58,
     "test_cco_nb_buf": 70,
-    "test_cco_nb_vec": 62,
+    "test_cco_nb_vec": 58,
     "test_cco_pr_buf": 70,
-    "test_cco_pr_vec": 62,
+    "test_cco_pr_vec": 58,
     "test_cco_ngh_buf": 12,
     "test_cco_pr_ngh_buf": 12,
     "test_p2p_buf": 48,
@@ -35,11 +35,18 @@ PASSED = {
 """The number of tests of each module that pass; docs/porting-from-mpi4py.md has it."""
 
 KINDS = ("Self", "SelfDup", "World", "WorldDup")
+BOTTOM = {
+    "test_cco_ngh_buf.TestCCONghBuf": "testNeighborAlltoallwBottom",
+    "test_cco_vec.TestCCOVec": "testAlltoallwBottom",
+    "test_cco_nb_vec.TestCCOVec": "testAlltoallwBottom",
+    "test_cco_pr_vec.TestCCOVec": "testAlltoallwBottom",
+}
 LACKING = {
     f"test_p2p_buf.TestP2PBuf{kind}.testConstructor": "requests have no handles"
     for kind in KINDS
 } | {
-    f"test_cco_ngh_buf.TestCCONghBuf{kind}.testNeighborAlltoallwBottom": "MPI.BOTTOM"
+    f"{start}{kind}.{name}": "MPI.BOTTOM"
+    for start, name in BOTTOM.items()
     for kind in KINDS
 }
 """The tests that do not, and why."""

@@ -30,6 +30,18 @@ PYLOPS_MPI_TESTS = 519
 
 DEMO_COUNT = 23
 
+HOST_TESTS = 2127
+"""All tests of mpi4py, run with host arrays by ``host_suite.py``."""
+
+HOST_FAILURES = {
+    "test_doc": 1,
+    "test_objmodel": 4,
+    "test_p2p_buf": 4,
+    "test_package": 2,
+    "test_subclass": 3,
+}
+"""How many of them fail, by module; the page has the reasons."""
+
 TESTS = ["halo", "linearop", "matrixmult", "solver"]
 """Files of PyLops-MPI's tests that are run by default."""
 
@@ -104,6 +116,9 @@ def test_the_page_has_a_row_for_each_package():
         f"| mpi4py {MPI4PY} | its tests of calls with arrays "
         f"| {test_mpi4py_suite.RANKS} | {passed} of {tests} pass, see below "
         "| `pytest tests/test_mpi4py_suite.py` |",
+        f"| mpi4py {MPI4PY} | all its tests, with host arrays | 3 "
+        f"| {HOST_TESTS - sum(HOST_FAILURES.values())} of {HOST_TESTS} pass or are "
+        "skipped | `whole` |",
     ]
     table = PAGE.read_text().partition("## Packages that were tried")[2]
     found = [line for line in table.partition("\n## ")[0].splitlines() if "|" in line]
@@ -142,3 +157,27 @@ def test_demos_of_mpi4py_and_pencils_of_mpi4py_fft_run(mpi4py_fft, tmp_path):
         programs.append(mpi4py_fft / "tests/test_pencil.py")
     text = job(3, tmp_path / "log", [mpi4py_fft], *programs)
     assert text.count("pi is approximately 3.1416") == 1, text
+
+
+@pytest.mark.skipif(not WHOLE, reason="it takes minutes: NUMBA_SYMM_TEST_WHOLE=1")
+def test_all_of_mpi4pys_tests_pass_with_host_arrays(tmp_path):
+    """Each module is a job, so that a rank that waits for others names its module."""
+    folder = packages.source("mpi4py", MPI4PY, packages.WITH_OURS) / "test"
+    environ = test_mpirun.environment(3) | {"NUMBA_ENABLE_CUDASIM": "1"}
+    program = [str(ROOT / "tests/host_suite.py"), str(folder)]
+    runner = [str(ROOT / "numba_symm/command/runner.py"), str(os.getpid()), "3"]
+    failed, tests = {}, 0
+    for path in sorted(folder.glob("test_*.py")):
+        line = [*runner, "--as-mpi4py", *program, path.name]
+        log = tmp_path / path.stem
+        mpirun = launcher.mpirun_command(3, line, launcher.find_mpirun())
+        code = test_mpirun.run(mpirun, environ, log, patient(300))
+        text = log.read_text(errors="replace")
+        ran = {int(number) for number in re.findall(r"Ran (\d+) tests?", text)}
+        assert code is not None, f"{path.stem} has not ended: {text[-3000:]}"
+        assert len(ran) == 1, f"{path.stem}: {text[-3000:]}"
+        tests += ran.pop()
+        if code:
+            names = re.findall(r"(?:FAIL|ERROR): (\w+ \([\w.]+\))", text)
+            failed[path.stem] = len(set(names))
+    assert (failed, tests) == (HOST_FAILURES, HOST_TESTS)
