@@ -1,6 +1,8 @@
 """``numba-symm soak``: what it reports of a library with faults, and of this one."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,21 @@ def test_failures_are_survived(soaked):
     assert found["rebuilds"] > 0
     assert found["wrong"] == 0
     assert found["beyond"] < soak.GRACE
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_soak_ends_its_job_and_reports(soaked, monkeypatch, number):
+    started = []
+
+    def interrupted(process, *_):
+        started.append(process)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(soak, "_watched", interrupted)
+    code, found = soaked("--seconds", "9")
+    assert code == 130
+    assert [each["kind"] for each in found["faults"]] == ["interrupted"]
+    assert started[0].poll() is not None
 
 
 def test_a_job_kills_all_ranks_but_one():

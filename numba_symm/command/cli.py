@@ -345,11 +345,7 @@ def _soak(argv: Sequence[str]) -> int:
             "without GPUs"
         )
     goal = soak.goal(options, number, simulation_needed(number, ask=options.simulate))
-    try:
-        return soak.run(goal, options.json, Console())
-    except KeyboardInterrupt:
-        _tell(f"numba-symm soak: interrupted; its seed was {goal.seed}")
-        return 130
+    return soak.run(goal, options.json, Console())
 
 
 def _positive(text: str) -> int:

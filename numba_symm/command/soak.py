@@ -49,6 +49,9 @@ ENDING = 20.0
 LEAKED = 8
 """Descriptors that a rank may have more at the end: MPI opens some late."""
 
+INTERRUPTED = "interrupted"
+"""The kind of the fault of a command that was interrupted."""
+
 _LOOK = 0.05  # seconds between looks at the ranks
 _SHOWN = 5.0  # seconds between lines of the output
 _WRITING = 0.5  # seconds in which a rank writes its stack
@@ -171,7 +174,11 @@ def played(goal: Goal, console: Console | None) -> SoakReport:
     for job in jobs(goal, report):
         with tempfile.TemporaryDirectory(prefix="numba-symm-soak-") as folder:
             marks = JobMarks(Path(folder), goal.ranks)
-            faults = _play(goal, job, marks, report, console)
+            try:
+                faults = _play(goal, job, marks, report, console)
+            except KeyboardInterrupt:
+                text = "the command was interrupted, so the soak is not complete"
+                faults = [_fault(None, INTERRUPTED, text)]
             report.add(marks.places)
             report.faults += faults
         if report.faults:
@@ -438,6 +445,8 @@ def goal(given: argparse.Namespace, ranks: int, simulate: bool) -> Goal:
 def run(goal: Goal, as_json: bool, console: Console) -> int:
     """Play a soak, print its report, and return the exit code.
 
+    An interrupt ends its job, and it reports what it has made so far.
+
     Args:
         goal: what to do.
         as_json: whether to print only one object of JSON.
@@ -445,9 +454,16 @@ def run(goal: Goal, as_json: bool, console: Console) -> int:
     """
     if not as_json:
         console.print(f"seed {goal.seed}", highlight=False)
-    report = played(goal, None if as_json else console)
+    # `timeout` and schedulers send SIGTERM. The ranks have sessions of their own.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        report = played(goal, None if as_json else console)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
     else:
         show(report, goal, console)
+    if any(each["kind"] == INTERRUPTED for each in report.faults):
+        return 128 + signal.SIGINT
     return int(bool(report.faults))
