@@ -68,6 +68,7 @@ class BenchOperation:
         windowed: whether a call may consist of several messages, one for each row of
             input and output.
         types: the names of the element types that it takes.
+        aligned: whether its arrays must begin on 16-byte boundaries.
     """
 
     name: str
@@ -84,6 +85,7 @@ class BenchOperation:
     sized: bool = True
     windowed: bool = False
     types: tuple[str, ...] = tuple(TYPES)
+    aligned: bool = False
 
     @property
     def in_place_too(self) -> bool:
@@ -290,6 +292,8 @@ _EXPERTS = BenchOperation(
     call=calls.experts,
     algorithms=("experts", "all_to_all"),
     apart=True,
+    types=("float", "half", "bfloat16"),
+    aligned=True,
 )
 OPERATIONS |= {
     "experts": _EXPERTS,

@@ -129,7 +129,7 @@ class Shuffle:
         least, most = math.log(options.first), math.log(options.last)
         nbytes = round(math.exp(random.uniform(least, most)))
         count = max(1, nbytes // TYPES[type_].itemsize)
-        shifts = random.integers(0, MISALIGNED, 2)
+        shifts = random.integers(0, 1 if self._operation.aligned else MISALIGNED, 2)
         counts = self._operation.shapes(count, self._comm.size)
         either = counts[0] == counts[1] and not self._operation.apart
         return Drawn(

@@ -37,12 +37,14 @@ class Agreement:
 
     def __init__(self, comm):
         self.comm = comm
+        self.ended = False
 
     def agree(self, session, step):
         """Return if no rank has failed up to ``step``; else end this rank."""
         everyone = self.comm.allgather((session.testsfailed > 0, step))
         failed = [rank for rank, (failure, _) in enumerate(everyone) if failure]
         if failed:
+            self.ended = True
             own = self.comm.rank in failed
             pytest.exit(f"{step} failed on ranks {failed}", 1 if own else STOPPED)
         if any(other != step for _, other in everyone):
@@ -143,5 +145,6 @@ def communicators(world, request, debug=False):
     yield communicator
     # Closing is collective: if a rank has failed, it waits until the timeout.
     agreement = request.config.pluginmanager.get_plugin("agreement")
-    agreement.agree(request.session, request.node.nodeid)
-    communicator.close()
+    if not agreement.ended:  # another exit would replace the failed test's traceback
+        agreement.agree(request.session, request.node.nodeid)
+        communicator.close()

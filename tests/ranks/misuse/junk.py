@@ -166,6 +166,13 @@ def misuses(comm, world):
         "Communicator.launch_limit": {"kernel": idle, "threads": 32},
         "Communicator.tag": {"text": "a step"},
         "Communicator.device_workspace": {"blocks": 1, "threads": 4, "bytes": 64},
+        "Communicator.experts": {
+            "experts": comm.size,
+            "top_k": 1,
+            "hidden": 8,
+            "tokens": 4,
+            "capacity": 4,
+        },
         "Event.from_ipc_handle": {"handle": event.ipc_handle()},
         "SymmetricMemoryAllocator.rendezvous": {"comm": comm},
         "open_shared": {"handle": handle},
