@@ -185,6 +185,7 @@ class _Steps:
         self._mine, self._constructs = mine, False
         self._made: Calls | None = None
         self._failure: Exception | None = None
+        self._failed_in = 0  # the call in which the construction failed
 
     def of_all(self) -> Calls:
         """Return a communicator of the same ranks, without ULFM."""
@@ -233,9 +234,10 @@ class _Steps:
             try:
                 self._made = _construct(self._calls, self._mine)
             except (SymmError, ranks.mpi().Exception) as error:
-                self._failure = error
-        # Without a result, this rank has left the construction.
-        stayed = self._made is not None or self._failure is not None
+                self._failure, self._failed_in = error, self._number
+        # Without a result, this rank has left the construction. One that failed in an
+        # earlier call may have failed because another rank left.
+        stayed = self._made is not None or self._failed_in == self._number
         well = self._made is not None
         result = self._meet(self._mine.mpi, stayed * _STAYED | well * _WELL)
         if result == _WELL | _STAYED and self._made is not None:

@@ -55,6 +55,7 @@ def make_combine(size: int, element: Element) -> Any:
     """Return the kernel for ``size`` ranks and a type of results."""
     region = workspace.layout(size).barrier
     epochs, all_flags = region.epochs, region.flags
+    operation = waits.COMBINE
     raise_flags, await_flags = make_flags(size)
     total = order.make_total(size, lanes.make_lanes(element, "sum", False, size))
     batch = max(1, _LOADS // size)
@@ -112,7 +113,7 @@ def make_combine(size: int, element: Element) -> Any:
         # What the rank's stream has stored in its room precedes the flags.
         failed = raise_flags(ring, flags_at, guard.rank, epoch, failed)
         # explore: await-made
-        failed = await_flags(guard, waits.COMBINE, own + flags_at, block, epoch, failed)
+        failed = await_flags(guard, operation, own + flags_at, block, epoch, failed)
         together = 1 << shift
         rows = THREADS >> shift
         token = block * rows + (thread >> shift)
@@ -132,7 +133,7 @@ def make_combine(size: int, element: Element) -> Any:
         # What the block has loaded of other ranks' rooms precedes the flags.
         failed = raise_flags(ring, flags_at, guard.rank, epoch, failed)
         # explore: await-read
-        failed = await_flags(guard, waits.COMBINE, own + flags_at, block, epoch, failed)
+        failed = await_flags(guard, operation, own + flags_at, block, epoch, failed)
         workspace.keep(own, epochs, block, epoch, failed)
 
     return combine

@@ -155,6 +155,12 @@ def grid_of(end: binding.Endpoint, tokens: int, vectors: int) -> int:
     return max(1, min(most, tokens, tiles))
 
 
+@device_function
+def refuse(guard: Any, token: int, shown: int) -> None:
+    """Report a token whose expert does not exist."""
+    fail(guard, wait_record(waits.NO_EXPERT, guard.rank, guard.rank, token, shown))
+
+
 def make_route(size: int) -> Callable[..., bool]:
     """Return a device function by which a block finds the places of its tokens.
 
@@ -229,8 +235,7 @@ def make_route(size: int) -> Callable[..., bool]:
                 if wrong != NONE:
                     found = True
                     shown = min(wrong, MOST_SHOWN)
-                    given = waits.NO_EXPERT, guard.rank, guard.rank, token, shown
-                    fail(guard, wait_record(*given))
+                    refuse(guard, token, shown)
             share(own, words)
             # All threads' fields are stored before they are added up.
             sync_block()  # explore: marked
@@ -328,6 +333,7 @@ def make_dispatch(size: int) -> Any:
     """Return the kernel for ``size`` ranks."""
     region = workspace.layout(size).barrier
     epochs, all_flags, number = region.epochs, region.flags, words_of(size)
+    operation = waits.DISPATCH
     raise_flags, await_flags = make_flags(size)
     route, (send_numbers, send_tokens) = make_route(size), make_send(size)
 
@@ -339,8 +345,8 @@ def make_dispatch(size: int) -> Any:
             if count > room.capacity:  # explore: above
                 found = True
                 if thread_index_x() == 0:
-                    given = waits.TOKENS_ABOVE, guard.rank, r, room.capacity, count
-                    fail(guard, wait_record(*given))
+                    most, rank = room.capacity, guard.rank
+                    fail(guard, wait_record(waits.TOKENS_ABOVE, rank, r, most, count))
         return found
 
     def dispatch(
@@ -376,7 +382,7 @@ def make_dispatch(size: int) -> Any:
         # All ranks' rooms are free; and the block's threads have stored the places.
         # explore: await-free
         failed = await_flags(
-            guard, waits.DISPATCH, own + flags_at, block, epoch, failed
+            guard, operation, own + flags_at, block, epoch, failed
         )
         if not failed:
             if block == grid - 1:
@@ -395,7 +401,7 @@ def make_dispatch(size: int) -> Any:
         failed = raise_flags(ring, flags_at, guard.rank, epoch, failed)
         # explore: await-sent
         failed = await_flags(
-            guard, waits.DISPATCH, own + flags_at, block, epoch, failed
+            guard, operation, own + flags_at, block, epoch, failed
         )
         workspace.keep(own, epochs, block, epoch, failed)
 

@@ -1,7 +1,5 @@
 """Dispatch and combine of a mixture of experts, compared with NumPy."""
 
-import re
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -256,14 +254,13 @@ def test_wrong_arguments_of_experts(comm, world):
 
 @of_one_island
 def test_a_measurement_has_an_all_to_all_there_and_back_beside_it(world, capfd):
-    words = "experts -b 256 -e 256 -d half,int32 -n 2 -w 1 -G 2 --algorithm all"
+    words = "experts -b 256 -e 256 -d half -n 2 -w 1 -G 2 --algorithm all"
     assert bench.main(words.split()) == 0
     text = world.bcast(capfd.readouterr().out)
     rows = [line.split() for line in text.splitlines() if line[0] == " "]
     assert rows[0][2:4] == ["half", "none"]
     assert rows[0][7] == "0"  # wrong elements
     assert all(float(cell) > 0 for cell in (rows[0][4], *rows[0][8:10]))
-    assert re.search("# Skipped .*, int32 none: .*expected dtype", text, re.S)
 
 
 @of_one_island
