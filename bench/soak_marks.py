@@ -34,7 +34,7 @@ class SoakJob(NamedTuple):
         seed: of the soak.
         number: of the job; with the seed, it determines calls and failures.
         calls: the calls to make; 0: none.
-        seconds: for how long to begin rounds, if there are no calls to count.
+        seconds: how long the job begins new rounds, if it counts no calls.
         cycles: the communicators to make and close.
         kills: the ranks to kill.
     """

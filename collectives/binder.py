@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from numba_symm.collectives.kernels import barrier, counted_copy, transfer
+from numba_symm.collectives.kernels import barrier, transfer
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import (
     Call,
@@ -57,6 +57,8 @@ class Binder:
         ]
         if not own[0]:
             return transfer.bind(end, sends, receives)
+        from numba_symm.collectives.kernels import counted_copy
+
         launches = [counted_copy.bind(end, *both) for both in zip(*own, strict=True)]
         if end.size > 1:
             others = [

@@ -20,7 +20,7 @@ from numba_symm.collectives import (
 )
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.invocation import invocation
-from numba_symm.collectives.islands import construction, rebuilding
+from numba_symm.collectives.islands import construction
 from numba_symm.collectives.messages import IRECV, ISEND, RECV, SEND, SENDRECV
 from numba_symm.collectives.neighbors import (
     NEIGHBOR_ALL_GATHER,
@@ -1491,6 +1491,8 @@ class Communicator(Persistent, OthersNames):
             ExchangeError: a process has ended, and MPI cannot continue.
             DeviceError, BackendError: the new communicator cannot be made.
         """
+        from numba_symm.collectives.islands import rebuilding
+
         return cast(Communicator, self._of(rebuilding.rebuilt(self._calls)))
 
     def close(self) -> None:

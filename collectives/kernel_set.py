@@ -14,13 +14,7 @@ from numba_symm import code_cache, dtypes, loads, pads
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import pairs, select
 from numba_symm.collectives.binder import Binder
-from numba_symm.collectives.kernels import (
-    digest,
-    expert_combine,
-    expert_dispatch,
-    pack,
-    transfer,
-)
+from numba_symm.collectives.kernels import pack, transfer
 from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_TO_ALL,
@@ -179,7 +173,7 @@ def kernels(
             elif name == GAPS:
                 _bind_gaps()
             elif name in DIGESTS:
-                digest.bind(0, VECTOR, 0, 1, 1, 0)
+                _bind_digest()
             elif name == COUNTS:
                 _bind_counts(numpy_dtypes, binder)
             elif name == EXPERTS:
@@ -387,8 +381,17 @@ def _bind_counts(given: list[np.dtype[Any]], binder: Binder) -> None:
             width *= 2
 
 
+def _bind_digest() -> None:
+    """Bind the digest of an array."""
+    from numba_symm.collectives.kernels import digest
+
+    digest.bind(0, VECTOR, 0, 1, 1, 0)
+
+
 def _bind_experts(given: list[np.dtype[Any]], end: Endpoint) -> None:
     """Bind what an object of ``comm.experts`` launches, as its construction does."""
+    from numba_symm.collectives.kernels import expert_combine, expert_dispatch
+
     nothing, row = (0,) * end.size, (1, 0)
     routing = expert_dispatch.Routing(*(1 for _ in expert_dispatch.Routing._fields))
     room = expert_dispatch.TokenRoom(*(1 for _ in expert_dispatch.TokenRoom._fields))

@@ -181,7 +181,7 @@ class _Steps:
         self._from(None)
 
     def _from(self, mine: TaggedComm | None) -> None:
-        """Begin with step 3, or with step 1 if there are no ranks yet."""
+        """Set the next step: 3, the construction, or 1 if ``mine`` is None."""
         self._mine, self._constructs = mine, False
         self._made: Calls | None = None
         self._failure: Exception | None = None

@@ -133,7 +133,7 @@ class SoakReport:
             "goal": self._goal._asdict(),
             "seconds": round(self.seconds, 1),
             **{name: getattr(self, name) for name in names},
-            "beyond": round(self.beyond, 3),
+            "beyond": self.beyond,
             "beyond_step": self.beyond_step,
             "memory": self.memory,
             "descriptors": self.descriptors,

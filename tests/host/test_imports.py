@@ -11,15 +11,25 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 LAZY = {
     ("", "sharing"): "few programs share arrays",
+    ("collectives.binder", "collectives.kernels.counted_copy"): "few have such counts",
     ("collectives.calls", "collectives.wires"): "few sum by codes",
     ("collectives.communicator", "collectives.counted_forms"): "few have such counts",
     ("collectives.communicator", "collectives.equality"): "few compare their arrays",
     ("collectives.communicator", "collectives.experts"): "few have experts",
+    ("collectives.communicator", "collectives.islands.rebuilding"): "few rebuild",
     ("collectives.communicator", "trace"): "few write one",
     ("collectives.islands.construction", "collectives.islands.several"): (
         "one island is usual"
     ),
     ("collectives.islands.construction", "collectives.warm_up"): "needs a communicator",
+    ("collectives.kernel_set", "collectives.kernels.digest"): "few compare arrays",
+    (
+        "collectives.kernel_set",
+        "collectives.kernels.expert_combine",
+    ): "few have experts",
+    ("collectives.kernel_set", "collectives.kernels.expert_dispatch"): (
+        "few have experts"
+    ),
     ("collectives.kernel_set", "collectives.wires"): "few sum by codes",
     ("collectives.lifetime", "collectives.tuned"): "needs a communicator",
     ("collectives.persistent", "collectives.counted_forms"): "few have such counts",

@@ -261,6 +261,10 @@ def test_a_measurement_has_an_all_to_all_there_and_back_beside_it(world, capfd):
     assert rows[0][2:4] == ["half", "none"]
     assert rows[0][7] == "0"  # wrong elements
     assert all(float(cell) > 0 for cell in (rows[0][4], *rows[0][8:10]))
+    with pytest.raises(SystemExit):
+        bench.main(["experts", "-b", "256", "-e", "256", "-d", "int32"])
+    text = world.bcast(capfd.readouterr().err)
+    assert "expected some of float, half, bfloat16, or all, got 'int32'" in text
 
 
 @of_one_island
