@@ -381,9 +381,7 @@ def make_dispatch(size: int) -> Any:
                 failed = above(guard, room, base)
         # All ranks' rooms are free; and the block's threads have stored the places.
         # explore: await-free
-        failed = await_flags(
-            guard, operation, own + flags_at, block, epoch, failed
-        )
+        failed = await_flags(guard, operation, own + flags_at, block, epoch, failed)
         if not failed:
             if block == grid - 1:
                 for r in range(size):
@@ -400,9 +398,7 @@ def make_dispatch(size: int) -> Any:
         # What the block has stored at other ranks precedes the flags.
         failed = raise_flags(ring, flags_at, guard.rank, epoch, failed)
         # explore: await-sent
-        failed = await_flags(
-            guard, operation, own + flags_at, block, epoch, failed
-        )
+        failed = await_flags(guard, operation, own + flags_at, block, epoch, failed)
         workspace.keep(own, epochs, block, epoch, failed)
 
     return dispatch

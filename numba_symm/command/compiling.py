@@ -8,10 +8,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from numba_symm.collectives import kernel_set, lifetime, select, tuned
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.kernels import Kernel
-from numba_symm.launch import info
+from numba_symm.launch import info, waiting
 from numba_symm.launch.devices import GPU, visible_gpus
 
 DTYPES, OPS = kernel_set.DTYPES, ("sum",)
@@ -294,8 +293,7 @@ def _compile_all(jobs: Sequence[Compilation], processes: int, console: Console) 
     ended = spawn.RawValue("b", 0)  # without a lock, which a killed process could keep
     pool = ProcessPoolExecutor(processes, spawn, _share, (ended,))
     try:
-        with _inherited_mask():
-            futures = {pool.submit(_compile, batch): len(batch) for batch in batches}
+        futures = waiting.undisturbed(lambda: _submit(pool, batches))
         with bar:
             task = bar.add_task("", total=len(jobs))
             for future in as_completed(futures):
@@ -324,15 +322,19 @@ def _start_tracker() -> None:
         sys.warnoptions.remove(quiet)
 
 
-@contextmanager
-def _inherited_mask() -> Iterator[None]:
-    """Block interrupts in processes that start meanwhile, also while they import.
+def _submit(
+    pool: ProcessPoolExecutor, batches: Sequence[Sequence[Compilation]]
+) -> dict[Future[None], int]:
+    """Submit batches, and start the processes. Return how many kernels each compiles.
 
-    So Ctrl-C reaches only the parent, and is delivered there afterwards.
+    The processes inherit a mask that blocks interrupts, also while they import, so that
+    Ctrl-C reaches only the parent. The caller postpones Python's handlers: a thread
+    that blocks no signal, such as OpenBLAS's, may get the parent's interrupt, and then
+    the main thread would raise between a process's start and its first instructions.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        return {pool.submit(_compile, batch): len(batch) for batch in batches}
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -289,6 +291,31 @@ def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache, early
         wait_until(deadline, lambda: not is_running(process.pid))
     assert early or before
     assert len(stored(cache)) - before <= 4  # each process ends after its kernel
+
+
+def test_an_interrupt_that_another_thread_gets_comes_after_the_start(
+    printed, monkeypatch
+):
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)  # like OpenBLAS's, it blocks no signal
+    submitted = []
+
+    class Pool(ProcessPoolExecutor):
+        def submit(self, *args):
+            signal.pthread_kill(other.ident, signal.SIGINT)
+            time.sleep(0.1)  # in which Python would call its handler
+            submitted.append(args)
+            return Future()
+
+    monkeypatch.setattr(compiling, "ProcessPoolExecutor", Pool)
+    other.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            compiling._compile_all([("kernel", (9, 0))], 1, printed)
+    finally:
+        ended.set()
+        other.join()
+    assert submitted
 
 
 def test_all_processes_end_if_the_command_is_killed(cache):
