@@ -19,8 +19,9 @@ from explore.test_failures import CALLS
 from explore.test_operations import PAIRS, calls_of_pairs
 from explore.world import INT64, World, add, an_integer
 from numba_symm.collectives.protocols.workspace import THREADS
+from tests import kernel_cases
 from tests.digests import hashes
-from tests.host import test_machine_code, test_machine_code_types
+from tests.host import test_machine_code_types
 from tests.kernels import every_kernel, named
 
 
@@ -178,9 +179,9 @@ def test_every_kernel_is_explored(monkeypatch):
 
 def test_every_kernels_machine_code_is_looked_at():
     looked_at = {
-        named(test_machine_code.kernel(*case).factory)
-        for case in test_machine_code.EVERY + test_machine_code.FENCE
+        named(kernel_cases.kernel(*case).factory)
+        for case in kernel_cases.EVERY + kernel_cases.FENCE
     }
     looked_at |= {named(each.factory) for each in test_machine_code_types.MARKS}
     missing = every_kernel() - looked_at
-    assert not missing, f"tests/host/test_machine_code.py has no case of {missing}"
+    assert not missing, f"tests/kernel_cases.py has no case of {missing}"

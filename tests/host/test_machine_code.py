@@ -9,209 +9,37 @@ the grid before, ``PREEXIT`` lets the next one start.
 import functools
 import itertools
 
-import ml_dtypes
-import numpy as np
 import pytest
 
-from numba_symm import dtypes, pads
-from numba_symm.collectives.kernels import (
-    barrier,
-    chunked_all_reduce,
-    chunked_broadcast,
-    chunked_exchange,
-    chunked_reduce,
-    coded_sum,
-    convert,
-    copied_reductions,
-    counted_copy,
-    digest,
-    direct_broadcast,
-    direct_exchange,
-    direct_reduce,
-    direct_shards,
-    expert_combine,
-    expert_dispatch,
-    one_shot,
-    pack,
-    reduce_shards,
-    transfer,
-    two_shot,
-    two_shot_broadcast,
+from numba_symm.collectives.kernels import direct_shards, one_shot
+from tests.kernel_cases import (
+    ALIKE,
+    ALL,
+    BLOCK_FLAGS,
+    CODED,
+    COLLECTIVE,
+    DIGEST,
+    EVERY,
+    EXPERTS,
+    FENCE,
+    FLAGGED,
+    GAPS,
+    GATHERS,
+    HALVES,
+    HANDSHAKES,
+    MAILBOXES,
+    MESSAGES,
+    MOVING,
+    ONE_SHOT,
+    OWN,
+    PADS,
+    ROOTED,
+    SHARDS,
+    SPILLS,
+    element,
+    kernel,
 )
-from numba_symm.collectives.operations import OPERATIONS
-from numba_symm.collectives.protocols import handshake
-from numba_symm.collectives.protocols.workspace import TWO_SHOT
-from numba_symm.collectives.wires import WIRES as CODES
-from numba_symm.waits import BARRIER
-from tests.kernels import bound_kernels, named
 from tests.machine_code import Code, branches, flag_stores, opcodes, read_together
-
-REGISTERS = 65536  # of a multiprocessor, on every architecture here
-
-ALL, GATHER, SCATTER, SCAN, EXSCAN, REDUCE, BROADCAST = (
-    OPERATIONS[name].exchange
-    for name in (
-        *("all_reduce", "all_gather", "reduce_scatter", "scan", "exscan"),
-        *("reduce", "broadcast"),
-    )
-)
-
-
-def two_shot_of(transport):
-    def make(n, element, op):
-        tiles = TWO_SHOT[transport].tiles(n)
-        return two_shot.kernel(n, element, op, False, transport, tiles)
-
-    return make
-
-
-ALGORITHMS = {
-    "one_sentinel": lambda *a: one_shot.kernel(*a, False, "sentinel", 1, ALL),
-    "one_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, ALL),
-    "one_marked": lambda *a: one_shot.kernel(*a, False, "marked", 1, ALL),
-    "two_sentinel": two_shot_of("sentinel"),
-    "two_marked": two_shot_of("marked"),
-    "chunked": lambda *a: chunked_all_reduce.kernel(*a, False),
-    "gather_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, GATHER),
-    "gather_marked": lambda *a: one_shot.kernel(*a, False, "marked", 1, GATHER),
-    "scatter_sentinel": lambda *a: one_shot.kernel(*a, False, "sentinel", 1, SCATTER),
-    "gather_signalled": lambda *a: chunked_exchange.kernel(*a, False, GATHER),
-    "scan_sentinel": lambda *a: one_shot.kernel(*a, False, "sentinel", 1, SCAN),
-    "exscan_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, EXSCAN),
-    "reduce_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, REDUCE),
-    "broadcast_marked": lambda *a: one_shot.kernel(*a, False, "marked", 1, BROADCAST),
-    "relayed_marked": lambda n, e, op: two_shot_broadcast.kernel(n, e, False, 1),
-    "scan_signalled": lambda *a: chunked_exchange.kernel(*a, False, SCAN),
-    "reduce_signalled": lambda *a: chunked_reduce.kernel(*a, False),
-    "broadcast_signalled": lambda n, e, op: chunked_broadcast.kernel(n, e, False),
-    "reduce_of_two": lambda *a: chunked_exchange.kernel(*a, False, REDUCE),
-    "reduce_direct": lambda *a: direct_reduce.kernel(*a, False),
-    "broadcast_direct": lambda n, e, op: direct_broadcast.kernel(n, e, False),
-    "gather_direct": lambda n, e, op: direct_exchange.kernel(n, e, False),
-    "all_reduce_direct": lambda *a: direct_shards.kernel(*a, False, True),
-    "scatter_direct": lambda *a: direct_shards.kernel(*a, False, False),
-    "finish": lambda n, e, op: convert.kernel(e, e, op, n),
-    "reduce_shards": reduce_shards.kernel,
-    "encode": lambda n, e, op: coded_sum.encode_kernel(n, CODES[op], e, False),
-    "add": lambda n, e, op: coded_sum.add_kernel(n, CODES[op], n),
-    "decode": lambda n, e, op: coded_sum.decode_kernel(n, CODES[op], e, True),
-    "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
-    "combine": lambda n, e, op: expert_combine.kernel(n, e),
-    "stage": lambda n, e, op: expert_combine.stage_kernel(n, e, False),
-    "stage_weighted": lambda n, e, op: expert_combine.stage_kernel(n, e, True),
-    "store_copied": lambda n, e, op: copied_reductions.store_kernel(n, e, False),
-}
-SPILLS = {("chunked", 8), ("reduce_signalled", 8), ("relayed_marked", 8)}
-SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
-SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
-SPILLS |= {("broadcast_signalled", 8), ("transfer_counted", 2), ("transfer_counted", 8)}
-SPILLS |= {("transfer_asked", 2), ("transfer_asked", 8), ("combine", 8)}
-"""With eight ranks' vectors, or for the ragged end of an array, these need more
-registers than a block's share. They spill at most 160 bytes to the stack."""
-
-HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-FLOATS = [(2, "float16", "sum"), (4, "float32", "sum"), (8, "bfloat16", "sum")]
-OTHERS = [(2, "int64", "prod"), (8, "bfloat16", "sum")]
-SIGNALS = {
-    "barrier": lambda n: barrier.kernel(n, BARRIER),
-    "handshake": handshake.handshake_kernel,
-    "pad_barrier": pads.barrier_kernel,
-    "put_signal": pads.put_signal_kernel,
-    "wait_signal": pads.wait_signal_kernel,
-    "fence": lambda n: pads.fence_kernel(),
-    "transfer": lambda n: transfer.kernel(n, 8, False, 1, 1, False),
-    "pack": lambda n: pack.kernel(n),
-    "digest": lambda n: digest.kernel(),
-    "transfer_alone": lambda n: transfer.kernel(n, 8, False, 1, 8, False, alone=True),
-    "transfer_counted": lambda n: transfer.kernel(n, 8, True, 1, 1, True),
-    "transfer_asked": lambda n: transfer.kernel(n, 8, True, 1, 1, True, True),
-    "counted_copy": lambda n: counted_copy.kernel(n, 8),
-    "dispatch": expert_dispatch.kernel,
-}
-
-
-def cases(*names):
-    return [
-        (name, *case)
-        for name in names
-        for case in (FLOATS if "sentinel" in name else OTHERS)
-    ]
-
-
-EXCHANGED = ("gather_ll", "scatter_sentinel", "scan_sentinel", "exscan_ll", "reduce_ll")
-EXCHANGED += ("gather_marked", "broadcast_marked", "relayed_marked")
-ROOTED = ("reduce_ll", "broadcast_marked", "relayed_marked")
-SIGNALLED = "gather_signalled", "scan_signalled", "reduce_signalled"
-SIGNALLED += ("broadcast_signalled",)
-ALIKE = (*EXCHANGED, *SIGNALLED, "combine", "stage", "stage_weighted")
-"""Kernels that share most code with others, so that fewer tests check them."""
-ONE_SHOT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
-MAILBOXES = [*ONE_SHOT, *cases("two_sentinel", "two_marked")]
-PADS = [
-    (name, n) for name in ("pad_barrier", "put_signal", "wait_signal") for n in (2, 8)
-]
-FENCE = [("fence", 2)]
-MOVING = "gather_ll", "gather_marked", "broadcast_marked", "relayed_marked"
-MOVING += ("gather_signalled", "broadcast_signalled")
-# The reduction is of three ranks and more.
-BLOCK_FLAGS = [
-    case
-    for case in cases("chunked", *SIGNALLED)
-    if case[0] != "reduce_signalled" or case[1] > 2
-]
-BLOCK_FLAGS += [("reduce_of_two", 2, "int64", "prod")]
-BLOCK_FLAGS += [("barrier", 2), ("barrier", 8)]
-SHARDS = [
-    (name, *case)
-    for name in ("all_reduce_direct", "scatter_direct", "reduce_direct")
-    for case in FLOATS
-]
-DIRECT = [("broadcast_direct", *case) for case in FLOATS if case[0] > 2]
-DIRECT += SHARDS
-GATHERS = cases("gather_direct")
-DIRECT += GATHERS
-COPIED = [
-    (name, *case) for name in ("reduce_copied", "store_copied") for case in FLOATS
-]
-HANDSHAKES = [("handshake", 2), ("handshake", 8)]
-TRANSFERS = "transfer", "transfer_counted", "transfer_asked", "transfer_alone"
-MESSAGES = [(name, n) for name in TRANSFERS for n in (2, 8)]
-DISPATCHES = [("dispatch", 2), ("dispatch", 8)]
-COMBINES = [("combine", 2, "float16", "sum"), ("combine", 8, "bfloat16", "sum")]
-STAGES = [("stage", 2, "float32", "sum"), ("stage_weighted", 2, "float16", "sum")]
-FLAGGED = [*BLOCK_FLAGS, *DISPATCHES, *COMBINES, *PADS, *MESSAGES]
-EXPERTS = [*DISPATCHES, *COMBINES, *STAGES]
-COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *HANDSHAKES, *MESSAGES]
-CODED = [(name, 4, "float32", "int8") for name in ("encode", "add", "decode")]
-CODED += [(name, 8, "bfloat16", "fp8") for name in ("encode", "add", "decode")]
-COLLECTIVE += EXPERTS + CODED
-GAPS = [("pack", 2), ("pack", 3)]
-DIGEST = ("digest", 2)
-OWN = ("counted_copy", 2)
-EVERY = [*COLLECTIVE, *PADS, *cases("finish", "reduce_shards"), *GAPS, DIGEST, OWN]
-
-
-def element(dtype):
-    return dtypes.element(HALVES.get(dtype, dtype), "test")
-
-
-def kernel(name, n, dtype=None, op=None):
-    if name in SIGNALS:
-        return SIGNALS[name](n)
-    if name in ALGORITHMS:
-        return ALGORITHMS[name](n, element(dtype), op)
-    return bound_kernels(n)[name]
-
-
-# Kernels of the operations' table that have no case above.
-REST = [
-    (name, n)
-    for n in (3, 8)
-    for name in bound_kernels(n).keys()
-    - {named(kernel(*case).factory) for case in EVERY}
-]
-COLLECTIVE += sorted(REST)
-EVERY += sorted(REST)
 
 
 def on(cases):
