@@ -276,21 +276,35 @@ def recorded(column: str) -> dict[str, dict[int, float]]:
     }
 
 
+def alone() -> dict[str, Curve]:
+    """Return the curves of exchanges by NCCL alone: ``both`` ranks send, or ``one``.
+
+    Each recorded call of ``CROSSES`` is a point of ``both``, each broadcast of ``one``.
+    """
+    bare = recorded("bare")
+    both: dict[int, list[float]] = {}
+    for operation, calls in CROSSES.items():
+        for nbytes, time in bare[operation].items():
+            both.setdefault(nbytes // calls, []).append(time)
+    means = {nbytes: sum(each) / len(each) for nbytes, each in both.items()}
+    return {"both": interpolated(means), "one": interpolated(bare["broadcast"])}
+
+
+CROSSES = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}
+"""By operation, a message's bytes ÷ those that each of two ranks sends and receives."""
+
+
 def checks() -> dict[str, dict[int, float]]:
     """Return by operation and bytes the model's time ÷ the recorded one."""
-    alone, found = recorded("bare"), {}
+    curves, found = alone(), {}
     for operation, times in recorded("steps").items():
         if operation not in BOUNDS:
             continue
-        curve = interpolated(alone[operation if operation == "broadcast" else BOTH])
+        curve = curves["both" if operation in CROSSES else "one"]
         link = partial(marked, curve)
         model = Nodes(2, 1, {}, link)
         found[operation] = {n: model.time(operation, n) / t for n, t in times.items()}
     return found
-
-
-BOTH = "all_reduce"
-"""In whose calls a rank sends a message's bytes, and receives as many."""
 
 
 def marked(curve: Curve, nbytes: float) -> float:
