@@ -25,8 +25,8 @@ GRID, THREADS = (2, 4) if SIMULATED else (32, 128)
 
 
 @cuda.jit
-def forward(tokens, ids, weights, counts, experts, results):
-    """Store the sum of this rank's experts' results for each received token."""
+def apply(rows, ids, weights, counts, matrices, results):
+    """Store the weighted sum of each received row's products with its matrices."""
     for source in range(counts.size):
         for row in range(cuda.blockIdx.x, counts[source], cuda.gridDim.x):
             for j in range(cuda.threadIdx.x, HIDDEN, cuda.blockDim.x):
@@ -36,26 +36,9 @@ def forward(tokens, ids, weights, counts, experts, results):
                     if expert >= 0:
                         made = np.float32(0)
                         for i in range(HIDDEN):
-                            made += tokens[source, row, i] * experts[expert, i, j]
+                            made += rows[source, row, i] * matrices[expert, i, j]
                         total += made * weights[source, row, k]
                 results[source, row, j] = total
-
-
-@cuda.jit
-def of_tokens(grads, ids, weights, counts, experts, results):
-    """Store the gradient of each received token, as far as it is by this rank."""
-    for source in range(counts.size):
-        for row in range(cuda.blockIdx.x, counts[source], cuda.gridDim.x):
-            for i in range(cuda.threadIdx.x, HIDDEN, cuda.blockDim.x):
-                total = np.float32(0)
-                for k in range(TOP_K):
-                    expert = ids[source, row, k]
-                    if expert >= 0:
-                        made = np.float32(0)
-                        for j in range(HIDDEN):
-                            made += grads[source, row, j] * experts[expert, i, j]
-                        total += made * weights[source, row, k]
-                results[source, row, i] = total
 
 
 @cuda.jit
@@ -99,12 +82,14 @@ def on_ranks(comm, x, ids, weights, experts, grads):
     kept = cuda.device_array_like(tokens)  # the next dispatch replaces the tokens
     kept.copy_to_device(tokens)
     matrices = cuda.to_device(experts)
+    transposed = cuda.to_device(np.ascontiguousarray(experts.transpose(0, 2, 1)))
     launch = GRID, THREADS
-    forward[launch](tokens, numbers, factors, counts, matrices, moe.results)
+    apply[launch](tokens, numbers, factors, counts, matrices, moe.results)
     y = moe.combine()
 
     moe.dispatch(cuda.to_device(grads), *given)
-    of_tokens[launch](tokens, numbers, factors, counts, matrices, moe.results)
+    # The gradients of the tokens are products with the transposed matrices.
+    apply[launch](tokens, numbers, factors, counts, transposed, moe.results)
     dx = moe.combine()
     of_weights[launch](kept, tokens, numbers, counts, matrices, moe.results)
     dweights = moe.combine()
