@@ -106,14 +106,7 @@ class Request(StartedCall, metaclass=Kind):
         """Return the index of a request that is done, and whether there is one."""
         if not _has_own(requests, "Testany"):
             return MPI.Request.Testany(requests, status)
-        active = _active(requests)
-        if not active:
-            describe(status)
-            return MPI.UNDEFINED, True
-        for index in active:
-            if requests[index].Test(status):
-                return index, True
-        return MPI.UNDEFINED, False
+        return _any(requests, status, lambda each, its: each.Test(its))
 
     @classmethod
     def Waitsome(
@@ -139,14 +132,7 @@ class Request(StartedCall, metaclass=Kind):
         """Return the indices of requests that are done, None if none is active."""
         if not _has_own(requests, "Testsome"):
             return MPI.Request.Testsome(requests, statuses)
-        active = _active(requests)
-        if not active:
-            return None
-        done: list[int] = []
-        for index in active:
-            if requests[index].Test(status_at(statuses, len(done))):
-                done.append(index)
-        return done
+        return _some(requests, statuses, lambda each, its: each.Test(its))
 
     @classmethod
     def waitall(
@@ -258,13 +244,7 @@ class Request(StartedCall, metaclass=Kind):
         """Return what :meth:`Testany` would return; the requests stay active."""
         if not _has_own(requests, "Get_status_any"):
             return MPI.Request.Get_status_any(requests, status)
-        active = _active(requests)
-        if not active:
-            describe(status)
-        for index in active:
-            if requests[index].Get_status(status):
-                return index, True
-        return MPI.UNDEFINED, not active
+        return _any(requests, status, lambda each, its: each.Get_status(its))
 
     @classmethod
     def Get_status_some(
@@ -273,14 +253,7 @@ class Request(StartedCall, metaclass=Kind):
         """Return what :meth:`Testsome` would return; the requests stay active."""
         if not _has_own(requests, "Get_status_some"):
             return MPI.Request.Get_status_some(requests, statuses)
-        active = _active(requests)
-        if not active:
-            return None
-        done: list[int] = []
-        for index in active:
-            if requests[index].Get_status(status_at(statuses, len(done))):
-                done.append(index)
-        return done
+        return _some(requests, statuses, lambda each, its: each.Get_status(its))
 
     get_status_all, get_status_any = Get_status_all, Get_status_any
     get_status_some = Get_status_some
@@ -328,6 +301,40 @@ def _has_own(requests: Sequence[Any], what: str) -> bool:
                 f"{shown(request)}; pass MPI.REQUEST_NULL where there is none",
             )
     return any(isinstance(request, StartedCall) for request in requests)
+
+
+def _any(
+    requests: Sequence[Any],
+    status: MPI.Status | None,
+    is_done: Callable[[Any, MPI.Status | None], bool],
+) -> tuple[int, bool]:
+    """Return the index of a request that is done, and whether there is one.
+
+    If no request is active, return MPI.UNDEFINED and True, and describe no message.
+    """
+    active = _active(requests)
+    if not active:
+        describe(status)
+    for index in active:
+        if is_done(requests[index], status):
+            return index, True
+    return MPI.UNDEFINED, not active
+
+
+def _some(
+    requests: Sequence[Any],
+    statuses: list[MPI.Status] | None,
+    is_done: Callable[[Any, MPI.Status | None], bool],
+) -> list[int] | None:
+    """Return the indices of requests that are done, None if none is active."""
+    active = _active(requests)
+    if not active:
+        return None
+    done: list[int] = []
+    for index in active:
+        if is_done(requests[index], status_at(statuses, len(done))):
+            done.append(index)
+    return done
 
 
 def _active(requests: Sequence[Any]) -> list[int]:

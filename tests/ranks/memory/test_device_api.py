@@ -194,17 +194,6 @@ def zeroed(comm, memory):
     return not any(comm._calls.members.backend.read(own, memory.signal_pad_size))
 
 
-@pytest.fixture
-def finished(comm, world):
-    """Return a function that waits until all ranks' work is done."""
-
-    def wait():
-        comm.synchronize()
-        world.barrier()
-
-    return wait
-
-
 def flattened(value):
     """Return what a tuple of tuples is made of."""
     if not isinstance(value, tuple):

@@ -47,17 +47,6 @@ def memory(comm, x):
     return comm.rendezvous(x)
 
 
-@pytest.fixture
-def finished(comm, world):
-    """Return a function that waits until all ranks' work is done."""
-
-    def wait():
-        comm.synchronize()
-        world.barrier()
-
-    return wait
-
-
 @needs_peers
 def test_halos_in_a_ring(comm, finished):
     """In each step, each rank's cells move to the right, through the neighbours' halos.
