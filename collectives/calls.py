@@ -81,9 +81,9 @@ class Calls:
         self.binder: Binder = Binder(end)
         self.thread = ThreadGuard(members.gpu.ordinal)
         self.streams = CallStreams(stream)
-        self.enqueuer = Enqueuer(members, order, memory)
-        self.agreement = Agreement(members, self.enqueuer, debug)
         self.staging = staging.Staging()
+        self.enqueuer = Enqueuer(members, order, (memory, self.staging))
+        self.agreement = Agreement(members, self.enqueuer, debug)
         self._plans = Cache(MAX_PLANS)
         self._barrier: Enqueue | None = None
         self.descriptions = Descriptions(MAX_PLANS, len(members.parts))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from numba_symm import own_arrays, profiling, streams
+from numba_symm import profiling, streams
 from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.transfers import Pending
@@ -23,7 +23,8 @@ class Enqueuer:
     Args:
         members: the ranks.
         order: orders the calls of all streams.
-        memory: the memory of the workspace.
+        memory: an object that keeps all memory of the communicator that an engine
+            between islands may access in a call.
 
     Attributes:
         order: the same.
@@ -32,9 +33,7 @@ class Enqueuer:
         group: the calls of the group that is open, or None.
     """
 
-    def __init__(
-        self, members: Members, order: StreamOrder, memory: own_arrays.Memory | None
-    ):
+    def __init__(self, members: Members, order: StreamOrder, memory: object):
         self.order = order
         self.group: Pending | None = None
         self._members = members

@@ -2,8 +2,10 @@
 
 import contextlib
 import ctypes
+import gc
 import time
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.launch import tagged
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
-from tests.ranks.helpers import check_works, needs_peers
+from tests.ranks.helpers import check_works, needs_peers, ordinary
 
 pytestmark = needs_peers
 
@@ -299,3 +301,66 @@ def test_a_capture_is_refused(engine, monkeypatch):
     monkeypatch.setattr(streams, "is_capturing", lambda stream: True)
     with pytest.raises(ns.ArgumentError, match="expected a stream that is not"):
         engine.exchange([], [], 7)
+
+
+def of_one(world, timeout):
+    """Return a communicator of islands of one rank each, with this engine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+        patch.setenv("NUMBA_SYMM_ENGINE", "mpi")
+        return ns.Communicator(world, timeout=timeout)
+
+
+def call_alone(comm, out, way):
+    if way == "strided":
+        comm.all_reduce(out[::2], out=out[::2])
+    elif way == "by codes":
+        comm.all_reduce(out, out=out, wire="int8")
+    else:
+        comm.recv(out, src=1)
+
+
+@pytest.mark.parametrize("way", ["alone", "in a group", "strided", "by codes"])
+def test_arrays_that_mpi_may_still_write_are_kept(world, way):
+    comm, out = of_one(world, 0.2), ordinary(8, np.float32)
+    kept = weakref.ref(out)
+    if comm.rank == 0:
+        group = comm.group() if way == "in a group" else contextlib.nullcontext()
+        said = r"\(timeout: 0\.2 s\); results"
+        with pytest.raises(ns.CollectiveTimeout, match=said), group:
+            call_alone(comm, out, way)
+        del group
+        staging = comm._calls.staging
+        for room in staging._rooms + staging._scratch:  # MPI has its address
+            kept = weakref.ref(room)
+        if way in ("strided", "by codes"):
+            assert kept() is not out
+            del room
+        del staging
+    world.barrier()
+    with contextlib.suppress(ns.CollectiveError):
+        comm.close()
+    del comm, out
+    gc.collect()
+    assert (kept() is not None) == (world.rank == 0)
+    mpi._given_up.clear()
+    gc.collect()
+    assert kept() is None
+
+
+def test_what_was_kept_for_mpi_is_dropped_after_that(world):
+    comm, out = of_one(world, 0.2), ordinary(4, np.int64)
+    kept = weakref.ref(out)
+    if comm.rank == 0:
+        with pytest.raises(ns.CollectiveTimeout):
+            comm.recv(out, src=1)
+        assert mpi._given_up
+    world.barrier()
+    with contextlib.suppress(ns.CollectiveError):
+        comm.close()
+    del comm, out
+    with of_one(world, 60) as comm:
+        check_works(comm)
+    gc.collect()
+    assert kept() is None
+    assert not mpi._given_up

@@ -3,10 +3,7 @@
 The expected reductions are within each island in rank order, then over the islands.
 """
 
-import contextlib
 import functools
-import gc
-import weakref
 
 import numpy as np
 import pytest
@@ -250,47 +247,6 @@ def test_messages_to_the_island_and_to_others_progress_side_by_side(world):
             assert (get(relayed) == 1).all()
             assert (get(own) == 1).all()
         comm.synchronize()
-
-
-@pytest.mark.parametrize("grouped", [False, True])
-def test_arrays_that_mpi_may_still_write_are_kept(world, grouped, monkeypatch):
-    monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
-    comm, out = made(world, 1, timeout=0.2), ordinary(4, np.int64)
-    kept = weakref.ref(out)
-    if comm.rank == 0:
-        group = comm.group() if grouped else contextlib.nullcontext()
-        said = r"in a message \(timeout: 0\.2 s\); results"
-        with pytest.raises(ns.CollectiveTimeout, match=said), group:
-            comm.recv(out, src=1)
-        del group
-    world.barrier()
-    with contextlib.suppress(ns.CollectiveError):
-        comm.close()
-    del comm, out
-    gc.collect()
-    assert (kept() is not None) == (world.rank == 0)
-    mpi._given_up.clear()
-    gc.collect()
-    assert kept() is None
-
-
-def test_what_was_kept_for_mpi_is_dropped_after_that(world, monkeypatch):
-    monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
-    comm, out = made(world, 1, timeout=0.2), ordinary(4, np.int64)
-    kept = weakref.ref(out)
-    if comm.rank == 0:
-        with pytest.raises(ns.CollectiveTimeout):
-            comm.recv(out, src=1)
-        assert mpi._given_up
-    world.barrier()
-    with contextlib.suppress(ns.CollectiveError):
-        comm.close()
-    del comm, out
-    with made(world, 1) as comm:
-        check_works(comm)
-    gc.collect()
-    assert kept() is None
-    assert not mpi._given_up
 
 
 def test_forms_with_different_counts(islands):
