@@ -14,7 +14,12 @@ from numba_symm.arrays import ArrayView
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.checks import check_apart, check_order, check_writable
+from numba_symm.collectives.checks import (
+    are_apart,
+    check_apart,
+    check_order,
+    check_writable,
+)
 from numba_symm.collectives.kernels import expert_combine, expert_dispatch
 from numba_symm.collectives.kernels.expert_dispatch import (
     MOST_EXPERTS,
@@ -126,6 +131,10 @@ class Experts:
             over((size,), "counts", _INT64),
         )
         self.results = over((*place, sizes.hidden), "results", sizes.dtype)
+        # What other ranks load in a combine, and what they store in a dispatch.
+        self._loaded = arrays.view(self.results, what)
+        within = (offsets["results"],)
+        self._stored = ArrayView(address, within, np.dtype(np.uint8), "C", False)
         self._room = TokenRoom(
             tokens=offsets["tokens"],
             ids=offsets["ids"],
@@ -176,7 +185,8 @@ class Experts:
             What this rank has received: :attr:`received`.
 
         Raises:
-            ArgumentError: an array has another shape, dtype or order.
+            ArgumentError: an array has another shape, dtype or order, or overlaps
+                :attr:`received`.
             CollectiveError: here or in a later call: a rank failed, or more tokens were
                 for a rank than ``capacity``, or an expert's number was wrong.
         """
@@ -215,8 +225,8 @@ class Experts:
             ``out``.
 
         Raises:
-            ArgumentError: an array has another shape, dtype or order, or there was no
-                dispatch.
+            ArgumentError: an array has another shape, dtype or order, or overlaps
+                :attr:`results`; or there was no dispatch.
             CollectiveError: here or in a later call: a rank failed.
         """
         calls, what = self._calls, "combine"
@@ -267,13 +277,20 @@ class Experts:
         rows = self._rows(x, f"{what}: x", (tokens, sizes.hidden))
         choices = tokens, sizes.top_k
         ids = self._checked(expert_ids, f"{what}: expert_ids", choices, _INT32)
-        factors = 0
+        factors, given = 0, [rows, ids]
         if weights is not None:
             view = self._checked(weights, f"{what}: weights", choices, _FLOAT32)
             factors = view.address
+            given.append(view)
         key = what, rows, ids.address, factors, self._calls.heap.generation
         launch = self._plans.get(key)
         if launch is UNKNOWN:
+            if not all(are_apart(each, self._stored) for each in given):
+                raise ArgumentError(
+                    f"{what}: expected arrays apart from Experts.received, got one "
+                    "that overlaps it, where other ranks store tokens meanwhile; pass "
+                    "a copy"
+                )
             launch = self._bound(tokens, rows.address, ids.address, factors)
             self._plans.put(key, launch)
         return launch, tokens
@@ -333,10 +350,25 @@ class Experts:
         key = *places, calls.heap.generation
         launch = self._plans.get(key)
         if launch is UNKNOWN:
+            self._check_results(source, target, weighted)
             with loads.of(what):
                 launch = self._bound_sum(source, target.address, tokens, weighted)
             self._plans.put(key, launch)
         return launch, out
+
+    def _check_results(
+        self, source: ArrayView, target: ArrayView, weighted: bool
+    ) -> None:
+        """Refuse arrays that overlap what other ranks load, or are stored there."""
+        where = "Experts.results, got arrays that overlap"
+        if not are_apart(target, self._loaded):
+            raise ArgumentError(f"combine: expected out apart from {where}")
+        there = source.address == self._loaded.address and not weighted
+        if not there and not are_apart(source, self._loaded):
+            raise ArgumentError(
+                f"combine: expected results of each choice apart from {where}; pass a "
+                "copy, or the sums of each token's results"
+            )
 
     def _bound_sum(
         self, source: ArrayView, target: int, tokens: int, weighted: bool

@@ -248,6 +248,20 @@ def test_wrong_arguments_of_experts(comm, world):
         text = f"{name}: expected shape"
         call = lambda name=name, array=array: experts.combine(**{name: array})  # noqa: E731
         refused(world, kind, call, text)
+    of_one = make(top_k=1)()
+    of_one.dispatch(x, on_gpu(np.zeros((3, 1), np.int32)))
+    room = of_one.results
+    refusals = [
+        ({"results": room.reshape(size, 4, 1, 8)}, "results of each choice apart from"),
+        ({"results": of_one.received.tokens, "out": room[0, :3]}, "out apart from Exp"),
+    ]
+    for given, text in refusals:
+        call = lambda given=given: of_one.combine(**given)  # noqa: E731
+        refused(world, kind, call, text)
+    tokens = of_one.received.tokens[0, :3]
+    experts.dispatch(tokens, ids)  # those of another object
+    call = lambda: of_one.dispatch(tokens, on_gpu(np.zeros((3, 1), np.int32)))  # noqa: E731
+    refused(world, kind, call, "expected arrays apart from Experts.received")
     check_works(comm)
     wait_for_all(comm, world)
 
