@@ -10,7 +10,7 @@ from numba_symm.errors import ArgumentError
 
 def shown(value: Any) -> str:
     """Return an argument for an error's text: MPI's constants by name, no address."""
-    if type(value).__module__ == "mpi4py.MPI":
+    if type(value).__module__ in ("mpi4py.MPI", "numba_symm.mpi"):
         with contextlib.suppress(Exception):  # a communicator without a name raises
             name = value.__reduce__()
             if isinstance(name, str):

@@ -20,7 +20,12 @@ from numba_symm.mpi.communicators import Comm as Comm
 from numba_symm.mpi.communicators import Intercomm as Intercomm
 from numba_symm.mpi.communicators import Intracomm as Intracomm
 from numba_symm.mpi.errors import MPIError as MPIError
-from numba_symm.mpi.files import File as File
+from numba_symm.mpi.host_only import Datatype as Datatype
+from numba_symm.mpi.host_only import File as File
+from numba_symm.mpi.host_only import Free_mem as Free_mem
+from numba_symm.mpi.host_only import Op as Op
+from numba_symm.mpi.host_only import Session as Session
+from numba_symm.mpi.host_only import constant as _constant
 from numba_symm.mpi.in_place import Finalize as Finalize
 from numba_symm.mpi.in_place import Init as Init
 from numba_symm.mpi.in_place import Init_thread as Init_thread
@@ -42,7 +47,11 @@ if TYPE_CHECKING:  # they keep the names above, and read the others from mpi4py'
     from mpi4py.MPI import *  # type: ignore[assignment] # noqa: F403
 else:
     globals().update(
-        {name: getattr(_MPI, name) for name in _NAMES if name not in globals()}
+        {
+            name: _constant(getattr(_MPI, name))
+            for name in (*_NAMES, "_typedict", "_typedict_c", "_typedict_f")
+            if name not in globals()
+        }
     )
     __all__ = [*_NAMES, "MPIError", "install"]
 

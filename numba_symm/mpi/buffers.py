@@ -147,16 +147,16 @@ def _check_bottom(spec: Any) -> None:
 
 
 def of_host(plain: Any, advice: str) -> Any:
-    """Return mpi4py's method, which refuses device arrays.
+    """Return a method or a function of mpi4py, which refuses device arrays.
 
     Args:
-        plain: the method.
+        plain: the method or the function.
         advice: why it takes no others, and what to do; ends the error.
     """
     name = plain.__name__
 
     @functools.wraps(plain)
-    def method(self: Any, *args: Any, **options: Any) -> Any:
+    def method(*args: Any, **options: Any) -> Any:
         for spec in (*args, *options.values()):
             if addresses.on_device(array_in(spec)):
                 raise refusal(
@@ -164,7 +164,7 @@ def of_host(plain: Any, advice: str) -> Any:
                     f"{name}: expected arrays on the host, got "
                     f"{type(array_in(spec)).__name__} on the device; {advice}",
                 )
-        return plain(self, *args, **options)
+        return plain(*args, **options)
 
     return method
 
@@ -215,7 +215,7 @@ def _is_remembered(count: Any, displ: Any, datatype: Any) -> bool:
         and (displ is None or type(displ) is int)
         and (
             datatype is None
-            or (type(datatype) is MPI.Datatype and datatype.is_predefined)
+            or (isinstance(datatype, MPI.Datatype) and datatype.is_predefined)
         )
     )
 

@@ -22,6 +22,7 @@ from numba_symm.mpi import (
     shortcuts,
     wraps,
 )
+from numba_symm.mpi.buffers import of_host
 from numba_symm.mpi.errors import FREED, MPIError, refusal, translated
 from numba_symm.mpi.forms import forms, of_objects
 from numba_symm.mpi.life import Life
@@ -334,6 +335,14 @@ class Device(Messages):
         "Reduce_scatter", reductions.reduce_scatter
     )
 
+
+for _name, _advice in (
+    ("Psend_init", "use several messages"),
+    ("Precv_init", "use several messages"),
+    ("Iagree", "pass a flag on the host"),
+    ("Attach_buffer", "Bsend of a device array needs no buffer"),
+):
+    setattr(Device, _name, of_host(getattr(MPI.Comm, _name), _advice))
 
 for _name in (
     *("bcast", "gather", "scatter", "allgather", "alltoall"),

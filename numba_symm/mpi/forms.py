@@ -85,25 +85,38 @@ def _started(comm: Any, job: Job) -> Started:
     return Started(wait, functools.partial(job.test_for, done))
 
 
+_ROOMS = {"recv": (0, "buf"), "irecv": (0, "buf"), "sendrecv": (3, "recvbuf")}
+"""The memory for a pickled object, among the arguments of mpi4py's methods."""
+
+
 def of_objects(name: str) -> Method:
     """Return mpi4py's method of that name, which pickles objects.
 
-    It refuses Numba's device arrays, which cannot be pickled. Those of CuPy and torch
-    can, through host memory.
+    It refuses Numba's device arrays, which cannot be pickled, and buffers over
+    addresses of the GPU. Arrays of CuPy and torch can be pickled, through host memory.
+    No device array can be the memory for a pickled object.
     """
+    place, room = _ROOMS.get(name, (0, ""))
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
         for given in (*args, *options.values()):
             members = given if isinstance(given, list | tuple) else (given,)
             for each in members:
-                if hasattr(each, "copy_to_host") and arrays.on_device(each):
-                    raise refusal(
-                        MPI.ERR_BUFFER,
-                        f"{name}: expected objects that can be pickled, got "
-                        f"{type(each).__name__} on the device; call "
-                        f"{name.capitalize()}, or pass x.copy_to_host()",
-                    )
+                own = hasattr(each, "copy_to_host") and arrays.on_device(each)
+                if own or addresses.there(each) is not each:
+                    raise refused(each, "objects that can be pickled")
+        if room:
+            memory = options.get(room, args[place] if len(args) > place else None)
+            if addresses.on_device(memory):
+                raise refused(memory, f"{room} on the host")
         return getattr(self._plain, name)(self, *args, **options)
+
+    def refused(given: Any, expected: str) -> Exception:
+        return refusal(
+            MPI.ERR_BUFFER,
+            f"{name}: expected {expected}, got {type(given).__name__} on the device; "
+            f"call {name.capitalize()}, or pass x.copy_to_host()",
+        )
 
     plain = getattr(MPI.Topocomm, name)
     return functools.update_wrapper(method, plain)

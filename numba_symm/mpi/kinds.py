@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from numba_symm.mpi.buffers import of_host
+
 _OURS = __name__.partition(".")[0]
 
 
@@ -46,7 +48,12 @@ class Kind(type):
 
 @functools.cache
 def _either(cls: type, own: Callable[..., Any], plain: Any) -> Callable[..., Any]:
-    """Return a method of the class, which takes objects of mpi4py's class, too."""
+    """Return a method of the class, which takes objects of mpi4py's class, too.
+
+    For these, it is mpi4py's method, which reads host memory only.
+    """
+    if own.__name__[0].isupper():
+        plain = of_host(plain, "call the method of an object of numba_symm.mpi")
 
     @functools.wraps(own)
     def method(self: Any, *args: Any, **options: Any) -> Any:

@@ -50,13 +50,13 @@ def key_of(
     for value in args:
         kind = type(value)
         if kind is list or kind is tuple:
-            if len(value) != 2 or type(value[1]) is not MPI.Datatype:
+            if len(value) != 2 or not isinstance(value[1], MPI.Datatype):
                 return None, found
             value, datatype = value
             if not datatype.is_predefined or not arrays.on_device(value):
                 return None, found
             key.append(datatype.handle)
-        elif kind is MPI.Op:
+        elif isinstance(value, MPI.Op):
             key.append(value.handle)
             continue
         elif kind is int or value is MPI.IN_PLACE:

@@ -170,8 +170,9 @@ class Win(MPI.Win, metaclass=Kind):
         """Return a window of mpi4py, to which host memory is attached later."""
         return cls(MPI.Win.Create_dynamic(info, _plain(comm)))
 
-    Attach = buffers.of_host(
-        MPI.Win.Attach, "a dynamic window takes no others; use MPI.Win.Create"
+    Attach, Detach = (
+        buffers.of_host(each, "a dynamic window takes no others; use MPI.Win.Create")
+        for each in (MPI.Win.Attach, MPI.Win.Detach)
     )
 
     @classmethod

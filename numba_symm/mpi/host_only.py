@@ -1,0 +1,172 @@
+"""What of mpi4py takes host memory only, and refuses device arrays here.
+
+MPI would read their addresses as those of host memory. mpi4py's constants, such as
+``MPI.INT`` and ``MPI.SUM``, are objects of these classes here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from numba_symm.mpi.buffers import of_host
+from numba_symm.mpi.kinds import Kind
+
+_PLACE = "numba_symm.mpi"
+"""Where pickle looks for the classes and for the constants, by their names."""
+
+
+class File(MPI.File, metaclass=Kind):
+    """A file; the methods are those of ``mpi4py.MPI.File``. They refuse device arrays.
+
+    MPI would read their addresses as those of host memory.
+    """
+
+    _plain = MPI.File
+
+
+class Datatype(MPI.Datatype, metaclass=Kind):
+    """A datatype; the methods are those of ``mpi4py.MPI.Datatype``.
+
+    ``Pack``, ``Unpack`` and their external forms refuse device arrays.
+    """
+
+    _plain = MPI.Datatype
+    __module__ = _PLACE
+    kept: Any  # by an object for pickling only
+
+    def decode(self) -> Any:
+        """Return the call that made the datatype, and its arguments."""
+        return _mapped(super().decode(), _ours)
+
+    def Get_contents(self) -> Any:
+        """Return the arguments of the call that made the datatype."""
+        return _mapped(super().Get_contents(), _ours)
+
+    @property
+    def contents(self) -> Any:  # type: ignore[override]
+        """The arguments of the call that made the datatype."""
+        return self.Get_contents()
+
+    def __reduce__(self) -> Any:
+        if (MPI.Datatype, self.handle) in _constants:
+            return _reduced(self, MPI.Datatype)
+        made: Any = MPI.Datatype(self).__reduce__()
+        function, args = made
+        return _made, (type(self), function, _mapped(args, _keeping))
+
+
+class Op(MPI.Op, metaclass=Kind):
+    """An operator; the methods are those of ``mpi4py.MPI.Op``.
+
+    ``Reduce_local`` refuses device arrays.
+    """
+
+    _plain = MPI.Op
+    __module__ = _PLACE
+
+    def __reduce__(self) -> Any:
+        if (MPI.Op, self.handle) in _constants:
+            return _reduced(self, MPI.Op)
+        made: Any = MPI.Op(self).__reduce__()
+        return type(self).Create, made[1]
+
+
+class Session(MPI.Session, metaclass=Kind):
+    """A session; the methods are those of ``mpi4py.MPI.Session``."""
+
+    _plain = MPI.Session
+
+
+def _from_mpis(kind: Any, name: str) -> Any:
+    """Return a class method that returns an object of ``kind`` for one of mpi4py."""
+    plain = getattr(kind._plain, name)
+
+    def method(cls: Any, given: Any) -> Any:
+        return constant(plain(given)) if cls is kind else cls(plain(given))
+
+    method.__name__, method.__doc__ = name, plain.__doc__
+    return classmethod(method)
+
+
+for _kind in (Datatype, Op, Session):
+    for _name in ("fromcode", "fromhandle", "fromint", "f2py"):
+        if hasattr(_kind._plain, _name):
+            setattr(_kind, _name, _from_mpis(_kind, _name))
+
+_COPY = "copy the array to the host"
+_BSEND = "Bsend of a device array needs no buffer"
+
+for _name in dir(MPI.File):
+    if _name.lower().lstrip("i").startswith(("read", "write")):
+        _advice = f"a file takes no others; {_COPY}"
+        setattr(File, _name, of_host(getattr(MPI.File, _name), _advice))
+for _name in ("Pack", "Unpack", "Pack_external", "Unpack_external"):
+    setattr(Datatype, _name, of_host(getattr(MPI.Datatype, _name), _COPY))
+setattr(Op, "Reduce_local", of_host(MPI.Op.Reduce_local, _COPY))  # noqa: B010
+setattr(Session, "Attach_buffer", of_host(MPI.Session.Attach_buffer, _BSEND))  # noqa: B010
+Free_mem = of_host(MPI.Free_mem, "pass memory of MPI.Alloc_mem")
+
+_KINDS = {kind._plain: kind for kind in (Datatype, Op, Session)}
+
+_constants: dict[tuple[Any, int], tuple[str, Any]] = {}
+"""The name and the object of each constant, by mpi4py's class and handle."""
+
+
+def constant(value: Any) -> Any:
+    """Return what is here in the place of a value of mpi4py's module.
+
+    That is an object of these classes, or a dictionary of such. Others are the same.
+    Equal constants of MPI, such as ``MPI.INT`` and ``MPI.SIGNED_INT``, are one object.
+    """
+    kind: Any = _KINDS.get(type(value))
+    if kind is not None:
+        key = type(value), value.handle
+        if key in _constants:
+            return _constants[key][1]
+        name, made = value.__reduce__(), kind(value)
+        if isinstance(name, str):  # which it is for mpi4py's constants only
+            _constants[key] = name, made
+        return made
+    if type(value) is dict and MPI.Datatype in map(type, value.values()):
+        return {key: constant(each) for key, each in value.items()}
+    return value
+
+
+constant(MPI.DATATYPE_NULL)  # types that MPI lacks are equal to it
+
+
+def _mapped(found: Any, change: Callable[[Any], Any]) -> Any:
+    """Return lists, tuples and dictionaries with each value changed."""
+    kind = type(found)
+    if kind is list or kind is tuple:
+        return kind(_mapped(each, change) for each in found)
+    if kind is dict:
+        return {key: _mapped(each, change) for key, each in found.items()}
+    return change(found)
+
+
+def _ours(value: Any) -> Any:
+    return constant(value) if type(value) is MPI.Datatype else value
+
+
+def _keeping(value: Any) -> Any:
+    """Return a datatype that keeps mpi4py's object, which frees the handle."""
+    made = _ours(value)
+    if made is not value and not value.is_predefined:
+        made.kept = value
+    return made
+
+
+def _made(kind: type[Datatype], function: Any, args: Any) -> Datatype:
+    """Make a datatype again, for a copy or after pickling.
+
+    ``function`` frees the datatypes in ``args``, so it gets those that own the handles.
+    """
+    return kind(function(*_mapped(args, lambda each: getattr(each, "kept", each))))
+
+
+def _reduced(value: Any, plain: Any) -> Any:
+    """Return the name of a constant, or how to make another object equal to one."""
+    name, known = _constants[plain, value.handle]
+    return name if value is known else (type(value), (known,))
