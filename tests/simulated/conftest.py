@@ -33,8 +33,13 @@ class Alone:
 
 
 @pytest.fixture
-def comm():
-    communicator = ns.Communicator(Alone(), timeout=0.3)
+def world():
+    return Alone()
+
+
+@pytest.fixture
+def comm(world):
+    communicator = ns.Communicator(world, timeout=0.3)
     yield communicator
     communicator.close()
 

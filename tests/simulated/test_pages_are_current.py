@@ -1,11 +1,15 @@
 """Every page reads complete where it lies, and shows what the code and the runs say."""
 
+import ast
 import re
 import runpy
+import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba import cuda
 
 import numba_symm as ns
 
@@ -80,13 +84,64 @@ def test_links_lead_somewhere(page):
     assert lost == []
 
 
-@pytest.mark.parametrize(
-    "page", [page for page, text in PAGES.items() if "\n<!-- run -->" in text]
+MARKED = re.compile(
+    r"^(?:<!-- (?P<mark>[^\n]+) -->\n\n)?```python\n(?P<code>.*?)^```$"
+    r"|^<!-- hidden\n(?P<hidden>.*?)^-->$",
+    re.M | re.S,
 )
-def test_examples_run(page, comm):
-    names = {"np": np, "ns": ns, "comm": comm, "x": comm.zeros(4)}
-    code = re.findall(r"<!-- run -->\n\n```python\n(.*?)^```", PAGES[page], re.M | re.S)
-    assert len(code) == PAGES[page].count("\n<!-- run -->")
-    for each in code:
-        exec(compile(each, page, "exec"), names)
+"""A block of code with its mark, or code that readers do not see."""
+OTHERS = {
+    page: MAKER["BLOCK"].sub("", text)
+    for page, text in PAGES.items()
+    if page != "bench/README.md"  # it tells what was run once
+}
+"""What the pages have beside what is made."""
+
+
+@pytest.mark.parametrize("page", [page for page in OTHERS if "```py" in OTHERS[page]])
+def test_code_runs_or_has_a_reason_not_to(page, comm, world):
+    names = {"np": np, "ns": ns, "symm": ns.device, "cuda": cuda, "x": comm.zeros(4)}
+    names["MPI"] = SimpleNamespace(COMM_WORLD=world)
+    blocks = list(MARKED.finditer(OTHERS[page]))
+    assert sum(each["hidden"] is None for each in blocks) == OTHERS[page].count("```py")
+    for block in blocks:
+        code = block["code"] or block["hidden"]
+        mark = "run" if block["hidden"] else block["mark"] or ""
+        kind, _, of = mark.partition(" ")
+        names["comm"] = comm  # another block may have closed its own
+        if kind == "kernel":  # its body
+            code = f"@cuda.jit\ndef {of}:\n{textwrap.indent(code, '    ')}"
+        if kind in ("run", "kernel"):
+            exec(compile(code, page, "exec"), names)
+        elif kind == "refused:":  # on one rank
+            with pytest.raises(ns.SymmError, match=of):
+                exec(compile(code, page, "exec"), names)
+        elif kind == "needs":
+            assert f"={of}" in code or f"{of}." in code
+        elif kind == "from":
+            assert lines(code) <= lines((ROOT / of).read_text())
+        elif kind == "signatures":
+            files = of.removeprefix("of ").split()
+            there = set().union(*(signatures((ROOT / f).read_text()) for f in files))
+            assert signatures(code) <= there
+        else:
+            assert kind == "for", f"give it a mark (CONTRIBUTING.md, Pages):\n{code}"
+            assert page in (ROOT / of).read_text()
     comm.check()
+
+
+def lines(code):
+    """Return the lines of code, without indentation, comments and order."""
+    return {line.partition("#")[0].strip() for line in code.splitlines()} | {""}
+
+
+def signatures(code):
+    """Return the names of the functions and of their parameters, with defaults."""
+    found = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.FunctionDef):
+            every = [*ast.walk(node.args)]
+            for each in every:
+                each.annotation = None
+            found.add((node.name, ast.unparse(node.args)))
+    return found
