@@ -1,4 +1,4 @@
-"""What of mpi4py takes host memory only, and refuses device arrays here.
+"""Classes with methods that take host memory only, and refuse device arrays here.
 
 MPI would read their addresses as those of host memory. mpi4py's constants, such as
 ``MPI.INT`` and ``MPI.SUM``, are objects of these classes here.
@@ -9,8 +9,13 @@ from typing import Any
 
 from mpi4py import MPI
 
-from numba_symm.mpi.buffers import of_host
+from numba_symm import arrays, streams
+from numba_symm.collectives.checks import check_writable
+from numba_symm.environment import SIMULATED
+from numba_symm.mpi.buffers import message, of_host, on_device
+from numba_symm.mpi.errors import refusal, translated
 from numba_symm.mpi.kinds import Kind
+from numba_symm.mpi.one_sided import reduced
 
 _PLACE = "numba_symm.mpi"
 """Where pickle looks for the classes and for the constants, by their names."""
@@ -57,13 +62,41 @@ class Datatype(MPI.Datatype, metaclass=Kind):
 
 
 class Op(MPI.Op, metaclass=Kind):
-    """An operator; the methods are those of ``mpi4py.MPI.Op``.
-
-    ``Reduce_local`` refuses device arrays.
-    """
+    """An operator; the methods are those of ``mpi4py.MPI.Op``."""
 
     _plain = MPI.Op
     __module__ = _PLACE
+
+    @translated
+    def Reduce_local(self, inbuf: Any, inoutbuf: Any) -> None:
+        """Reduce the items of ``inbuf`` into those of ``inoutbuf``. Local.
+
+        Both arrays are on the device, or both on the host. The host waits for the
+        stream that ``inoutbuf`` names, else for the default stream.
+        """
+        if not on_device(inbuf, inoutbuf):
+            super().Reduce_local(inbuf, inoutbuf)
+            return
+        what, of, into = "Reduce_local", message(inbuf), message(inoutbuf)
+        if of.number != into.number:
+            raise refusal(
+                MPI.ERR_COUNT,
+                f"{what}: mismatch in inbuf count {of.number} and inoutbuf count "
+                f"{into.number}",
+            )
+        check_writable(into.view, what)
+        stream = arrays.stream_of(into.array) or 0
+        if not SIMULATED and streams.is_capturing(stream):
+            raise refusal(
+                MPI.ERR_OTHER,
+                f"{what}: the host waits for the stream, so it cannot be captured; "
+                "call it before or after the capture",
+            )
+        steps = reduced(of, into, self, what)  # have temporary arrays until the end
+        for step in steps:
+            step(stream)
+        if not SIMULATED:
+            streams.synchronize(stream)
 
     def __reduce__(self) -> Any:
         if (MPI.Op, self.handle) in _constants:
@@ -103,7 +136,6 @@ for _name in dir(MPI.File):
         setattr(File, _name, of_host(getattr(MPI.File, _name), _advice))
 for _name in ("Pack", "Unpack", "Pack_external", "Unpack_external"):
     setattr(Datatype, _name, of_host(getattr(MPI.Datatype, _name), _COPY))
-setattr(Op, "Reduce_local", of_host(MPI.Op.Reduce_local, _COPY))  # noqa: B010
 setattr(Session, "Attach_buffer", of_host(MPI.Session.Attach_buffer, _BSEND))  # noqa: B010
 Free_mem = of_host(MPI.Free_mem, "pass memory of MPI.Alloc_mem")
 

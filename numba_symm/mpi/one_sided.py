@@ -61,7 +61,7 @@ def reduced(of: Items, into: Items, op: Any, what: str) -> list[packing.PackedSt
         raise refusal(
             MPI.ERR_OP,
             f"{what}: MPI.MINLOC and MPI.MAXLOC are for collectives; pass another "
-            "operator, or Get the pairs within a lock",
+            "operator, or copy the pairs to the host",
         )
     element = dtypes.element(base, what)
     dtypes.check(name, element, what)

@@ -158,6 +158,28 @@ def test_mpi_makes_the_calls_of_the_host():
     assert MPI.MAX(2, 3) == comm.allreduce(3, MPI.MAX) == 3
 
 
+def test_arrays_of_the_device_are_reduced_locally(x):
+    twos = cuda.to_device(np.full(6, 2, "i4"))
+    every_second = MPI.INT.Create_vector(3, 1, 2).Commit()
+    MPI.SUM.Reduce_local([x, MPI.INT], twos)
+    assert twos.copy_to_host().tolist() == [3] * 6
+    MPI.SUM.Reduce_local([x, 1, every_second], [twos, 1, every_second])
+    assert twos.copy_to_host().tolist() == [4, 3] * 3
+    MPI.MIN.Reduce_local(twos[:0], twos[:0])
+    summed = MPI.Op.Create(lambda a, b, datatype: None)
+    for op, given, words in (
+        (MPI.SUM, [x, 2, MPI.INT], "mismatch in inbuf count 2 and inoutbuf count 6"),
+        (MPI.SUM, [x, MPI.FLOAT], "expected elements of one type"),
+        (MPI.MINLOC, [x, MPI.INT], "pass .x, MPI.FLOAT_INT"),
+        (summed, [x, MPI.INT], "works on host buffers"),
+        (MPI.OP_NULL, [x, MPI.INT], "got MPI.OP_NULL"),
+    ):
+        with pytest.raises(MPI.Exception, match=f"Reduce_local: .*{words}"):
+            op.Reduce_local(given, twos)
+    every_second.Free()
+    summed.Free()
+
+
 def test_constants_are_objects_of_the_classes_and_of_mpi4pys():
     for name in dir(OWN):
         own = getattr(OWN, name)
