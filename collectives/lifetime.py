@@ -38,6 +38,7 @@ from numba_symm.errors import (
     RankLeft,
     SymmError,
 )
+from numba_symm.failures import DROPPED
 from numba_symm.island import Island
 from numba_symm.kernels import load_listed
 from numba_symm.launch import devices, ranks, tagged, waiting
@@ -49,6 +50,11 @@ from numba_symm.streams import StreamOrder
 
 _open: "weakref.WeakSet[Calls]" = weakref.WeakSet()
 _in_use: dict[Members, str] = {}  # the backends of open communicators, in order
+
+
+def open_members() -> list[Members]:
+    """Return the ranks of each open communicator of this process."""
+    return [calls.members for calls in list(_open)]
 
 
 def backend() -> str:
@@ -440,7 +446,7 @@ def _drop(
         steps.callback(_in_use.pop, members, None)
         steps.callback(setattr, members, "closed", True)
         steps.callback(deferred.defer, _undo, members, heap, order, requests, context)
-        steps.callback(members.abandon, "dropped the communicator without closing it")
+        steps.callback(members.abandon, DROPPED)
 
 
 def _undo(

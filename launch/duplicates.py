@@ -70,6 +70,11 @@ def duplicates(comm: Any, number: int, wait: Wait) -> list[Any]:
     return [made for made, _ in begun[:number]]
 
 
+def has_begun(comm: Comm) -> bool:
+    """Return whether an earlier call has begun the next duplicate. Local."""
+    return is_mpi(comm) and bool(comm.Get_attr(_key()))  # type: ignore[attr-defined]
+
+
 def claim(comm: Any) -> None:
     """Note that this rank uses duplicates, so that no later call returns them. Local.
 

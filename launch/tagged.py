@@ -55,6 +55,7 @@ class TaggedComm:
         size: the number of ranks.
         tag: the first of its tags.
         released: whether :meth:`release` was called.
+        refused: whether another rank has given up a step here, see ``waiting``.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class TaggedComm:
         self.rank = members.index(shared.rank)
         self.size = len(members)
         self.tag = number * TAGS + purpose
-        self.released = False
+        self.released = self.refused = False
         self._shared, self._number = shared, number
         shared.use(number)
 
@@ -138,14 +139,13 @@ class TaggedComm:
         """Let the last user of MPI's communicator free it."""
         self._shared.own()
 
-    def free_if_alone(self) -> None:
+    def retire(self) -> None:
         """Release everything of this number, and free what no other one uses.
 
-        Messages may be left in MPI. So the number is not given to others, unless MPI's
-        communicator is freed.
+        Messages may be left in MPI. So the number is never given to others.
         """
         self.released = True
-        self._shared.free_if_alone(self._number)
+        self._shared.retire(self._number)
 
 
 class _Shared:
@@ -169,6 +169,7 @@ class _Shared:
         self.most: int = (highest + 1) // TAGS - 1
         self._lock = threading.RLock()  # a signal handler may close a communicator
         self._uses: Counter[int] = Counter()  # by number, the tables that have it
+        self._retired = 0  # numbers that are not used again, as bits
         self._deciding: set[int] = set()  # the communicators in ``child``, by number
         self._holder: int | None = None  # the one that may take a number
 
@@ -176,13 +177,13 @@ class _Shared:
         """Let the last user free the communicator."""
         self._owned = True
 
-    def free_if_alone(self, number: int) -> None:
-        """Free the communicator if no other number uses it."""
+    def retire(self, number: int) -> None:
+        """Note that a number is used no longer, and may never be used again."""
         with self._lock:
-            alone = set(self._uses) == {number}
-            if alone:
-                del self._uses[number]
-        if alone and self._owned and not ranks.mpi().Is_finalized():
+            self._retired |= 1 << number
+            self._uses.pop(number, None)
+            unused = not self._uses
+        if unused and self._owned and not ranks.mpi().Is_finalized():
             self.mpi.Free()
 
     def use(self, number: int) -> None:
@@ -198,7 +199,7 @@ class _Shared:
                 self._holder = by if by == min(self._deciding) else None
             if self._holder != by:
                 return None
-            return sum(1 << number for number in self._uses)
+            return self._retired | sum(1 << number for number in self._uses)
 
     def decided(self, by: int) -> None:
         """Let other communicators take a number."""
@@ -210,7 +211,7 @@ class _Shared:
     def release(self, number: int) -> None:
         """Note that an object uses a number no longer; free what nothing uses."""
         with self._lock:
-            if number not in self._uses:  # freed after a failure
+            if number not in self._uses:  # retired after a failure
                 return
             self._uses[number] -= 1
             if not self._uses[number]:

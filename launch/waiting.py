@@ -479,6 +479,7 @@ def _received(
         return {}
     del receives[rank]
     if isinstance(found, _Refusal):
+        comm.refused = True
         raise found.error
     return {rank: found}
 

@@ -6,6 +6,9 @@ from typing import NamedTuple
 from numba_symm import errors, waits
 from numba_symm.errors import CollectiveError, CollectiveTimeout, RankLeft
 
+DROPPED = "dropped the communicator without closing it"
+"""The cause of a rank that goes on, but cannot use the communicator."""
+
 
 class Failure(NamedTuple):
     """Why a communicator failed.
@@ -26,6 +29,11 @@ class Failure(NamedTuple):
     ranks: tuple[int, ...] = ()
     operation: str = ""
     limit: str = ""
+
+    @property
+    def is_of_rank_that_left(self) -> bool:
+        """Whether a rank has ended or raised, so it may make none of the next calls."""
+        return self.error is RankLeft and not self.text.endswith(DROPPED)
 
     def exception(self, advice: str = "") -> CollectiveError:
         """Return the exception to raise, with ``advice`` at the end of its text."""

@@ -246,11 +246,76 @@ def abort_within(comm, world):
         comm.check()
 
 
+MOMENTS = ["before", "begun", "made", "gathered", "constructed"]
+"""When rank 1 is interrupted: in ``Communicator(world)``, before it begins the
+duplicate, after that, and when the others have it; in ``rebuild``, before it has all
+values, and before the construction."""
+
+
+def interrupted(world, comm, folder):
+    """Interrupt rank 1 at each moment, rebuild, and make a communicator of all."""
+    import numba_symm as ns
+    from numba_symm.collectives.islands import construction, rebuilding
+    from numba_symm.launch import duplicates
+    from numba_symm.launch.waiting import Wait
+
+    made_of, pause, found = construction.made_of, Wait.pause, []
+    for moment in MOMENTS:
+        mark = Path(folder, f"rank 0 has the duplicate, {moment}")
+
+        def arrive(*given, mark=mark):
+            mark.touch()
+            return made_of(*given)
+
+        def until_made(wait, absent, mark=mark):
+            while not mark.exists():
+                pause(wait, absent)
+            interrupt()
+
+        def play(comm=comm, moment=moment):
+            with comm:
+                if moment in MOMENTS[3:]:
+                    comm.abort()
+                    comm.rebuild()
+                elif world.rank != 1:
+                    time.sleep(0.2)
+                    if moment == "begun":  # so only rank 1 has begun
+                        failed(comm)
+                        comm.check()
+                ns.Communicator(world)
+
+        places = {
+            "before": (duplicates, "duplicate", interrupt),
+            "begun": (Wait, "pause", interrupt),
+            "made": (Wait, "pause", until_made),
+            "gathered": (rebuilding._Steps, "_value_of", interrupt),
+            "constructed": (rebuilding, "_construct", interrupt),
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            if world.rank == 0:
+                patch.setattr(construction, "made_of", arrive)
+            elif world.rank == 1:
+                patch.setattr(*places[moment])
+            began = time.monotonic()
+            try:
+                play()
+            except KeyboardInterrupt:
+                text = "KeyboardInterrupt"
+            except ns.SymmError as error:
+                text = f"{type(error).__name__}: {error}"
+            seconds = time.monotonic() - began
+        comm = comm.rebuild()
+        with ns.Communicator(world) as whole:
+            found.append([text, seconds, total(whole), total(comm)])
+    return comm, found
+
+
 def alone(world):
     """Without ULFM, the same ranks continue; other rebuilds are refused."""
     import numba_symm as ns
 
     comm = ns.Communicator(world, timeout=20)
+    comm, interrupts = interrupted(world, comm, sys.argv[2])
     child = comm.split(comm.rank % 2)
     refused = [attempt(comm.rebuild)]
     child.abort()
@@ -267,13 +332,19 @@ def alone(world):
     if world.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     attempt(lambda: comm.zeros(3))
-    return refused, results, attempt(comm.rebuild)
+    return interrupts, refused, results, attempt(comm.rebuild)
 
 
 def test_without_ulfm_the_same_ranks_continue(tmp_path):
-    found = played("alone", tmp_path, 3, ["--continuous"])
+    limit = {"NUMBA_SYMM_SETUP_TIMEOUT": "15"}
+    found = played("alone", tmp_path, 3, ["--continuous"], **limit)
     assert set(found) == {0, 1}
-    for refused, results, dead in found.values():
+    for rank, (interrupts, refused, results, dead) in found.items():
+        for moment, (text, seconds, *sums) in zip(MOMENTS, interrupts, strict=True):
+            kind = "KeyboardInterrupt" if rank == 1 else "RankLeft: rank 1 left"
+            assert text.startswith(kind), (moment, text)
+            assert seconds < 10, (moment, text)
+            assert sums == [[6.0] * 5] * 2, moment
         works, child, rebuilt, closed = refused
         assert works.startswith("ArgumentError: rebuild: expected a communicator that")
         assert "rebuild: expected a communicator of all ranks that it was" in child

@@ -5,19 +5,25 @@ The modules for several are imported when they are needed, because most jobs nee
 
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from numba_symm.collectives import lifetime
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.lifetime import Options
-from numba_symm.errors import PeerAccessError, SymmError
+from numba_symm.errors import CollectiveError, PeerAccessError, SymmError
 from numba_symm.island import Apart, Island
 from numba_symm.launch import duplicates, ranks, waiting
 from numba_symm.launch.division import among
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.members import patience
+
+WHAT = "Communicator"
+
+_UNSURE = 0.05  # seconds after which a wait checks whether processes have ended
 
 
 def begin(
@@ -39,8 +45,75 @@ def begin(
 def _made(
     comm: ranks.Comm, device: int | None, timeout: float | None, options: Options
 ) -> Calls:
-    mine = duplicates.duplicate(comm, Wait("Communicator", comm.rank, patience()))
-    return made_of(mine, device, timeout, options)
+    with waiting.watching(_watch_of_open(comm)):
+        while True:
+            continued = duplicates.has_begun(comm)
+            wait = Wait(WHAT, comm.rank, patience())
+            mine = duplicates.duplicate(comm, wait)
+            try:
+                return made_of(mine, device, timeout, options)
+            except CollectiveError:
+                # The call that began the duplicate was interrupted on this rank. Others
+                # had it by then, and have given it up; they begin another one, too.
+                refused = isinstance(mine, TaggedComm) and mine.refused
+                if not (continued and refused):
+                    raise
+
+
+def _watch_of_open(comm: ranks.Comm) -> Callable[[], None]:
+    """Return what raises if a rank of ``comm`` has left an open communicator.
+
+    That rank may make other calls next, such as ``rebuild``, which wait for this rank.
+    MPI cannot tell it before the new communicator has messages of its own. A failure
+    that this rank has raised before is no reason: the program may go on after it.
+    """
+    if not ranks.is_mpi(comm):
+        return lambda: None
+    given = [
+        (each, each.comm)
+        for each in lifetime.open_members()
+        if isinstance(each.comm, TaggedComm)
+    ]
+    looked = time.monotonic()
+
+    def look() -> None:
+        nonlocal looked
+        now = time.monotonic()
+        ends, looked = (True, now) if now - looked > _UNSURE else (False, looked)
+        for members, there in given:
+            if members.closed:
+                continue
+            # Another thread may close it meanwhile.
+            with suppress(TypeError, AssertionError):
+                if ends:
+                    members.board.report_ended(WHAT)
+                failure = members.board.failure()
+                if (
+                    failure is not None
+                    and failure.is_of_rank_that_left
+                    and failure != members.known_failure
+                    and _have_common(comm, there, failure.ranks)
+                ):
+                    members.known_failure = failure
+                    raise failure.exception(
+                        f"; {WHAT} does not wait for a rank that has left a "
+                        "communicator that is still open"
+                    )
+
+    return look
+
+
+def _have_common(comm: Any, other: TaggedComm, numbers: Sequence[int]) -> bool:
+    """Return whether some ranks of another communicator are ranks of ``comm``."""
+    mpi = ranks.mpi()
+    group, others = comm.Get_group(), other.mpi.Get_group()
+    try:
+        there = [other.ranks[number] for number in numbers if number < other.size]
+        found = mpi.Group.Translate_ranks(others, there, group)
+        return any(each != mpi.UNDEFINED for each in found)
+    finally:
+        group.Free()
+        others.Free()
 
 
 def made_of(
@@ -89,7 +162,7 @@ def _claimed(comm: ranks.Comm | TaggedComm) -> Iterator[None]:
     except BaseException as error:
         duplicates.claim(comm)  # if the interrupt came first; the others have used it
         if not isinstance(error, SymmError):
-            waiting.leave(comm, error, "Communicator")
+            waiting.leave(comm, error, WHAT)
         raise
 
 

@@ -19,8 +19,10 @@ Step 2 can only block, and would wait for a rank that has left. Therefore anothe
 agreement precedes it, in which each rank states whether it has stayed since it began
 the agreement before. Signals wait for the end of this one, which no rank delays.
 
-Without ULFM, all ranks must live. They make a duplicate of MPI's communicator, and
-construct a communicator of it.
+Without ULFM, all ranks must live. They take a number of tags that none of them uses, as
+``split`` does, and construct a communicator with it. A new communicator of MPI's could
+wait indefinitely: if an interrupt has left ``MPI_Comm_idup`` begun on some ranks only,
+Open MPI makes no later communicator on these.
 """
 
 import os
@@ -42,7 +44,7 @@ from numba_symm.errors import (
     SymmError,
     left,
 )
-from numba_symm.launch import duplicates, ranks, tagged, waiting
+from numba_symm.launch import ranks, tagged, waiting
 from numba_symm.launch.ranks import name_ranks
 from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
@@ -77,7 +79,7 @@ def rebuilt(calls: Calls) -> Calls:
         steps = _begun[calls] = _Steps(calls, comm)
     made = steps.of_survivors() if survives() else steps.of_all()
     del _begun[calls]
-    comm.free_if_alone()  # its messages are those of the communicator that has failed
+    comm.retire()  # its messages are those of the communicator that has failed
     return made
 
 
@@ -172,7 +174,8 @@ class _Steps:
     def __init__(self, calls: Calls, comm: TaggedComm):
         self._calls, self._comm = calls, comm
         self._reports = comm.part(range(comm.size), Purpose.REBUILD)
-        self._heard: list[tuple[int, RankLeft]] = []  # of which call, and the error
+        # Of which call, from which rank, and its error or its value.
+        self._heard: list[tuple[int, int, Any]] = []
         self._number = 0  # of the call of rebuild; all ranks leave it, or none does
         self._first: _Agreement | None = None
         self._begun_in = 0  # the call in which the first agreement began
@@ -202,10 +205,42 @@ class _Steps:
 
         self._number += 1
         look()
-        with self._reported(), waiting.watching(look):
-            (made,) = duplicates.duplicates(self._comm.mpi, 1, self._wait())
-        _closed(self._calls)
-        return _construct(self._calls, tagged.whole(made, owned=True))
+        with self._reported():
+            with waiting.watching(look):
+                mine = self._comm.child(range(self._comm.size), self._gathered)
+            assert mine is not None
+            _closed(self._calls)
+            try:
+                return _construct(self._calls, mine)
+            except SymmError as error:  # of all ranks, or of one that has reported it
+                failure = error
+        raise failure
+
+    def _gathered(self, mine: Any) -> list[Any]:
+        """Return every rank's value, in rank order. Collective.
+
+        The values go to rank 0 and back, with the number of this call of rebuild. So
+        what an earlier call has left is not taken for a value of this one.
+        """
+        comm, wait = self._comm, self._wait()
+        if comm.rank:
+            self._send(0, mine)
+            found: list[Any] = self._value_of(0, wait)
+            return found
+        values = [mine, *(self._value_of(rank, wait) for rank in range(1, comm.size))]
+        for rank in range(1, comm.size):
+            self._send(rank, values)
+        return values
+
+    def _value_of(self, rank: int, wait: Wait) -> Any:
+        """Return the next value of a rank in this call of rebuild."""
+        while True:
+            for index, (number, source, found) in enumerate(self._heard):
+                if (number, source) == (self._number, rank):
+                    del self._heard[index]
+                    return found
+            if wait.pause([rank]):
+                raise wait.error([rank])
 
     def of_survivors(self) -> Calls:
         """Return a communicator of the ranks that are left, by ULFM."""
@@ -320,7 +355,11 @@ class _Steps:
 
     def _leavers(self) -> list[RankLeft]:
         """Return the errors of the ranks that have left this call of rebuild."""
-        return [error for number, error in self._heard if number >= self._number]
+        return [
+            found
+            for number, _, found in self._heard
+            if number >= self._number and isinstance(found, RankLeft)
+        ]
 
     def _listen(self) -> None:
         """Raise if another rank has left."""
@@ -337,13 +376,17 @@ class _Steps:
         names = self._calls.members.exchange.names
         text = f"rank {names[comm.rank]} {left(error, WHAT)}"
         found = RankLeft(text, ranks=(names[comm.rank],), operation=WHAT)
-        for rank, there in enumerate(comm.ranks):
+        for rank in range(comm.size):
             if rank != comm.rank:
-                with suppress(ranks.mpi().Exception):  # it has died
-                    report = self._number, found
-                    waiting.begin(
-                        waiting.unfinished, comm.mpi.isend, report, there, comm.tag
-                    )
+                self._send(rank, found)
+
+    def _send(self, rank: int, found: Any) -> None:
+        comm = self._reports
+        message = self._number, comm.rank, found
+        with suppress(ranks.mpi().Exception):  # it has died
+            waiting.begin(
+                waiting.unfinished, comm.mpi.isend, message, comm.ranks[rank], comm.tag
+            )
 
 
 _begun: dict[Calls, _Steps] = {}

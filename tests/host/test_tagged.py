@@ -100,6 +100,22 @@ def test_the_last_user_frees_the_duplicate(mpi):
     assert not late.freed + own.freed
 
 
+def test_a_number_with_messages_left_is_retired_and_holds_nothing():
+    duplicate = Duplicate(0, 2)
+    whole = tagged.whole(duplicate, owned=True)
+    part = whole.part([0, 1], Purpose.REBUILD)
+    rebuilt = whole.child([0, 1], lambda mask: [mask, 0])
+    whole.retire()
+    part.release()  # in vain, because the number is retired
+    assert whole.released
+    assert not duplicate.freed
+    again = rebuilt.child([0, 1], lambda mask: [mask, 0])
+    assert number(again) == 2  # not 0, although nothing uses it
+    rebuilt.retire()
+    again.release()
+    assert duplicate.freed == 1
+
+
 def test_more_communicators_than_mpi_has_tags_for_are_refused():
     whole = tagged.whole(Duplicate(0, 1), owned=True)
     made = [whole.child([0], alone) for _ in range(127)]
