@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import starmap
@@ -354,8 +354,9 @@ def undisturbed(call: Callable[[], T]) -> T:
         done = True
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
+        with ExitStack() as each:  # although a handler may raise
+            for number in reversed(received):
+                each.callback(signal.raise_signal, number)
 
 
 def begin(into: list[Any], call: Callable[..., Any], *args: Any) -> None:
