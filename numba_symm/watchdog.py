@@ -145,18 +145,20 @@ class Watchdog:
     def _tell(self, error: CollectiveError) -> None:
         self.told = True
         record = self._board.record
-        messages = [error] if record is None else [error, call_table.sent(record)]
         try:
             if not self._silent:
-                for peer in self._peers():
-                    there = self._comm.ranks[peer]
-                    with contextlib.suppress(ranks.mpi().Exception):  # it has died
-                        for message in messages:
-                            self._sent.append(
-                                self._comm.mpi.isend(message, there, self._comm.tag)
-                            )
+                peers = self._peers()
+                self._send(error, peers)
+                if record is not None:
+                    self._send(call_table.sent(record), peers)
         finally:  # afterwards, because peers notice that a connection ends
             self._abort()
+
+    def _send(self, message: Any, peers: list[int]) -> None:
+        comm = self._comm
+        for peer in peers:
+            with contextlib.suppress(ranks.mpi().Exception):  # it has died
+                self._sent.append(comm.mpi.isend(message, comm.ranks[peer], comm.tag))
 
     def _peers(self) -> list[int]:
         """Return the ranks to which this one reports failures.

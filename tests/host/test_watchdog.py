@@ -123,6 +123,17 @@ def test_a_report_to_a_rank_that_has_died_prevents_no_other(job, monkeypatch):
     assert job.done == ["left", "sent to 13", "aborted"]
 
 
+def test_a_record_that_cannot_be_read_prevents_no_report(job):
+    watch, job.record = Watchdog(job, job, PARTS, 0, 0), object()
+    watch.ask(job)
+    with watch._lock:  # before its thread looks
+        job.abandon("left")
+        with pytest.raises(AttributeError):
+            watch.look()
+    watch.stop()
+    assert job.done == ["left", "sent to 12", "sent to 13", "aborted"]
+
+
 @pytest.mark.parametrize("islands", [2, 3, 7, 32, 33, 1000])
 def test_all_islands_know_soon_even_if_one_gives_no_report(islands):
     """Each passes a report on once. One whose ranks were killed passes nothing on."""
