@@ -51,6 +51,27 @@ def test_faults_are_found(soaked, monkeypatch):
     assert "ended" not in faults
 
 
+CRASHING = """
+import os, pathlib, sys
+from mpi4py import MPI
+from numba_symm.bench.soak_marks import JobMarks
+
+place = JobMarks(pathlib.Path(sys.argv[1]), 2).places[MPI.COMM_WORLD.rank]
+place.pid = os.getpid()
+place.done = 1
+MPI.Finalize()
+os._exit(3)
+"""
+
+
+def test_a_rank_that_crashes_at_its_exit_is_found(soaked, monkeypatch):
+    monkeypatch.setattr(soak, "PROGRAM", ("-c", CRASHING))
+    code, found = soaked("--calls", "0", "--cycles", "0", "--kills", "0")
+    assert code == 1
+    assert found["faults"][0]["kind"] == "ended"
+    assert found["faults"][0]["text"] == "mpirun has ended with exit code 3"
+
+
 def test_failures_are_survived(soaked):
     code, found = soaked(
         "--calls", "120", "--cycles", "3", "--kills", "1", "--seed", "5"

@@ -220,6 +220,9 @@ def _play(
             _end(process, marks.places)
     found += marks.faults()
     found += _lost(marks.places, found)
+    if not found and not job.kills and process.returncode:  # a rank, after its job
+        text = f"mpirun has ended with exit code {process.returncode}"
+        found.append(_fault(None, "ended", text))
     if found:
         lines = [each for each in log.read_text().splitlines() if each.strip()]
         for line in lines[-_LINES:]:
