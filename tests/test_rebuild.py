@@ -215,12 +215,28 @@ def test_an_error_of_one_rank_ends_only_that_rank(tmp_path):
     command = [sys.executable, "-m", "numba_symm.command.cli", "run", "--survive"]
     command += ["-n", "2", __file__, "raises", str(tmp_path)]
     log = tmp_path / "mpirun.txt"
-    assert run(command, environment(2), log, 100) is not None, log.read_text()
+    assert run(command, environment(2), log, 100) == 0, log.read_text()
     died, size, result = json.loads((tmp_path / "0.json").read_text())
     assert died.startswith("RankLeft: rank 1 has ended without closing the ")
     assert (size, result) == (1, [1.0] * 5)
     assert "ValueError: rank 1 has had enough" in log.read_text()
     assert not (tmp_path / "1.json").exists()
+
+
+def ends_badly(world):
+    """No rank ends well: one is killed, and the other one has an error."""
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit("rank 0 has an error")
+
+
+def test_a_job_without_a_rank_that_ends_well_fails(tmp_path):
+    command = [sys.executable, "-m", "numba_symm.command.cli", "run", "--survive"]
+    command += ["-n", "2", "--simulate", __file__, "ends_badly", str(tmp_path)]
+    log = tmp_path / "mpirun.txt"
+    assert run(command, environment(2), log, 100) == 1, log.read_text()
+    assert "rank 0 has an error\n" in log.read_text()
+    assert "numba-symm run: no rank has ended without an error\n" in log.read_text()
 
 
 def test_training_that_loses_a_rank_ends_as_without_that(tmp_path):

@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -381,21 +382,15 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Replace this process by mpirun, which keeps its exit code and signals."""
+    """Replace this process by mpirun, which keeps its exit code and signals.
+
+    With ``--survive``, mpirun is another process, because its exit code is 0 even if no
+    rank ends well.
+    """
     from numba_symm.command.runner import IN_PLACE, SURVIVE, WORD  # imports mpi4py
 
     simulate = simulation_needed(options.ranks, ask=options.simulate)
-    runner = Path(__file__).with_name("runner.py")
-    numbers = str(os.getpid()), str(options.ranks)  # mpirun takes this process' place
-    if options.survive:
-        flags = ["--with-ft", "ulfm", *flags]
-    program = [str(runner), *numbers, *[SURVIVE] * options.survive]
-    program += [IN_PLACE] * options.as_mpi4py
-    program += ["-m"] * options.module
-    program += [options.program, *options.arguments]
-    command = launcher.mpirun_command(
-        options.ranks, program, launcher.find_mpirun(), flags
-    )
+    mpirun = launcher.find_mpirun()
     if not options.module and not Path(options.program).is_file():
         raise SymmError(
             f"run: expected a Python script, got {options.program!r}, which "
@@ -410,7 +405,23 @@ def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     environ[WORD] = secrets.token_hex(8)
     if not sys.stdout.isatty():
         environ["TERM"] = "dumb"  # Open MPI's ranks have a terminal in any case
-    os.execve(command[0], command, environ)
+    runner = Path(__file__).with_name("runner.py")
+    # If mpirun takes this process' place, it has this number.
+    before = [str(runner), str(os.getpid()), str(options.ranks)]
+    after = [IN_PLACE] * options.as_mpi4py + ["-m"] * options.module
+    after += [options.program, *options.arguments]
+    if not options.survive:
+        command = launcher.mpirun_command(options.ranks, before + after, mpirun, flags)
+        os.execve(command[0], command, environ)
+    with tempfile.NamedTemporaryFile(prefix="numba-symm-run-") as marks:
+        program = [*before, SURVIVE, marks.name, *after]
+        flags = ["--with-ft", "ulfm", *flags]
+        command = launcher.mpirun_command(options.ranks, program, mpirun, flags)
+        code = launcher.code_of(command, environ)
+        if code == 0 and not Path(marks.name).stat().st_size:
+            _tell("numba-symm run: no rank has ended without an error")
+            return 1
+    return code
 
 
 def simulation_needed(ranks: int, *, ask: bool = False) -> bool:

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -108,3 +110,26 @@ def check_sessions(environ: Mapping[str, str]) -> None:
             f"Open MPI cannot keep a job's files in {folder!r}: {why}; set TMPDIR to a "
             f"folder that you can write, whose name has at most {LONGEST_TMPDIR} bytes"
         )
+
+
+_FORWARDED = {
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+}
+_OF_KERNEL = 0x80  # SI_KERNEL
+
+
+def code_of(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """Run mpirun, forward signals to it, and return its exit code."""
+    with subprocess.Popen(command, env=dict(environ)) as job:
+        waited = {*_FORWARDED, signal.SIGCHLD}
+        signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+        while job.poll() is None:
+            found = signal.sigwaitinfo(waited)
+            # A terminal sends its signals to all processes of the job.
+            if found.si_signo != signal.SIGCHLD and found.si_code != _OF_KERNEL:
+                job.send_signal(found.si_signo)
+        return job.returncode if job.returncode >= 0 else 128 - job.returncode

@@ -1,6 +1,6 @@
 """Runs the program in each rank that ``numba-symm run`` starts, and shows its errors.
 
-    python runner.py MPIRUN RANKS [--survive] [--as-mpi4py] [-m] PROGRAM [ARGUMENTS]
+    python runner.py MPIRUN RANKS [--survive MARKS] [--as-mpi4py] [-m] PROGRAM …
 
 This module does not see a program's ordinary output. An error that several ranks raise
 is shown once, with their numbers. The first rank that fails collects the errors of the
@@ -33,7 +33,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TypeGuard
+from typing import NoReturn, TypeGuard
 
 from mpi4py.run import set_abort_status
 
@@ -53,7 +53,10 @@ WORD = "NUMBA_SYMM_RUN"
 """The variable with the random word, which the program does not see."""
 
 SURVIVE = "--survive"
-"""The argument of a job whose ranks go on after one has failed."""
+"""The argument of a job whose ranks go on after one has failed.
+
+A file follows it, to which each rank that ends without an error appends a byte.
+"""
 
 IN_PLACE = "--as-mpi4py"
 """The argument that puts ``numba_symm.mpi`` in the place of ``mpi4py.MPI``."""
@@ -353,8 +356,10 @@ def run(program: Sequence[str]) -> None:
 
 def main(mpirun: str, ranks: str, *program: str) -> None:
     """Run the program of one rank; see the module's docstring."""
-    survive = program[0] == SURVIVE
-    program = program[survive:]
+    survive, marks = program[0] == SURVIVE, ""
+    if survive:
+        marks, program = program[1], program[2:]
+        note_exits(marks)
     if program[0] == IN_PLACE:
         program = program[1:]
         sys.meta_path.insert(0, InPlace())
@@ -369,12 +374,15 @@ def main(mpirun: str, ranks: str, *program: str) -> None:
         atexit.register(failure.end)
     try:
         run(program)
+        if survive and os.getpid() == process:
+            note_success(marks)
     except BaseException as error:
         if os.getpid() != process:  # a child that this rank has forked
             sys.excepthook = sys.__excepthook__
             raise
         if survive:
             leave(error)
+            note_success(marks)  # an exit with the code 0
         set_abort_status(error)
         if isinstance(error, SystemExit) and failure:
             text, code = exit_of(error)
@@ -382,6 +390,24 @@ def main(mpirun: str, ranks: str, *program: str) -> None:
                 failure.report(text, code)
                 raise SystemExit(code) from None
         raise  # to sys.excepthook, which the program may have replaced
+
+
+def note_success(marks: str) -> None:
+    """Note that this rank ends without an error."""
+    with contextlib.suppress(OSError), Path(marks).open("ab") as file:
+        file.write(b".")
+
+
+def note_exits(marks: str) -> None:
+    """Make ``os._exit`` note a success, too: after a death, programs end by it."""
+    process, plain = os.getpid(), os._exit
+
+    def _exit(status: int) -> NoReturn:
+        if status == 0 and os.getpid() == process:
+            note_success(marks)
+        plain(status)
+
+    os._exit = _exit
 
 
 def leave(error: BaseException) -> None:

@@ -277,11 +277,15 @@ def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
 
 def test_run_passes_its_own_flags_to_the_runner(monkeypatch):
     started = []
-    monkeypatch.setattr(
-        cli.os, "execve", lambda file, words, env: started.append(words)
-    )
+
+    def replace(file, words, environ):
+        started.append(words)
+        raise SystemExit  # never returns
+
+    monkeypatch.setattr(cli.os, "execve", replace)
     for flags in ("", "--as-mpi4py"):
-        cli.main(["run", "-n", "3", "--simulate", *flags.split(), "-m", "a", "--b"])
+        with pytest.raises(SystemExit):
+            cli.main(["run", "-n", "3", "--simulate", *flags.split(), "-m", "a", "--b"])
         number = str(os.getpid())
         given = started[-1][started[-1].index(number) :]
         assert given == [number, "3", *flags.split(), "-m", "a", "--b"]
