@@ -111,13 +111,13 @@ def inside(comm: "Communicator") -> Inside:
 class Communicator(Persistent, OthersNames):
     """Collectives between the GPUs of ranks, of one node or several.
 
-    Construction and all methods are collective, except messages (``send``, ``recv``,
-    ``sendrecv``, ``group``), ``prepare``, ``check``, ``synchronize`` and the
-    properties. Every rank makes the collective calls in the same order. Each method's
-    text lists the arguments that must agree; ``algorithm`` always must.
+    Construction and the methods are collective, except messages (``send``, ``recv``,
+    ``sendrecv``, ``isend``, ``irecv``, ``group``), the properties, and methods whose
+    text excludes it. Every rank makes the collective calls in the same order. Each
+    method's text lists the arguments that must agree; ``algorithm`` always must.
 
-    One thread at a time may be in a call; a call of a second thread raises. The CUDA
-    context of the construction must be current in every call: after
+    Only one thread at a time may be in a call; a call of a second thread raises. The
+    CUDA context of the construction must be current in every call: after
     ``cuda.select_device``, select this GPU again first.
 
     The communicator is a context manager. If a rank leaves it with an exception, it is
@@ -131,13 +131,13 @@ class Communicator(Persistent, OthersNames):
             ``rank``, ``size``, ``allgather`` and ``barrier``. :meth:`split` also needs
             its method ``split(color, key)``.
         device: the ordinal of this rank's GPU. None: the device of the current CUDA
-            context, else the GPU of this rank's number on its node.
+            context; without one, the GPU of this rank's number on its node.
         timeout: seconds that a kernel waits for a peer, equal on all ranks; 0:
             indefinitely. None: ``NUMBA_SYMM_TIMEOUT``, else 300.
         stream: the stream of calls whose array names none. None: the legacy default
             stream.
         debug: whether to compare the arguments of every collective call between the
-            ranks before it starts. A difference is then an error on every rank. This is
+            ranks before it starts. If they differ, every rank raises an error. This is
             slow, because the hosts wait for all ranks, as in set-up calls. ``timeout``
             applies to kernels only. Functions of ``numba_symm.device`` then check their
             arguments on GPUs, too.
@@ -146,9 +146,9 @@ class Communicator(Persistent, OthersNames):
             Messages, and the collectives made of them, take at least one for each four
             other ranks. None: ``NUMBA_SYMM_MULTIPROCESSORS``, else one less than a
             quarter, divided by the number of this communicator's ranks that share the
-            GPU. So the kernels of four communicators leave some to the program's own.
+            GPU. So the kernels of four communicators leave some to other kernels.
         requests: whether :meth:`isend` and :meth:`irecv` may be called, equal on all
-            ranks. If so, they have memory of their own, and up to two of the
+            ranks. If so, requests have memory of their own, and up to two of the
             multiprocessors for each other rank. All other calls use the rest.
 
     Attributes:
@@ -160,9 +160,9 @@ class Communicator(Persistent, OthersNames):
         peer_access: which of the GPUs of this node's ranks can access which; None where
             it is unknown.
         islands: the ranks of each island. There is one, unless the ranks are on several
-            nodes, or their GPUs do not all reach each other.
+            nodes, or not all of their GPUs have peer access to each other.
         timeout: the seconds that a kernel waits for a peer.
-        multiprocessors: the most that its kernels occupy: the least limit of any rank.
+        multiprocessors: the most that its kernels occupy: the lowest limit of any rank.
 
     Raises:
         ArgumentError, DeviceError, BackendError, ExchangeError: on all ranks.
@@ -274,10 +274,10 @@ class Communicator(Persistent, OthersNames):
         """Return the symmetric memory that begins at ``array``.
 
         Collective: every rank passes an array at the same offset of the same
-        allocation. It is an array of :meth:`empty` or ``comm.allocator``, or memory of
+        allocation. The array is of :meth:`empty` or ``comm.allocator``, or in memory of
         cudaMalloc, which this call registers. It must be contiguous, because peers'
-        kernels are given only its address. Calls for one allocation share its mappings
-        and its signal pad.
+        kernels get only its address. Calls for one allocation share its mappings and
+        its signal pad.
 
         Raises:
             ArgumentError, BackendError: on all ranks.
@@ -306,9 +306,9 @@ class Communicator(Persistent, OthersNames):
         Collective: every rank passes the same numbers. Its attribute ``ctx`` is an
         argument of kernels, for :func:`numba_symm.device.all_reduce` and the other
         collectives there. One kernel at a time uses it, with the same grid on every
-        rank; later kernels on the stream may use it again. It connects the ranks of an
-        island. On each rank, each block takes 4 * ``bytes``, rounded up, for each other
-        rank, 128 bytes, and 4 bytes for each thread.
+        rank; later kernels on the stream may use it again. It serves the ranks of one
+        island. On each rank, the memory of a block is 4 * ``bytes``, rounded up, for
+        each other rank, 128 bytes, and 4 bytes for each thread.
 
         Args:
             blocks: the most blocks of a kernel.
@@ -405,8 +405,8 @@ class Communicator(Persistent, OthersNames):
     def dup(self) -> "Communicator":
         """Return a new communicator of the same ranks, in the same order.
 
-        Collective. The new communicator is as for :meth:`split`. The object that this
-        one was made from needs no method ``split``.
+        Collective. The new communicator has the properties that :meth:`split` lists.
+        The object that this one was made from needs no method ``split``.
 
         Raises:
             CollectiveError, ClosedError: this communicator has failed or was closed.
@@ -455,8 +455,8 @@ class Communicator(Persistent, OthersNames):
                   rank has NaN. 0.0 and -0.0 are equal; "min" and "max" return the later
                   rank's. Not "min" and "max" for complex numbers.
                 - ``"avg"``: the sum, divided by the number of ranks before it is
-                  rounded. For integers it is rounded towards zero, and only sums of
-                  64-bit integers wrap around before the division. Not for bool.
+                  rounded. Integers are rounded towards zero, and only sums of 64-bit
+                  integers wrap around before the division. Not for bool.
                 - ``"band"``, ``"bor"``, ``"bxor"``: bit by bit, for bool and integers.
                 - ``"land"``, ``"lor"``, ``"lxor"``: 0 or 1 in x's type; NaN is true.
                   Not for complex numbers.
@@ -464,7 +464,7 @@ class Communicator(Persistent, OthersNames):
                   with the least or greatest value; of equal values, that of the lowest
                   index. Pairs are of a structured dtype of 8 or 16 bytes, or in two
                   columns.
-                - the MPI.Op of one of these names.
+                - an MPI.Op of one of these names.
                 - a function of two scalars of the type in which x accumulates, plain or
                   decorated with ``cuda.jit(device=True)``. Its result is cast to that
                   type. It is applied in rank order, so it need not be commutative or
@@ -476,11 +476,11 @@ class Communicator(Persistent, OthersNames):
                 stream that the array names (torch's or CuPy's current one for their
                 arrays), else ``comm.stream``.
             algorithm: None for the fastest one, or {algorithms}
-            wire: how the elements of a sum cross the links: ``"int8"``, ``"fp8"``
-                (compute capability 8.9 or higher), or None for as they are. As codes of
-                one byte, in groups of 128 with a scale each, they are about a quarter
-                of the bytes of float32. The result is approximate. x is of float32,
-                bfloat16 or float16.
+            wire: the form in which ranks send the elements of a sum. None: the
+                elements themselves. ``"int8"``, or ``"fp8"`` (compute capability 8.9 or
+                higher): codes of one byte, in groups of 128 with a scale each. These
+                are about a quarter of the bytes of float32, and the result is
+                approximate. x is of float32, bfloat16 or float16.
 
         Returns:
             ``out``, or the new array, of x's shape.
@@ -509,22 +509,23 @@ class Communicator(Persistent, OthersNames):
         kernel. There are two exceptions: calls that name an ``algorithm``, and a
         :meth:`group` with several messages from a rank to the same rank.
 
-        Not collective, but every rank calls it. Otherwise its peers wait for it in the
-        first call. The ranks of a node share the compiling. Do it before other calls,
-        because loading may wait until the GPU has nothing to do, as in a first call.
+        Not collective, but every rank should call it. Otherwise its peers wait for it
+        in the first call. The ranks of a node share the compiling. Call it before other
+        calls, because loading may wait until the GPU is idle, as in a first call.
 
         Args:
             *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``;
                 ``"gaps"`` for strided arrays, in any call; ``"counts"`` for counts on
-                the GPU; ``"wire_int8"`` and ``"wire_fp8"`` for sums by codes;
-                ``"signals"`` for the methods of :class:`SymmetricMemory`.
+                the GPU; ``"experts"`` for mixtures of experts; ``"wire_int8"`` and
+                ``"wire_fp8"`` for sums by codes; ``"signals"`` for the methods of
+                :class:`SymmetricMemory`.
             dtypes: the dtypes of their arrays.
             ops: the operators of those that reduce, as for :meth:`all_reduce`. An
-                operator is skipped for a dtype or a call that lacks it.
+                operator is skipped for a dtype or a call that does not accept it.
 
         Raises:
             ArgumentError: a name, dtype or operator is unknown, or none of the calls
-                can have it; a request without ``requests=True`` in the constructor.
+                accepts it; a request without ``requests=True`` in the constructor.
             CollectiveError, ClosedError: as :meth:`check`.
         """
         self.check()
@@ -675,8 +676,8 @@ class Communicator(Persistent, OthersNames):
         Returns:
             ``out``, or the new array, of x's shape. Rank 0, which has nothing to
             reduce, gets the identity of the operator; for a sum of floats, that is
-            -0.0. The identity of a function is unknown: rank 0's ``out`` keeps its
-            contents then, and a new array has undefined contents.
+            -0.0. The identity of a function is unknown. Then rank 0's ``out`` keeps its
+            contents, and a new array has undefined contents.
         """
         given = invocation(EXSCAN, x, out, stream, op=op, algorithm=algorithm)
         return self._calls.call(given)
@@ -693,7 +694,8 @@ class Communicator(Persistent, OthersNames):
         """Reduce ``x`` over ranks r to size - 1, on each rank r.
 
         The arguments and errors are those of :meth:`scan`. The reduction is in rank
-        order, too. MPI needs a communicator with the ranks in reverse order for it.
+        order, too. For the same in MPI, a program needs a communicator with the ranks
+        in reverse order.
 
         Returns:
             ``out``, or the new array, of x's shape. Rank 0 gets the bits of
@@ -752,9 +754,9 @@ class Communicator(Persistent, OthersNames):
         ``root``. Asynchronous.
 
         Args:
-            x: a device array of any shape and dtype. It is read on the root,
-                and written on the other ranks.
-            root: the rank whose contents are sent.
+            x: a device array of any shape and dtype, which the call reads on the root,
+                and writes on the other ranks.
+            root: the rank whose array is sent.
             stream: as for :meth:`all_reduce`.
             algorithm: None for the fastest one, or {algorithms}
 
@@ -1116,8 +1118,8 @@ class Communicator(Persistent, OthersNames):
     ) -> None:
         """Send ``x`` to rank ``dst``, which calls :meth:`recv`. Asynchronous.
 
-        Calls of two ranks match in the order in which they are made. A large message
-        waits on the GPU for the receiver. So two ranks that send to each other use
+        Calls of two ranks match in the order in which they are made. The GPU waits for
+        the receiver of a large message. So two ranks that send to each other use
         :meth:`sendrecv`, or a :meth:`group`.
 
         Args:
@@ -1208,14 +1210,15 @@ class Communicator(Persistent, OthersNames):
     def isend(self, x: Any, *, dst: int | None, stream: Any = None) -> Request:
         """Start to send ``x`` to rank ``dst``, which calls :meth:`irecv`.
 
-        No later call waits for it, because it runs on a stream of its own. It needs a
-        communicator with ``requests=True``. Requests between two ranks match in the
-        order in which they are started, and never match :meth:`recv`.
+        No later call waits for the message, because it has a stream of its own. The
+        communicator must have been made with ``requests=True``. Requests between two
+        ranks match in the order in which they are started, and never match
+        :meth:`recv`.
 
         Args:
             x: as for :meth:`send`. Do not write it before the request is done.
             dst: another rank. None or MPI.PROC_NULL: no rank.
-            stream: as for :meth:`all_reduce`; the request follows its work so far.
+            stream: as for :meth:`all_reduce`; the message follows its work so far.
 
         Raises:
             ArgumentError: an array or a rank is wrong, the communicator has no
@@ -1250,8 +1253,8 @@ class Communicator(Persistent, OthersNames):
     def group(self) -> AbstractContextManager[None]:
         """Start the calls within a ``with`` block together, at its end.
 
-        Before the end, no call has started, and no result may be used. Messages, and
-        the collectives made of them, proceed side by side in one kernel and on one
+        Until the end of the block, no call starts, and no result may be used. Messages,
+        and the collectives made of them, proceed side by side in one kernel and on one
         stream, in any order. So two ranks may both send first. Those collectives are
         ``gather``, ``scatter``, ``gather_v``, ``scatter_v``, ``all_gather_v`` and
         ``all_to_all_v``. Other collectives follow, in the order of their calls. After
@@ -1279,7 +1282,7 @@ class Communicator(Persistent, OthersNames):
         A block that waits keeps its place on a multiprocessor. So all blocks of a grid
         must run together if they wait for each other, such as in ``grid_barrier``.
         Ranks that share a GPU divide it. The library's own kernels, and the program's
-        other ones, take places too: launch fewer blocks if some run meanwhile.
+        other kernels, take places too: launch fewer blocks if some run meanwhile.
 
         Args:
             kernel: a compiled kernel of ``numba.cuda.jit``: one with a signature, or
@@ -1321,7 +1324,7 @@ class Communicator(Persistent, OthersNames):
         Args:
             x: a device array of any shape and dtype. One that is not in C order is
                 copied into memory of the communicator first.
-            stream: as for :meth:`all_reduce`; it may not be one that is captured.
+            stream: as for :meth:`all_reduce`; it must not be captured meanwhile.
 
         Returns:
             The digest, from 0 to 2**64 - 1. It is 0 for an array without elements.
@@ -1360,11 +1363,11 @@ class Communicator(Persistent, OthersNames):
         equality.check_equal(self._calls, x, stream)
 
     def check(self) -> None:
-        """Raise if the communicator has failed or was closed. Never waits.
+        """Raise if the communicator has failed or was closed. Local; never waits.
 
         Raises:
-            CollectiveError: it has failed: CollectiveTimeout, CallMismatch or RankLeft.
-                The text states the cause.
+            CollectiveError: it has failed: CollectiveTimeout, CallMismatch, Aborted or
+                RankLeft. The text states the cause.
             ClosedError: the communicator was closed.
         """
         self._calls.members.check()
@@ -1374,15 +1377,15 @@ class Communicator(Persistent, OthersNames):
 
         It compares this rank's calls with those that the other ranks of its island have
         made so far, and does not wait for them. It compares the arguments that must
-        agree. It does not compare messages, collectives made of messages, and the calls
-        that follow a rank's first capture into a graph.
+        agree. It does not compare messages, collectives made of messages, or calls that
+        follow a rank's first capture into a graph.
 
         Args:
             stream: the stream; None: ``comm.stream``.
 
         Raises:
             CallMismatch: calls differ. Later calls of all ranks raise it, too. The text
-                has a table of the calls around the first difference.
+                contains a table of the calls around the first difference.
             CollectiveError, ClosedError: as for :meth:`check`.
         """
         self._calls.enqueuer.refuse_in_group("synchronize")
@@ -1418,9 +1421,9 @@ class Communicator(Persistent, OthersNames):
     def trace(self, file: str | os.PathLike[str]) -> None:
         """Write the record of calls as a Chrome trace. Local.
 
-        For each rank of this rank's island, it has the last 1024 calls that have a
-        number, and the last 1024 that have none. A slice lasts from a call to the
-        rank's next one.
+        For each rank of this rank's island, the file contains the last 1024 calls that
+        have a number, and the last 1024 that have none. A slice lasts from a call to
+        the rank's next one.
 
         Args:
             file: the path of a JSON file, which is replaced. Perfetto
@@ -1449,10 +1452,10 @@ class Communicator(Persistent, OthersNames):
     def abort(self, reason: str = "") -> None:
         """End the communicator on all ranks. Local, from any thread.
 
-        Kernels that wait end within 100 ms, and hosts in set-up calls within a second.
-        The next call of every rank raises :class:`~numba_symm.Aborted`, with this rank
-        and the reason. If the communicator has failed before, the first failure stays.
-        Close it on every rank afterwards.
+        Waiting kernels end within 100 ms, and waits of hosts in set-up calls within a
+        second. The next call of every rank raises :class:`~numba_symm.Aborted`, with
+        this rank and the reason. If the communicator has failed before, calls raise the
+        first failure. Close the communicator on every rank afterwards.
 
         Args:
             reason: a text for the errors of all ranks.
@@ -1471,13 +1474,13 @@ class Communicator(Persistent, OthersNames):
     def rebuild(self) -> "Communicator":
         """Return a new communicator of the remaining ranks, after a failure.
 
-        Collective over the ranks of this communicator whose processes run. This
-        communicator is closed on this rank, if it is not yet. The new one has the same
-        GPU, timeout, stream, debug mode, requests and limit of multiprocessors. Its
-        ranks are in the same order. The program makes new arrays and new child
-        communicators.
+        Collective over the ranks of this communicator whose processes still run. The
+        call closes this communicator on this rank, if it is still open. The new one has
+        the same GPU, timeout, stream, debug mode, requests and limit of
+        multiprocessors. Its ranks are in the same order. The program must make new
+        arrays and new child communicators.
 
-        If a process has ended, MPI must continue without it: start the job by
+        If a process has ended, MPI must continue without it: start the job with
         ``numba-symm run --survive``. If a process ends during the call, the call begins
         again.
 
@@ -1485,8 +1488,8 @@ class Communicator(Persistent, OthersNames):
             The communicator, which all its ranks must close.
 
         Raises:
-            ArgumentError: this communicator has not failed, or has only some of the
-                ranks that it was made of, or was not made of mpi4py's.
+            ArgumentError: this communicator has not failed, was split from one with
+                more ranks, or was not made from mpi4py's.
             ClosedError: it was closed without a failure, or was rebuilt before.
             ExchangeError: a process has ended, and MPI cannot continue.
             DeviceError, BackendError: the new communicator cannot be made.
@@ -1498,8 +1501,8 @@ class Communicator(Persistent, OthersNames):
     def close(self) -> None:
         """Wait for this GPU's work, unmap all peers, and free unused memory.
 
-        Collective, and idempotent. Arrays of :meth:`empty` still work on their own
-        rank. After a failure it is local, and never waits for a peer.
+        Collective, and idempotent. Arrays of :meth:`empty` stay usable on their own
+        rank. After a failure, the call is local, and never waits for a peer.
 
         Raises:
             CollectiveError: the communicator had failed, and no call of this rank had

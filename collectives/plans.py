@@ -18,7 +18,7 @@ Start = Callable[..., None]
 
 
 class Plan:
-    """A call whose arguments were checked and packed: each call only launches.
+    """A call whose arguments were checked and packed once.
 
     ``comm.all_reduce_init`` and the other ``_init`` methods make it. It keeps its
     arrays. ``plan()``, or ``plan(stream=…)``, enqueues it and returns its output array.
@@ -56,7 +56,7 @@ class Plan:
 
         Raises:
             ArgumentError: the ``with`` block of :meth:`Communicator.group_init` has not
-                ended, or ended by an exception.
+                ended, or ended with an exception.
         """
         calls, start = self._calls, self._start
         if start is None:

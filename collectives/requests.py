@@ -1,4 +1,4 @@
-"""Requests: messages that run beside all other calls, and are waited for later.
+"""Requests: messages that run beside all other calls, for which programs wait later.
 
 Each direction of each pair of ranks has a stream of its own. So a request waits only
 for requests of its own direction, which match in their order anyway. They have a
@@ -82,7 +82,7 @@ class Request:
         """Make later work of a stream follow the message. The host does not wait.
 
         Args:
-            stream: the stream; None: the one that the message was started on.
+            stream: the stream; None: the one with which the message was started.
 
         Returns:
             The array that was received into, or None.

@@ -85,8 +85,8 @@ def signal_add(ctx: Any, dst: int, channel: int, value: int) -> None:
     """Add ``value`` to this rank's word of ``channel`` at rank ``dst``.
 
     Any thread calls it, also several simultaneously. Earlier writes of this thread, and
-    of threads with which it has synchronized, are visible to whoever waits for the
-    value (release). It waits for no peer. It costs as much as a
+    of threads with which it has synchronized, are visible to a thread that waits for
+    the value (release). The call waits for no peer. It costs as much as a
     :func:`put_signal` that finds its slot empty, and needs native atomics.
 
     Args:
@@ -130,8 +130,8 @@ def signal_set(ctx: Any, dst: int, channel: int, value: int) -> None:
 def signal_read(ctx: Any, src: int, channel: int) -> int:
     """Return rank ``src``'s word of ``channel`` at this rank.
 
-    Any thread calls it. It sees what ``src`` wrote before the value (acquire). It is a
-    load of this rank's own memory.
+    Any thread calls it, and then sees what ``src`` wrote before the value (acquire).
+    The call is a load of this rank's own memory.
 
     Example:
         >>> @cuda.jit
@@ -148,7 +148,7 @@ def signal_read(ctx: Any, src: int, channel: int) -> int:
 def test(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
     """Return whether ``src``'s word of ``channel`` satisfies a comparison.
 
-    It does not wait. Otherwise it is as :func:`wait_until`.
+    Does not wait. The arguments and the memory order are those of :func:`wait_until`.
 
     Example:
         >>> @cuda.jit
@@ -167,8 +167,9 @@ def test(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
 def wait_until(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
     """Wait until ``src``'s word of ``channel`` satisfies a comparison with ``value``.
 
-    One thread calls it. It sees what ``src`` wrote before the word's value (acquire).
-    After a ``syncthreads``, its whole block does. It polls this rank's own memory.
+    One thread calls it, and then sees what ``src`` wrote before the word's value
+    (acquire). After a ``syncthreads``, all threads of its block see this. The call
+    polls this rank's own memory.
 
     Args:
         ctx: the memory's context.
@@ -205,9 +206,9 @@ def wait_until_at(
 ) -> bool:
     """Wait until an array's element satisfies a comparison with ``value``.
 
-    One thread calls it. It acquires, so let the other rank store the element by a
-    release (``st_release_sys_…``, or an atomic operation). Wait for elements in this
-    rank's memory: polls of a peer's memory occupy the link.
+    One thread calls it. The call acquires, so the other rank should store the element
+    with a release (``st_release_sys_…``, or an atomic operation). Wait for elements in
+    this rank's memory: polls of a peer's memory occupy the link.
 
     Args:
         ctx: a context of the communicator, for the deadline.
@@ -243,7 +244,7 @@ def wait_until_at(
 def put_with_signal(
     ctx: Any, dst: int, channel: int, target: Any, source: Any, value: int
 ) -> None:
-    """Copy an array into a peer's, then add ``value`` to this rank's word there.
+    """Copy an array into a peer's array, then add ``value`` to this rank's word there.
 
     All threads of a block call it. What they wrote before it is visible to the thread
     of ``dst`` that waits for the value, as is the copy. It waits for no peer: before it

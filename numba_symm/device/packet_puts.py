@@ -194,7 +194,7 @@ def _get(
 
 @device_function
 def put_packets(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
-    """Send an array to a peer's mailbox as packets, by the calling thread alone.
+    """Send an array to a peer's mailbox as packets with the calling thread alone.
 
     One thread calls it. It orders nothing and waits for nothing. A packet is twice as
     large as its data, and needs no signal. Before it, wait until the peer has read the
@@ -227,7 +227,7 @@ def put_packets(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
 
 @device_function
 def put_packets_warp(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
-    """Send an array to a peer's mailbox as packets, by all threads of a warp.
+    """Send an array to a peer's mailbox as packets with all threads of a warp.
 
     Every thread of the warp calls it with the same arguments, as :func:`put_packets`.
     Before it, call ``cuda.syncwarp()`` if other threads wrote what it sends.
@@ -251,7 +251,7 @@ def put_packets_warp(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
 
 @device_function
 def put_packets_block(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
-    """Send an array to a peer's mailbox as packets, by all threads of a block.
+    """Send an array to a peer's mailbox as packets with all threads of a block.
 
     Every thread of the block calls it with the same arguments, as :func:`put_packets`.
     Before it, call ``syncthreads`` if other threads wrote what it sends. It is fastest
@@ -319,7 +319,7 @@ def get_packets(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) -> bo
 
 @device_function
 def get_packets_warp(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) -> bool:
-    """Wait for packets as :func:`get_packets`, by all threads of a whole warp.
+    """Wait for packets as :func:`get_packets` with all threads of a whole warp.
 
     Every thread of the warp calls it with the same arguments. After it, all of them see
     the target, and may announce that they have read the mailbox.
@@ -350,7 +350,7 @@ def get_packets_warp(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) 
 def get_packets_block(
     ctx: Any, src: int, target: Any, mailbox: Any, epoch: int
 ) -> bool:
-    """Wait for packets as :func:`get_packets`, by all threads of a block.
+    """Wait for packets as :func:`get_packets` with all threads of a block.
 
     Every thread of the block calls it with the same arguments. After it, all of them
     see the target, and one may announce that they have read the mailbox: see

@@ -192,7 +192,7 @@ def _copy(ctx: Any, target: Any, source: Any, lane: int, lanes: int) -> None:
 
 @device_function
 def put(ctx: Any, target: Any, source: Any) -> None:
-    """Copy an array into a peer's, by the calling thread alone.
+    """Copy an array into a peer's array with the calling thread alone.
 
     One thread calls it. It orders nothing and waits for nothing. Before it, what it
     copies must be visible to this thread, and the peer must have read what it
@@ -225,7 +225,7 @@ def put(ctx: Any, target: Any, source: Any) -> None:
 
 @device_function
 def put_warp(ctx: Any, target: Any, source: Any) -> None:
-    """Copy an array into a peer's, by all threads of a warp.
+    """Copy an array into a peer's array with all threads of a warp.
 
     Every thread of the warp calls it with the same arguments. Before it, call
     ``cuda.syncwarp()`` if other threads wrote what it copies, and after it before one
@@ -249,7 +249,7 @@ def put_warp(ctx: Any, target: Any, source: Any) -> None:
 
 @device_function
 def put_block(ctx: Any, target: Any, source: Any) -> None:
-    """Copy an array into a peer's, by all threads of a block.
+    """Copy an array into a peer's array with all threads of a block.
 
     Every thread of the block calls it with the same arguments. Before it, call
     ``syncthreads`` if other threads wrote what it copies, and after it before one
@@ -274,7 +274,7 @@ def put_block(ctx: Any, target: Any, source: Any) -> None:
 
 @device_function
 def get(ctx: Any, target: Any, source: Any) -> None:
-    """Copy an array of a peer, by the calling thread alone.
+    """Copy an array of a peer with the calling thread alone.
 
     One thread calls it, after it has seen what the peer wrote: after its
     :func:`wait_signal`, or after ``syncthreads`` if another thread has waited. A thread
@@ -302,7 +302,7 @@ def get(ctx: Any, target: Any, source: Any) -> None:
 
 @device_function
 def get_warp(ctx: Any, target: Any, source: Any) -> None:
-    """Copy an array of a peer, by all threads of a warp.
+    """Copy an array of a peer with all threads of a warp.
 
     Every thread of the warp calls it with the same arguments. Call ``cuda.syncwarp()``
     after it, before other threads read the copy. Otherwise it is as :func:`get`.
@@ -326,7 +326,7 @@ def get_warp(ctx: Any, target: Any, source: Any) -> None:
 
 @device_function
 def get_block(ctx: Any, target: Any, source: Any) -> None:
-    """Copy an array of a peer, by all threads of a block.
+    """Copy an array of a peer with all threads of a block.
 
     Every thread of the block calls it with the same arguments. Call ``syncthreads``
     after it, before other threads read the copy. Otherwise it is as :func:`get`.

@@ -141,9 +141,9 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
 def wait_signal(ctx: Any, src: int, channel: int) -> bool:
     """Wait for rank ``src``'s signal on ``channel``, and take it.
 
-    One thread calls it. It sees what ``src`` wrote before the signal (acquire). After a
-    ``syncthreads``, its whole block does. ``channel`` is 0 to 127. A GPU checks it and
-    ``src`` in debug mode only.
+    One thread calls it, and then sees what ``src`` wrote before the signal (acquire).
+    After a ``syncthreads``, all threads of its block see this. ``channel`` is 0 to 127.
+    A GPU checks it and ``src`` in debug mode only.
 
     Returns:
         False if the deadline has passed, or another rank has failed.
@@ -186,17 +186,17 @@ def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
     """Return rank ``rank``'s buffer as a C-contiguous array.
 
     Numba's ``cuda.atomic`` is atomic for the threads of one GPU only. It loses updates
-    of a peer's array, and of an array that a peer changes at the same time. Use
-    :func:`atomic_add` and the other atomic operations here.
+    of a peer's array, and of an array that a peer changes at the same time. Call
+    :func:`atomic_add` and the other atomic operations of this module instead.
 
     Args:
         ctx: the memory's context.
         rank: the rank of the buffer.
-        shape: an int or a tuple of ints. A GPU checks in debug mode only that it fits.
+        shape: an int or a tuple of ints. Only in debug mode, a GPU checks that it fits.
         dtype: a NumPy scalar type, such as ``np.float32``, or of ``ml_dtypes``:
-            ``bfloat16``, and the 8-bit floats ``float8_e4m3fn`` and ``float8_e5m2``. An
-            8-bit float is a float32 once it is loaded, and needs compute capability 8.9
-            on a GPU. Convert a loaded bfloat16 with ``np.float32`` before computing.
+            ``bfloat16``, and the 8-bit floats ``float8_e4m3fn`` and ``float8_e5m2``. A
+            loaded 8-bit float is a float32, and needs compute capability 8.9 on a GPU.
+            Convert a loaded bfloat16 with ``np.float32`` before computing.
 
     Example:
         >>> @cuda.jit

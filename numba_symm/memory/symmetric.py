@@ -183,10 +183,10 @@ class SymmetricMemory:
         """Enqueue a copy of ``x`` into rank ``rank``'s buffer, with a copy engine.
 
         Not collective. May be captured. The target is
-        ``get_buffer(rank, x.shape, x.dtype, storage_offset)``. Announce the copy by a
-        :meth:`put_signal` or :meth:`barrier` on the same stream. The peer sees the data
-        after it has waited for that signal. Until then, ``x`` must not change, and the
-        target must not be used.
+        ``get_buffer(rank, x.shape, x.dtype, storage_offset)``. Announce the copy with
+        a :meth:`put_signal` or :meth:`barrier` on the same stream. The peer sees the
+        data after it has waited for that signal. Until then, ``x`` must not change, and
+        the peer must not use the target.
 
         Args:
             x: a device array of this rank's GPU, in C order, of any dtype.
@@ -270,11 +270,11 @@ class SymmetricMemory:
     def fence(self, stream: Any = None) -> None:
         """Enqueue a kernel with one fence at system scope. Not collective.
 
-        It orders earlier puts of the stream before its later signals. This order exists
-        without a fence: the kernels of :meth:`put_signal` and :meth:`barrier` begin
-        when earlier copies are done, and release at system scope. So a fence only
-        documents the order, at the cost of a launch. It waits for no peer, and does not
-        order streams, for which there are events.
+        The kernel orders earlier puts of the stream before its later signals. This
+        order exists without a fence: the kernels of :meth:`put_signal` and
+        :meth:`barrier` begin when earlier copies are done, and release at system scope.
+        So a fence only documents the order, at the cost of a launch. It waits for no
+        peer. To order streams, use events.
         """
         self._check_open()
         pads.fence_kernel().bind(1)(streams.handle_or_default(stream))

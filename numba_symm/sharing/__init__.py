@@ -10,8 +10,8 @@ In each of two consumers, which need not be related to the producer::
     ...
     del array  # or array.close()
 
-The memory lives until both consumers have given it back. Handles are sent by MPI, by a
-queue of ``multiprocessing`` (started by spawn, never by fork) or in a file.
+The memory lives until both consumers have given it back. Send handles through MPI,
+through a queue of ``multiprocessing`` (with spawn, never with fork), or in a file.
 
 Source: PyTorch's ``CudaIPCTypes``.
 """
@@ -47,10 +47,10 @@ def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
     of :func:`collect`, or when an allocation of this library fails. When all references
     were given back or cancelled, the sharing is over, and opening the handle raises.
 
-    For an array of :func:`open_shared`, the original handle is returned again, after a
-    wait for ``stream``. In Numba's simulator, arrays of ``comm.empty`` are shared in
-    place. Other arrays are **copied** into shared memory there, in C order, and later
-    writes to them are not visible to consumers.
+    For an array of :func:`open_shared`, the call waits for ``stream``, and returns the
+    original handle. Numba's simulator shares arrays of ``comm.empty`` in place. There,
+    other arrays are **copied** into shared memory, in C order, and later writes to them
+    are not visible to consumers.
 
     Args:
         array: any device array, strided or not, of ``cudaMalloc``, of ``comm.empty``
@@ -162,9 +162,9 @@ def _keeper(array: Any) -> Any:
 def open_shared(handle: SharedHandle, stream: Any = None) -> Any:
     """Return the array that a handle names, mapped into this process.
 
-    In the process that shared it, return a view. Give the array back by
-    ``array.close()``, or by dropping it and all its views. Both wait for the work that
-    ``stream`` has then, so do neither while a stream is being captured. Afterwards the
+    In the process that shared it, return a view. To give the array back, call
+    ``array.close()``, or drop it and all its views. Both wait for the work that is then
+    on ``stream``, so do neither while a stream is being captured. Afterwards the
     producer may free or reuse the memory. An open that raises takes no reference.
 
     Args:
@@ -197,7 +197,7 @@ def open_shared(handle: SharedHandle, stream: Any = None) -> Any:
 def collect() -> bool:
     """Free the memory of arrays that were dropped here and have no references left.
 
-    The references of consumers that have ended are given back, too.
+    The call also takes back the references of consumers that have ended.
 
     Returns:
         Whether any memory was freed.
@@ -214,7 +214,7 @@ def collect() -> bool:
 
 @dataclass(frozen=True)
 class Stats:
-    """The numbers of things that this process shares and has open.
+    """The numbers of what this process shares and has open.
 
     Attributes:
         limbo: shared arrays that were dropped here while references to them remain.

@@ -26,7 +26,7 @@ class SharedHandle:
     """Names a shared array. It is small, and can be pickled and copied.
 
     :func:`numba_symm.sharing.share` makes it. Dropping or pickling a handle changes no
-    reference. Reading a pickle may run any code. So if others can write to the file or
+    reference. Unpickling may execute any code. So if others can write to the file or
     queue through which the handle is sent, send the bytes of :meth:`to_bytes`.
 
     Attributes:
