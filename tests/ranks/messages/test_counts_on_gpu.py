@@ -243,6 +243,12 @@ def test_wrong_arguments(comm, world):
     refused(world, kind, call(send_counts=host), "send_counts", "copy it to the dev")
     refused(world, kind, call(recv_counts=[0] * size), "recv_counts", "device array")
     refused(world, kind, call(recv_counts=sent), "apart from send_counts")
+    both = on_gpu([0] * 4 * size)
+    if size > 1:
+        shifted = {"send_counts": both[:size], "recv_counts": both[1 : size + 1]}
+        refused(world, kind, call(**shifted), "apart from send_counts")
+    within = {"out": both, "recv_counts": both[:size], "x": on_gpu([0] * 2 * size)}
+    refused(world, kind, call(**within), "counts apart from x and out")
     short = on_gpu([0] * (size + 1))
     refused(world, kind, call(send_counts=short), "the number of ranks")
     other = cuda.to_device(np.zeros(size, np.int32))
