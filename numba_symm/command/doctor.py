@@ -4,6 +4,7 @@ Alone, it checks the node, and starts a job with a rank for each GPU. Under mpir
 ranks check their nodes, compare them, and check each other.
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -23,11 +24,16 @@ from numba_symm.command import launcher, node_checks, pair_checks
 from numba_symm.command.node_checks import FITS, LOOK, WRONG, Finding
 from numba_symm.engines import nccl
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import SymmError
-from numba_symm.launch import devices, info, nodes, ranks
+from numba_symm.errors import CollectiveError, SymmError
+from numba_symm.launch import devices, duplicates, info, nodes, ranks, tagged, waiting
+from numba_symm.launch.waiting import Wait
 
 PATIENCE = 25.0
 """Seconds that the job may take."""
+
+MEET, MAKE, MEASURE, LIMIT = 10.0, 16.0, 19.0, 22.0
+"""Seconds after which the ranks of a job give up: waiting for what all ranks find out
+about their nodes; making a communicator; measuring more pairs; everything."""
 
 COMPARED = ("system", "python", "packages", "driver", "gpus", "variables")
 """The facts that should be equal on all nodes."""
@@ -69,28 +75,83 @@ def report(findings: Sequence[Finding], measured: dict[str, Any]) -> dict[str, A
 
 
 def of_ranks() -> dict[str, Any] | None:
-    """Check the nodes of a job and its ranks; return the report on rank 0."""
+    """Check the nodes of a job and its ranks; return the report on rank 0.
+
+    Each wait ends at a time of its own, so that the report says what was not checked.
+    Only a rank that hangs in the driver or in a file system reaches ``LIMIT``.
+    """
+    file = sys.__stderr__ or sys.stderr
+    faulthandler.dump_traceback_later(LIMIT, exit=True, file=file)
+    try:
+        return _of_ranks(time.monotonic())
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _of_ranks(began: float) -> dict[str, Any] | None:
     from mpi4py import MPI
+    from mpi4py.run import set_abort_status
 
     world = MPI.COMM_WORLD
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    first = node.rank == 0
-    facts = info.facts(None) if first else {}
-    if first:  # the launcher has started this process, whatever is on PATH
+    try:
+        found = _of_all_nodes(world, began + MEET)
+    except CollectiveError as error:
+        if world.rank:
+            return None
+        set_abort_status(1)  # otherwise MPI would wait for the late rank at the end
+        text = "nodes were not compared, and the memory of no pair was checked"
+        return report([late(error), Finding("skipped", LOOK, text, _AFTER)], {})
+    findings, measured = pair_checks.all_of(world, began + MAKE, began + MEASURE)
+    return None if world.rank else report(found + findings, measured)
+
+
+def _of_all_nodes(world: Any, end: float) -> list[Finding]:
+    """Return the findings about all nodes, the same on all ranks. Collective.
+
+    Raises:
+        CollectiveError: a rank has not come by ``end``, a moment of ``monotonic``.
+    """
+    mine = duplicates.duplicate(world, _wait(world.rank, end))
+    duplicates.claim(mine)
+    here = nodes.here()
+    place, _ = nodes.place(world.rank, _gathered(mine, here, end))
+    moment = time.time()  # of all ranks the same, but for the time of a message
+    facts, own = {}, []
+    if place.local_rank == 0:
+        facts = info.facts(None)
+        # The launcher has started this process, whatever is on PATH.
         facts["mpirun"] = {"path": "mpirun", "version": facts["mpi"]["library"]}
         facts["nccl"] = nccl.found().version
-    own = node_checks.all_of(facts) if first else []
-    node.Free()
-    moment = world.bcast(time.time())  # later than sent by a message's time
-    gathered = world.gather(
-        (MPI.Get_processor_name(), facts, own, time.time() - moment)
+        own = node_checks.all_of(facts)
+    given = here[1], facts, own, moment, _place()
+    everyone = _gathered(mine, given, end)
+    tagged.release(mine)
+    first = everyone[0][3]
+    found = [(*each[:3], each[3] - first) for each in everyone if each[1]]
+    return of_nodes(found) + of_places([each[4] for each in everyone])
+
+
+def _gathered(mine: Any, value: Any, end: float) -> list[Any]:
+    return waiting.all_gather(mine, value, _wait(mine.rank, end))
+
+
+def _wait(rank: int, end: float) -> Wait:
+    # Above 0, because 0 is a wait without an end.
+    return Wait("doctor", rank, max(0.1, end - time.monotonic()), "the doctor's limit")
+
+
+def late(error: CollectiveError) -> Finding:
+    """Return the finding of a rank that has not come."""
+    return Finding(
+        "job",
+        WRONG,
+        str(error),
+        "look at the process of that rank (py-spy dump, nvidia-smi, dmesg), and "
+        "whether its node can read the files of this Python",
     )
-    places = world.gather(_place())
-    findings, measured = pair_checks.all_of(world)
-    if gathered is None or places is None:
-        return None
-    found = [each for each in gathered if each[1]]
-    return report(of_nodes(found) + of_places(places) + findings, measured)
+
+
+_AFTER = "correct the above, and call numba-symm doctor again"
 
 
 class Surroundings(NamedTuple):

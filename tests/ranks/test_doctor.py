@@ -1,11 +1,50 @@
 """The ranks' part of ``numba-symm doctor``."""
 
+import time
+
 import pytest
+from mpi4py import run
 
 import numba_symm as ns
+from numba_symm import environment
 from numba_symm.command import doctor, pair_checks
 from numba_symm.command.node_checks import WRONG
+from numba_symm.launch import info
 from tests.ranks.helpers import needs_peers
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """The machine may be slow."""
+    for name in ("MEET", "MAKE", "MEASURE", "LIMIT"):
+        monkeypatch.setattr(doctor, name, 100.0)
+    monkeypatch.setattr(pair_checks, "DEADLINE", 30.0)
+
+
+@needs_peers
+def test_without_time_the_report_says_what_was_skipped(monkeypatch, world):
+    facts = info.facts(None) if world.rank == 0 else {}
+    monkeypatch.setattr(info, "facts", lambda mpirun: dict(facts))
+    monkeypatch.setattr(run, "set_abort_status", lambda code: None)
+    world.barrier()
+    for limit, seconds, skipped in (("MEASURE", 0.0, "pairs"), ("MEET", 1.0, "nodes")):
+        with monkeypatch.context() as patch:
+            patch.setattr(doctor, limit, seconds)
+            if limit == "MEET" and world.rank == 1:  # it comes too late
+                patch.setattr(doctor, "_place", lambda: time.sleep(2.5))
+            report = doctor.of_ranks()
+        world.barrier()
+        assert environment.chosen_setup_timeout() == 0  # as before
+        if world.rank:
+            assert report is None
+            continue
+        texts = {each["check"]: each["text"] for each in report["findings"]}
+        assert skipped in texts["skipped"]
+        assert report["fits"] == (limit == "MEASURE")
+        if limit == "MEET":
+            assert "waited for rank 1 in doctor (the doctor's limit)" in texts["job"]
+        else:  # one pair was measured
+            assert sum(bool(each) for row in report["latency"] for each in row) == 1
 
 
 @needs_peers
