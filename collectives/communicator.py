@@ -345,7 +345,8 @@ class Communicator(Persistent, OthersNames):
             experts: the experts of all ranks, of which each rank has the same number.
             top_k: how many experts a token has.
             hidden: the elements of a token, of a multiple of 16 bytes.
-            tokens: the most tokens of a rank in a dispatch, up to 32767.
+            tokens: the most tokens of a rank in a dispatch, up to 32767. Up to 128,
+                calls have a form that waits for the other ranks only once.
             capacity: the most tokens of a rank that are for one other rank, or for
                 itself. If a dispatch has more, it fails. None: ``tokens``, which always
                 suffices.

@@ -1,15 +1,16 @@
 """Mixtures of experts: tokens to the ranks of their experts, and the results back.
 
-``expert_dispatch.py`` and ``expert_combine.py`` have the kernels. What a rank receives
-is at fixed addresses, and all counts stay on the GPU. So nothing waits for the host,
-and a graph replays with other routings.
+``expert_dispatch.py`` and ``expert_combine.py`` have the kernels; for few tokens,
+``mailed_dispatch.py`` and ``mailed_combine.py``. What a rank receives is at fixed
+addresses, and all counts stay on the GPU. So nothing waits for the host, and a graph
+replays with other routings.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import arguments, arrays, dtypes, libraries, loads, own_arrays
+from numba_symm import arrays, dtypes, libraries, loads, own_arrays
 from numba_symm.arrays import ArrayView
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives import kernel_set
@@ -20,22 +21,26 @@ from numba_symm.collectives.checks import (
     check_order,
     check_writable,
 )
-from numba_symm.collectives.kernels import expert_combine, expert_dispatch
-from numba_symm.collectives.kernels.expert_dispatch import (
-    MOST_EXPERTS,
-    MOST_TOKENS,
+from numba_symm.collectives.expert_sizes import ExpertSizes, checked
+from numba_symm.collectives.kernels import (
+    expert_combine,
+    expert_dispatch,
+    mailed_combine,
+    mailed_dispatch,
+)
+from numba_symm.collectives.protocols import few_tokens
+from numba_symm.collectives.protocols.binding import Enqueue, Series
+from numba_symm.collectives.protocols.tokens import (
     Routing,
     Rows,
     TokenRoom,
+    inverse_of,
 )
-from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 
 _INT32, _INT64, _FLOAT32 = map(np.dtype, (np.int32, np.int64, np.float32))
-_MOST_CHOICES, _MOST_HIDDEN = 64, 1 << 20
-_LINE = 128
 
 
 class Received(NamedTuple):
@@ -62,36 +67,6 @@ class Received(NamedTuple):
     counts: Any
 
 
-class ExpertSizes(NamedTuple):
-    """The checked sizes of an object, equal on all ranks.
-
-    Attributes:
-        experts: experts of all ranks together.
-        top_k: experts of a token.
-        tokens: the most tokens of a rank.
-        capacity: the most tokens of a rank that are for another one.
-        hidden: elements of a token.
-        dtype: the type of tokens and results.
-    """
-
-    experts: int
-    top_k: int
-    tokens: int
-    capacity: int
-    hidden: int
-    dtype: np.dtype[Any]
-
-    @property
-    def vectors(self) -> int:
-        """Vectors of a token."""
-        return self.hidden * self.dtype.itemsize // VECTOR
-
-    @property
-    def row(self) -> tuple[int, int]:
-        """The vectors of a token, and the shift by which threads share it."""
-        return self.vectors, expert_dispatch.shift_of(self.vectors)
-
-
 class Experts:
     """The exchange of a mixture of experts between the ranks of a communicator.
 
@@ -112,7 +87,7 @@ class Experts:
         library = libraries.named(like, what)
         size, end = calls.size, calls.end
         address = arrays.view(array, what).address
-        offsets, _ = _places(sizes, size)
+        offsets, _ = sizes.places(size)
 
         def over(shape: tuple[int, ...], name: str, dtype: Any) -> Any:
             dtype = np.dtype(dtype)
@@ -144,21 +119,22 @@ class Experts:
         )
         self._offsets = offsets
         self._grid = expert_dispatch.grid_of(end, sizes.tokens, sizes.vectors)
-        scratch = expert_dispatch.scratch_nbytes(size, self._grid)
-        kept = own_arrays.empty(
-            (scratch + 4 * sizes.tokens * size,), np.dtype("u1"), what
-        )
-        self._kept = kept
+        self._mailed = sizes.mailed(end)
+        nbytes = expert_dispatch.scratch_nbytes(size, self._grid)
+        nbytes += 4 * sizes.tokens * size
+        if self._mailed:
+            nbytes = 4 * few_tokens.area_words(size) * self._mailed.dispatch[0]
+        self._kept = kept = own_arrays.empty((nbytes,), np.dtype("u1"), what)
         self._scratch = arrays.view(kept, what).address
         self._tokens: int | None = None  # of the last dispatch
         self._plans = Cache(64)
         self._about = {
-            name: calls.descriptions.of(name, _words(sizes), _words(sizes))
+            name: calls.descriptions.of(name, sizes.words, sizes.words)
             for name in ("dispatch", "combine")
         }
 
     def __repr__(self) -> str:
-        return f"<Experts: {_words(self._sizes)}>"
+        return f"<Experts: {self._sizes.words}>"
 
     def dispatch(
         self, x: Any, expert_ids: Any, weights: Any = None, *, stream: Any = None
@@ -194,7 +170,7 @@ class Experts:
         with calls.thread.alone(what):
             given = x, expert_ids, weights
             launch, tokens = calls.agreement.checked(
-                what, lambda *_: _words(self._sizes), self._dispatched, given
+                what, lambda *_: self._sizes.words, self._dispatched, given
             )
             chosen = calls.streams.of(stream, x)
             calls.enqueuer.run(self._about[what], launch, chosen, self, *given)
@@ -235,7 +211,7 @@ class Experts:
             chosen = calls.streams.of(stream, results)
             given = results, out, chosen[0]
             launch, out = calls.agreement.checked(
-                what, lambda *_: _words(self._sizes), self._combined, given
+                what, lambda *_: self._sizes.words, self._combined, given
             )
             calls.enqueuer.run(self._about[what], launch, chosen, self, results, out)
         return out
@@ -298,24 +274,22 @@ class Experts:
     def _bound(self, tokens: int, x: int, ids: int, weights: int) -> Enqueue:
         sizes, calls = self._sizes, self._calls
         each = sizes.experts // calls.size
-        scratch = expert_dispatch.scratch_nbytes(calls.size, self._grid)
-        routing = Routing(
-            ids,
-            weights,
-            self._scratch + scratch,
-            self._scratch,
-            tokens,
-            divide_up(tokens, self._grid),
-            sizes.top_k,
-            sizes.experts,
-            each,
-            expert_dispatch.inverse_of(each),
-        )
-        targets = self._everywhere("counts")
+        experts = sizes.top_k, sizes.experts, each, inverse_of(each)
+        routing = Routing(ids, weights, tokens, *experts)
+        rows, targets = Rows(x, *sizes.row), self._everywhere("counts")
         with loads.of("dispatch"):
-            return expert_dispatch.bind(
-                calls.end, self._grid, routing, Rows(x, *sizes.row), self._room, targets
+            if self._mailed:
+                here = targets[calls.rank], self._scratch
+                given = *self._mailed.dispatch, routing, rows, self._room, *here
+                return mailed_dispatch.bind(calls.end, *given)
+            scratch = expert_dispatch.scratch_nbytes(calls.size, self._grid)
+            counting = expert_dispatch.Counting(
+                self._scratch + scratch,
+                self._scratch,
+                divide_up(tokens, self._grid),
             )
+            arguments = routing, counting, rows, self._room, targets
+            return expert_dispatch.bind(calls.end, self._grid, *arguments)
 
     def _everywhere(self, name: str) -> tuple[int, ...]:
         """Return, by rank, the address here of a part of that rank's memory."""
@@ -375,6 +349,13 @@ class Experts:
     ) -> Enqueue:
         sizes, calls, what = self._sizes, self._calls, "combine"
         element = dtypes.element(sizes.dtype, what)
+        counts = self._everywhere("counts")[calls.rank]
+        numbers = counts + self._room.ids, counts + self._room.weights
+        if self._mailed:
+            made = source.address, *numbers, sizes.top_k, sizes.capacity
+            place = self._scratch, (target, tokens)
+            of_calls = *self._mailed.combine, element, made, weighted, *place
+            return mailed_combine.bind(calls.end, *of_calls)
         rooms = self._everywhere("results")
         places = self._scratch + expert_dispatch.scratch_nbytes(calls.size, self._grid)
         given = calls.end, self._grid, element
@@ -383,40 +364,16 @@ class Experts:
         )
         if source.address == rooms[calls.rank]:
             return add
-        counts = self._everywhere("counts")[calls.rank]
-        received = counts, counts + self._room.ids, counts + self._room.weights
         stage = expert_combine.bind_stage(
             *given,
             source.address,
             rooms[calls.rank],
-            received,
+            (counts, *numbers),
             sizes.top_k if weighted else 0,
             sizes.capacity,
             sizes.row,
         )
         return Series(stage, add)
-
-
-def _places(sizes: ExpertSizes, size: int) -> tuple[dict[str, int], int]:
-    """Return where each part of a rank's memory begins, and its bytes."""
-    room = size * sizes.capacity
-    parts = {
-        "counts": 8 * size,
-        "tokens": VECTOR * sizes.vectors * room,
-        "ids": 4 * sizes.top_k * room,
-        "weights": 4 * sizes.top_k * room,
-        "sources": 4 * room,
-        "results": VECTOR * sizes.vectors * room,
-    }
-    found, end = {}, 0
-    for name, nbytes in parts.items():
-        found[name] = end
-        end += divide_up(nbytes, _LINE) * _LINE
-    return found, end
-
-
-def _words(sizes: ExpertSizes) -> str:
-    return ", ".join(f"{name} {value}" for name, value in sizes._asdict().items())
 
 
 def new(
@@ -439,58 +396,13 @@ def new(
                     "islands, between which the host needs the sizes; use "
                     "all_to_all_v with counts of the host"
                 )
-            sizes = _checked(
-                experts, top_k, hidden, tokens, capacity, dtype, calls.size
-            )
+            sizes = checked(experts, top_k, hidden, tokens, capacity, dtype, calls.size)
             libraries.check_type(libraries.named(like, what), sizes.dtype, what)
-        members.exchange.agree_equal(_words(sizes), what)
-    array = calls.heap.array(_places(sizes, calls.size)[1], np.uint8, what)
+        members.exchange.agree_equal(sizes.words, what)
+    array = calls.heap.array(sizes.places(calls.size)[1], np.uint8, what)
     with members.set_up(what), members.exchange.agreed(what):
         if not SIMULATED:
             names, kinds = [kernel_set.EXPERTS], [sizes.dtype]
             found = kernel_set.kernels(names, kinds, ["sum"], calls.end, what)
             kernel_set.load(found, calls.rank, calls.size, what)
         return Experts(calls, sizes, like, array)
-
-
-def _checked(
-    experts: Any,
-    top_k: Any,
-    hidden: Any,
-    tokens: Any,
-    capacity: Any,
-    dtype: Any,
-    size: int,
-) -> ExpertSizes:
-    """Return the sizes, or refuse one."""
-    what = "experts"
-
-    def integer(value: Any, name: str, most: int, do: str) -> int:
-        words = f"{name} to be an integer from 1 to {most}"
-        return arguments.integer(value, what, words, least=1, most=most, do=do)
-
-    kind = dtypes.checked(dtype, what)
-    if kind.name not in expert_combine.DTYPES:
-        known = ", ".join(expert_combine.DTYPES)
-        raise ArgumentError(
-            f"{what}: expected dtype {known}, got {kind.name}; convert the tokens"
-        )
-    found = integer(experts, "experts", MOST_EXPERTS, "pass those of all ranks")
-    if found % size:
-        raise ArgumentError(
-            f"{what}: expected a multiple of the {size} ranks, got {found} experts; "
-            "every rank has the same number"
-        )
-    most = integer(tokens, "tokens", MOST_TOKENS, "pass the most tokens of a rank")
-    room = most
-    if capacity is not None:
-        do = "pass the most tokens of a rank for another one"
-        room = integer(capacity, "capacity", most, do)
-    choices = integer(top_k, "top_k", _MOST_CHOICES, "pass the experts of a token")
-    length = integer(hidden, "hidden", _MOST_HIDDEN, "pass the elements of a token")
-    if length * kind.itemsize % VECTOR:
-        raise ArgumentError(
-            f"{what}: expected tokens of a multiple of {VECTOR} bytes, got hidden "
-            f"{length} of {kind.name}; pad the tokens"
-        )
-    return ExpertSizes(found, choices, most, room, length, kind)

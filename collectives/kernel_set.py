@@ -390,21 +390,35 @@ def _bind_digest() -> None:
 
 def _bind_experts(given: list[np.dtype[Any]], end: Endpoint) -> None:
     """Bind what an object of ``comm.experts`` launches, as its construction does."""
-    from numba_symm.collectives.kernels import expert_combine, expert_dispatch
+    from numba_symm.collectives.kernels import (
+        expert_combine,
+        expert_dispatch,
+        mailed_combine,
+        mailed_dispatch,
+    )
+    from numba_symm.collectives.protocols.few_tokens import Share
+    from numba_symm.collectives.protocols.tokens import Routing, Rows, TokenRoom
 
     nothing, row = (0,) * end.size, (1, 0)
-    routing = expert_dispatch.Routing(*(1 for _ in expert_dispatch.Routing._fields))
-    room = expert_dispatch.TokenRoom(*(1 for _ in expert_dispatch.TokenRoom._fields))
+    routing = Routing(*(1 for _ in Routing._fields))
+    room, rows = TokenRoom(*(1 for _ in TokenRoom._fields)), Rows(0, *row)
+    counting = expert_dispatch.Counting(0, 0, 1)
+    expert_dispatch.bind(end, 1, routing, counting, rows, room, nothing)
+    share = Share(1, 1, 1, 1)
+    if end.size > 1:
+        mailed_dispatch.bind(end, 1, share, routing, rows, room, 0, 0)
     for dtype in given:
         if dtype.name not in expert_combine.DTYPES:
             continue
         element = dtypes.element(dtype, EXPERTS)
-        rows = expert_dispatch.Rows(0, *row)
-        expert_dispatch.bind(end, 1, routing, rows, room, nothing)
         expert_combine.bind(end, 1, element, nothing, 0, 1, 1, row, 0)
         for choices in (0, 1):
             received = 0, 0, 0
             expert_combine.bind_stage(end, 1, element, 0, 0, received, choices, 1, row)
+            if end.size > 1:
+                made, into = (0, 0, 0, choices, 1), (0, 0)
+                weighted = choices > 0
+                mailed_combine.bind(end, 1, share, element, made, weighted, 0, into)
 
 
 def _bind_coded(

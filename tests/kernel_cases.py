@@ -26,6 +26,8 @@ from numba_symm.collectives.kernels import (
     direct_shards,
     expert_combine,
     expert_dispatch,
+    mailed_combine,
+    mailed_dispatch,
     one_shot,
     pack,
     reduce_shards,
@@ -91,6 +93,7 @@ ALGORITHMS = {
     "combine": lambda n, e, op: expert_combine.kernel(n, e),
     "stage": lambda n, e, op: expert_combine.stage_kernel(n, e, False),
     "stage_weighted": lambda n, e, op: expert_combine.stage_kernel(n, e, True),
+    "mailed": lambda n, e, op: mailed_combine.kernel(n, e, n > 2),
     "store_copied": lambda n, e, op: copied_reductions.store_kernel(n, e, False),
 }
 SPILLS = {("chunked", 8), ("reduce_signalled", 8), ("relayed_marked", 8)}
@@ -98,6 +101,7 @@ SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
 SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8), ("transfer_counted", 2), ("transfer_counted", 8)}
 SPILLS |= {("transfer_asked", 2), ("transfer_asked", 8), ("combine", 8)}
+SPILLS |= {("mailed_dispatch", 8)}
 """With eight ranks' vectors, or for the ragged end of an array, these need more
 registers than a block's share. They spill at most 160 bytes to the stack."""
 
@@ -119,6 +123,7 @@ SIGNALS = {
     "transfer_asked": lambda n: transfer.kernel(n, 8, True, 1, 1, True, True),
     "counted_copy": lambda n: counted_copy.kernel(n, 8),
     "dispatch": expert_dispatch.kernel,
+    "mailed_dispatch": mailed_dispatch.kernel,
 }
 
 
@@ -135,7 +140,7 @@ EXCHANGED += ("gather_marked", "broadcast_marked", "relayed_marked")
 ROOTED = ("reduce_ll", "broadcast_marked", "relayed_marked")
 SIGNALLED = "gather_signalled", "scan_signalled", "reduce_signalled"
 SIGNALLED += ("broadcast_signalled",)
-ALIKE = (*EXCHANGED, *SIGNALLED, "combine", "stage", "stage_weighted")
+ALIKE = (*EXCHANGED, *SIGNALLED, "combine", "stage", "stage_weighted", "mailed")
 """Kernels that share most code with others, so that fewer tests check them."""
 ONE_SHOT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
 MAILBOXES = [*ONE_SHOT, *cases("two_sentinel", "two_marked")]
@@ -171,8 +176,10 @@ MESSAGES = [(name, n) for name in TRANSFERS for n in (2, 8)]
 DISPATCHES = [("dispatch", 2), ("dispatch", 8)]
 COMBINES = [("combine", 2, "float16", "sum"), ("combine", 8, "bfloat16", "sum")]
 STAGES = [("stage", 2, "float32", "sum"), ("stage_weighted", 2, "float16", "sum")]
+MAILED = [("mailed_dispatch", 2), ("mailed_dispatch", 8)]
+MAILED += [("mailed", 2, "float16", "sum"), ("mailed", 8, "bfloat16", "sum")]
 FLAGGED = [*BLOCK_FLAGS, *DISPATCHES, *COMBINES, *PADS, *MESSAGES]
-EXPERTS = [*DISPATCHES, *COMBINES, *STAGES]
+EXPERTS = [*DISPATCHES, *COMBINES, *STAGES, *MAILED]
 COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *HANDSHAKES, *MESSAGES]
 CODED = [(name, 4, "float32", "int8") for name in ("encode", "add", "decode")]
 CODED += [(name, 8, "bfloat16", "fp8") for name in ("encode", "add", "decode")]

@@ -19,7 +19,6 @@ Source: the intranode combine of DeepEP.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from numba import cuda
@@ -28,15 +27,14 @@ from numba.cuda import types
 from numba_symm import waits
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.tokens import NONE, make_load_result
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, sync_block_or
 from numba_symm.device import intrinsics, lanes, order
 from numba_symm.device.intrinsics import (
     device_function,
-    f32_of_bits,
     ld_u32,
     ld_u64,
     ld_v2_u64,
-    mul_rn_f32,
     st_v2_u64,
     thread_index_x,
     word_of,
@@ -48,7 +46,6 @@ DTYPES = "float32", "bfloat16", "float16"
 """The types of results."""
 
 _LOADS = 4  # vectors that a thread loads, of all ranks, before it adds them up
-_NONE = 0xFFFFFFFF  # no expert of this rank, or no place
 
 
 def make_combine(size: int, element: Element) -> Any:
@@ -69,7 +66,7 @@ def make_combine(size: int, element: Element) -> Any:
         for r in range(size):
             place = word_of(ld_u32(places + 4 * (token * size + r)))
             found[r] = 0
-            if place != _NONE:
+            if place != NONE:
                 at = (rank * capacity + place) * vectors
                 found[r] = word_of(rooms[r] + VECTOR * at)
 
@@ -139,24 +136,6 @@ def make_combine(size: int, element: Element) -> Any:
     return combine
 
 
-def make_times(depth: int) -> Callable[[Any, Any], Any]:
-    """Return a device function of nested pairs of float32 and a factor."""
-    if depth == 0:
-
-        @device_function
-        def times(value: Any, factor: Any) -> Any:
-            return mul_rn_f32(value, factor)
-
-        return times
-    half = make_times(depth - 1)
-
-    @device_function
-    def times_both(values: Any, factor: Any) -> Any:
-        return half(values[0], factor), half(values[1], factor)
-
-    return times_both
-
-
 def make_stage(size: int, element: Element, weighted: bool) -> Any:
     """Return the kernel that stores a rank's results in its room.
 
@@ -166,23 +145,7 @@ def make_stage(size: int, element: Element, weighted: bool) -> Any:
         weighted: whether there is a result for each choice of a token; otherwise, there
             is one for each token.
     """
-    unpack, pack, combine, *_ = lanes.make_lanes(element, "sum", False, size)
-    times = make_times((element.lanes).bit_length() - 1)
-
-    @device_function
-    def load(results: int, ids: int, weights: int, choices: int, at: Any) -> Any:
-        row, vectors, vector = at
-        if not weighted:
-            return ld_v2_u64(results + VECTOR * (row * vectors + vector))
-        made = unpack(0, 0)
-        for i in range(choices):
-            choice = row * choices + i
-            if word_of(ld_u32(ids + 4 * choice)) != _NONE:
-                weight = f32_of_bits(ld_u32(weights + 4 * choice))
-                there = results + VECTOR * (choice * vectors + vector)
-                low, high = ld_v2_u64(there)
-                made = combine(made, times(unpack(low, high), weight))
-        return pack(made)
+    load = make_load_result(size, element, weighted)
 
     def stage(
         guard: Any,
@@ -214,9 +177,10 @@ def make_stage(size: int, element: Element, weighted: bool) -> Any:
             while row < count:
                 vector = thread & together - 1
                 while vector < vectors:
-                    at = r * capacity + row, vectors, vector
-                    words = load(results, ids, weights, choices, at)
-                    place = (r * capacity + row) * vectors + vector
+                    at = r * capacity + row
+                    given = results, ids, weights, choices
+                    words = load(*given, at, vectors, vector)
+                    place = at * vectors + vector
                     st_v2_u64(target + VECTOR * place, words)
                     vector += together
                 row += grid * rows

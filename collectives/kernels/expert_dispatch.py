@@ -31,8 +31,18 @@ from numba.cuda import types
 
 from numba_symm import waits
 from numba_symm.collectives.protocols import binding, workspace
-from numba_symm.collectives.protocols.credit import MOST_SHOWN
 from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.tokens import (
+    NONE,
+    Routing,
+    Rows,
+    TokenRoom,
+    number_there,
+    refuse,
+    report_above,
+    typed,
+    weight_of,
+)
 from numba_symm.collectives.protocols.workspace import HELD, THREADS, VECTOR, sync_block
 from numba_symm.device import intrinsics
 from numba_symm.device.intrinsics import (
@@ -46,83 +56,26 @@ from numba_symm.device.intrinsics import (
     thread_index_x,
     word_of,
 )
-from numba_symm.device.polling import fail, wait_record
 from numba_symm.kernels import Kernel, Launch
-
-NONE = 0xFFFFFFFF
-"""The number of no expert, -1, as it is loaded; and the place of a token not sent."""
-
-MOST_TOKENS = (1 << 15) - 1
-MOST_EXPERTS = (1 << 15) - 1
 
 _LOADS = 4  # vectors that a thread loads before it stores them
 _FIELD = 16  # bits of a count, of four in a word
 _COUNT = (1 << _FIELD) - 1
-_ONE = 0x3F800000  # the bits of a float32
 
 
-class Routing(NamedTuple):
-    """The tokens of a call, and where they are sent.
+class Counting(NamedTuple):
+    """How the blocks of a rank find the places of its tokens.
 
     Attributes:
-        ids: the address of the expert numbers, an int32 for each token and choice.
-        weights: that of their weights, of float32; 0: each is 1.
-        places: that of an uint32 for each token and rank, which the kernel stores: the
-            token's place among those for that rank.
+        places: the address of an uint32 for each token and rank, which the kernel
+            stores: the token's place among those for that rank.
         scratch: that of ``scratch_nbytes``.
-        tokens: how many tokens there are.
-        share: how many of them a block has.
-        choices: experts of a token.
-        experts: experts of all ranks.
-        each: experts of a rank.
-        inverse: by which numbers are divided by ``each``, see ``inverse_of``.
+        share: how many tokens a block has.
     """
 
-    ids: int
-    weights: int
     places: int
     scratch: int
-    tokens: int
     share: int
-    choices: int
-    experts: int
-    each: int
-    inverse: int
-
-
-class TokenRoom(NamedTuple):
-    """Where a rank's memory has what it receives: byte offsets.
-
-    The number of tokens of each rank, an int64, is at the beginning.
-
-    Attributes:
-        tokens: the tokens.
-        ids: for each token and choice, the number of the expert on this rank, an int32;
-            -1: it is on another rank.
-        weights: for each token and choice, its weight.
-        sources: the numbers of the tokens on their rank, of int32.
-        capacity: for how many tokens of each rank there is room.
-    """
-
-    tokens: int
-    ids: int
-    weights: int
-    sources: int
-    capacity: int
-
-
-class Rows(NamedTuple):
-    """Tokens as their bytes.
-
-    Attributes:
-        address: of the first one.
-        vectors: vectors of 16 bytes of a token.
-        shift: a token is copied by 2 to the power of this many threads together.
-    """
-
-    address: int
-    vectors: int
-    shift: int
 
 
 def words_of(size: int) -> int:
@@ -133,14 +86,6 @@ def words_of(size: int) -> int:
 def scratch_nbytes(size: int, blocks: int) -> int:
     """Return the bytes by which the threads of each block exchange their counts."""
     return 2 * 8 * words_of(size) * THREADS * blocks
-
-
-def inverse_of(each: int) -> int:
-    """Return the factor by which, and by 2**32, numbers are divided by ``each``.
-
-    A GPU has no instruction that divides. Up to 2**16, the quotient is exact.
-    """
-    return (1 << 32) // each + 1
 
 
 def shift_of(vectors: int) -> int:
@@ -155,20 +100,14 @@ def grid_of(end: binding.Endpoint, tokens: int, vectors: int) -> int:
     return max(1, min(most, tokens, tiles))
 
 
-@device_function
-def refuse(guard: Any, token: int, shown: int) -> None:
-    """Report a token whose expert does not exist."""
-    fail(guard, wait_record(waits.NO_EXPERT, guard.rank, guard.rank, token, shown))
-
-
 def make_route(size: int) -> Callable[..., bool]:
     """Return a device function by which a block finds the places of its tokens.
 
-    ``(guard, routing, block, first, end, base, before, words)`` stores the places of
-    the tokens from ``first`` on, and leaves in ``base`` how many tokens before ``end``
-    are for each rank. The last three are local arrays of ``words_of(size)``. It returns
-    whether this thread has found an expert that does not exist. The whole block calls
-    it.
+    ``(guard, routing, counting, block, first, end, base, before, words)`` stores the
+    places of the tokens from ``first`` on, and leaves in ``base`` how many tokens
+    before ``end`` are for each rank. The last three are local arrays of
+    ``words_of(size)``. It returns whether this thread has found an expert that does not
+    exist. The whole block calls it.
     """
     number = words_of(size)
     stride = 8 * number * THREADS
@@ -200,6 +139,7 @@ def make_route(size: int) -> Callable[..., bool]:
     def route(
         guard: Any,
         routing: Any,
+        counting: Any,
         block: int,
         first: int,
         end: int,
@@ -208,7 +148,7 @@ def make_route(size: int) -> Callable[..., bool]:
         words: Any,
     ) -> bool:
         thread, found = thread_index_x(), False
-        earlier = routing.scratch + 2 * stride * block
+        earlier = counting.scratch + 2 * stride * block
         own = earlier + stride
         for w in range(number):
             before[w] = 0
@@ -234,8 +174,7 @@ def make_route(size: int) -> Callable[..., bool]:
                 wrong = mark(routing, token, words)
                 if wrong != NONE:
                     found = True
-                    shown = min(wrong, MOST_SHOWN)
-                    refuse(guard, token, shown)
+                    refuse(guard, token, wrong)
             share(own, words)
             # All threads' fields are stored before they are added up.
             sync_block()  # explore: marked
@@ -253,7 +192,7 @@ def make_route(size: int) -> Callable[..., bool]:
                 if words[r >> 2] >> shift & 1 != 0:
                     place = before[r >> 2] >> shift & _COUNT
                 if token < end:
-                    st_u32(routing.places + 4 * (token * size + r), place)
+                    st_u32(counting.places + 4 * (token * size + r), place)
             start += THREADS
             # All threads have loaded the fields before the next ones replace them.
             sync_block()  # explore: added
@@ -265,37 +204,31 @@ def make_route(size: int) -> Callable[..., bool]:
 def make_send(size: int) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return device functions that store what belongs to a token, and the token.
 
-    ``(rank, routing, room, targets, token)`` is called by one thread, and
-    ``(rank, routing, rows, room, targets, first, end, low, high)`` by the whole block.
+    ``(rank, routing, places, room, targets, token)`` is called by one thread, and
+    ``(rank, places, rows, room, targets, first, end, low, high)`` by the whole block.
     """
 
     @device_function
     def send_numbers(
-        rank: int, routing: Any, room: Any, targets: Any, token: int
+        rank: int, routing: Any, places: int, room: Any, targets: Any, token: int
     ) -> None:
         for r in range(size):
-            place = word_of(ld_u32(routing.places + 4 * (token * size + r)))
+            place = word_of(ld_u32(places + 4 * (token * size + r)))
             if place < room.capacity:
                 at = rank * room.capacity + place
                 st_u32(targets[r] + room.sources + 4 * at, token)
                 for i in range(routing.choices):
                     choice = token * routing.choices + i
-                    expert = (
-                        word_of(ld_u32(routing.ids + 4 * choice)) - r * routing.each
-                    )
-                    if not 0 <= expert < routing.each:
-                        expert = NONE
                     there = 4 * (at * routing.choices + i)
+                    expert = number_there(routing, r, choice)
                     st_u32(targets[r] + room.ids + there, expert)
-                    weight = word_of(_ONE)
-                    if routing.weights != 0:
-                        weight = word_of(ld_u32(routing.weights + 4 * choice))
+                    weight = weight_of(routing, choice)
                     st_u32(targets[r] + room.weights + there, weight)
 
     @device_function
     def send_tokens(
         rank: int,
-        routing: Any,
+        places: int,
         rows: Any,
         room: Any,
         targets: Any,
@@ -315,7 +248,7 @@ def make_send(size: int) -> tuple[Callable[..., None], Callable[..., None]]:
                     if at < vectors:
                         low[i], high[i] = ld_v2_u64(source + VECTOR * at)
                 for r in range(size):
-                    place = word_of(ld_u32(routing.places + 4 * (token * size + r)))
+                    place = word_of(ld_u32(places + 4 * (token * size + r)))
                     row = (rank * room.capacity + place) * vectors
                     there = targets[r] + room.tokens + VECTOR * row
                     for i in range(_LOADS):
@@ -345,8 +278,7 @@ def make_dispatch(size: int) -> Any:
             if count > room.capacity:  # explore: above
                 found = True
                 if thread_index_x() == 0:
-                    most, rank = room.capacity, guard.rank
-                    fail(guard, wait_record(waits.TOKENS_ABOVE, rank, r, most, count))
+                    report_above(guard, r, room.capacity, count)
         return found
 
     def dispatch(
@@ -356,6 +288,7 @@ def make_dispatch(size: int) -> Any:
         own: int,
         grid: int,
         routing: Any,
+        counting: Any,
         rows: Any,
         room: Any,
         targets: Any,
@@ -373,10 +306,11 @@ def make_dispatch(size: int) -> Any:
         epoch, flags_at = (last + 1) & 0xFFFFFFFF, all_flags + 4 * size * block
         # What the rank's stream has loaded of its room precedes the flags.
         failed = raise_flags(ring, flags_at, guard.rank, epoch, failed)
-        first = min(block * routing.share, routing.tokens)
-        end = min(first + routing.share, routing.tokens)
+        first = min(block * counting.share, routing.tokens)
+        end = min(first + counting.share, routing.tokens)
         if not failed:  # in the whole block
-            failed = route(guard, routing, block, first, end, base, before, words)
+            given = guard, routing, counting, block
+            failed = route(*given, first, end, base, before, words)
             if block == grid - 1 and not failed:
                 failed = above(guard, room, base)
         # All ranks' rooms are free; and the block's threads have stored the places.
@@ -388,12 +322,12 @@ def make_dispatch(size: int) -> Any:
                     if thread == r % THREADS:
                         count = base[r >> 2] >> _FIELD * (r & 3) & _COUNT
                         st_u64(targets[r] + 8 * guard.rank, count)
-            token = first + thread
+            token, places = first + thread, counting.places
             while token < end:
-                send_numbers(guard.rank, routing, room, targets, token)
+                send_numbers(guard.rank, routing, places, room, targets, token)
                 token += THREADS
-            places = guard.rank, routing, rows, room, targets
-            send_tokens(*places, first, end, low, high)
+            there = guard.rank, places, rows, room, targets
+            send_tokens(*there, first, end, low, high)
         epoch = (epoch + 1) & 0xFFFFFFFF
         # What the block has stored at other ranks precedes the flags.
         failed = raise_flags(ring, flags_at, guard.rank, epoch, failed)
@@ -404,15 +338,11 @@ def make_dispatch(size: int) -> Any:
     return dispatch
 
 
-def _named(kind: Any) -> Any:
-    return types.NamedTuple((types.int64,) * len(kind._fields), kind)
-
-
 @functools.cache
 def kernel(size: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     arguments = (
-        *map(_named, (Routing, Rows, TokenRoom)),
+        *map(typed, (Routing, Counting, Rows, TokenRoom)),
         types.UniTuple(types.int64, size),
     )
     return binding.make_kernel(make_dispatch, (size,), arguments)
@@ -422,6 +352,7 @@ def bind(
     end: binding.Endpoint,
     grid: int,
     routing: Routing,
+    counting: Counting,
     rows: Rows,
     room: TokenRoom,
     targets: tuple[int, ...],
@@ -431,9 +362,11 @@ def bind(
     Args:
         end: this rank's end.
         grid: the number of blocks, equal on all ranks.
-        routing: this rank's tokens.
-        rows: the same, as their bytes.
+        routing: the experts of this rank's tokens.
+        counting: how its blocks find their places.
+        rows: the tokens, as their bytes.
         room: where each rank has what it receives, equal on all ranks.
         targets: by rank, at which address this rank sees that rank's room.
     """
-    return binding.launch(kernel(end.size), end, grid, (routing, rows, room, targets))
+    arguments = routing, counting, rows, room, targets
+    return binding.launch(kernel(end.size), end, grid, arguments)

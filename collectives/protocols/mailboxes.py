@@ -217,13 +217,14 @@ TRANSPORTS = {
 
 
 def mailed_grid(
-    end: Endpoint, transport: str, protocol: Protocol, vectors: int
+    end: Endpoint, transport: str, protocol: Protocol, vectors: int, heavier: int = 1
 ) -> tuple[int, int]:
     """Return the grid of a call of so many vectors, and the tiles of its kernel.
 
-    All threads have the same number of vectors, as far as possible.
+    All threads have the same number of vectors, as far as possible. The kernel's weight
+    (``binding.make_kernel``) is ``heavier`` times the transport's.
     """
-    weight = TRANSPORTS[transport].weight
+    weight = heavier * TRANSPORTS[transport].weight
     tiles = divide_up(vectors, THREADS)
     most = max(1, min(end.max_blocks // weight, protocol.most(end.size)))
     most = most_blocks(end, most, HELD // weight, tiles)

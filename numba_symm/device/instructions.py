@@ -198,6 +198,9 @@ for _kind in ("e4m3", "e5m2"):
 _add("mul_rn_f32", "mul.rn.f32 $0, $1, $2;", "f32 = f32, f32")
 _add("mul_rn_f64", "mul.rn.f64 $0, $1, $2;", "f64 = f64, f64")
 
+# How many bits are ones.
+_add("ones_of", "popc.b32 $0, $1;", "u32 = u32")
+
 # Barriers of some of a block's threads: which barrier, and how many threads.
 _add("bar_sync", "bar.sync $0, $1;", "void = u32, u32", MEETS)
 _add(

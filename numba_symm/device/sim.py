@@ -330,6 +330,7 @@ def mul_rn_f32(a: Any, b: Any) -> Any:
 
 
 mul_rn_f64 = mul_rn_f32
+ones_of = int.bit_count
 
 
 def _thread() -> Any:

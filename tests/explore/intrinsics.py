@@ -31,6 +31,7 @@ from numba_symm.device.sim import (  # noqa: F401
     f64_of_bits,
     mul_rn_f32,
     mul_rn_f64,
+    ones_of,
     word_of,
 )
 

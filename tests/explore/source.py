@@ -72,6 +72,8 @@ _MODULES = (
     "numba_symm.collectives.protocols.flags",
     "numba_symm.collectives.protocols.slots",
     "numba_symm.collectives.protocols.credit",
+    "numba_symm.collectives.protocols.tokens",
+    "numba_symm.collectives.protocols.few_tokens",
     "numba_symm.collectives.protocols.chunks",
     "numba_symm.collectives.protocols.handshake",
     "numba_symm.collectives.protocols.copies",

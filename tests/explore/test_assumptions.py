@@ -29,7 +29,7 @@ from explore.test_copies import calls_by_copies, puts_and_gets
 from explore.test_counting import pipelines
 from explore.test_device_copies import pipelines as pipelines_of_packets
 from explore.test_device_copies import puts_and_gets as puts_and_gets_in_kernels
-from explore.test_expert_calls import calls_of_experts
+from explore.test_expert_calls import calls_of_experts, calls_of_few_tokens
 
 ASSUMPTIONS = "starts_see", "starts_inherit", "copies_end", "ends_count", "fences_carry"
 
@@ -66,6 +66,7 @@ PROTOCOLS = {
     "direct": (calls_on_own_arrays, INHERITS),
     "copies": (calls_by_copies, COPIES),
     "experts": (calls_of_experts, INHERITS),
+    "few_tokens": (calls_of_few_tokens, EMPTIES),
     "puts": (puts_and_gets, COPIES),
     # Each kernel itself acquires the flags, credits and signals that it relies on.
     "messages": (messages, SEES),

@@ -14,7 +14,7 @@ from explore.scenarios import (
 from explore.scheduler import Machine
 from explore.source import device_code
 from explore.test_copies import calls_by_copies
-from explore.test_expert_calls import calls_of_experts
+from explore.test_expert_calls import calls_of_experts, calls_of_few_tokens
 from explore.test_failures import CALLS
 from explore.test_operations import PAIRS, calls_of_pairs
 from explore.world import INT64, World, add, an_integer
@@ -134,6 +134,7 @@ SCENARIOS = [
     *CALLS.values(),
     calls_by_copies,
     calls_of_experts,
+    calls_of_few_tokens,
     messages_with_gaps,
     plain_stores_between_barriers,
     lambda code: plain_stores_between_barriers(code, World.pad_barrier),

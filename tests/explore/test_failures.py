@@ -31,7 +31,7 @@ from explore.test_barriers import exchanges as exchanges_of_grids
 from explore.test_copies import calls_by_copies
 from explore.test_counting import pipelines
 from explore.test_device_copies import pipelines as pipelines_of_packets
-from explore.test_expert_calls import calls_of_experts
+from explore.test_expert_calls import calls_of_experts, calls_of_few_tokens
 from explore.test_operations import calls_of_pairs
 from explore.world import ALGORITHMS
 
@@ -52,6 +52,7 @@ CALLS = {
     "own_arrays": calls_on_own_arrays,
     "copies": calls_by_copies,
     "experts": calls_of_experts,
+    "few_tokens": calls_of_few_tokens,
     "messages": messages,
     "requests": requests,
     "request_then_sum": lambda code: requests_and_sums(code, "request_then_sum"),
@@ -126,6 +127,18 @@ BROKEN = {
     "a block that does not agree on its flags": (
         ("chunked", "gather", "reduce", "broadcast", "experts"),
         replaced("flags", "agree", f"{AGREED}\nreturn failed"),
+    ),
+    "a token that did not arrive": (
+        ("few_tokens",),
+        removed("mailed_dispatch", "give-up"),
+    ),
+    "a result that did not arrive": (
+        ("few_tokens",),
+        removed("mailed_combine", "give-up"),
+    ),
+    "masks that did not arrive": (
+        ("few_tokens",),
+        replaced("mailed_dispatch", "known", "workspace.sync_block()"),
     ),
     "messages after giving up": (("messages",), removed("transfer", "give-up")),
     "messages of a block that does not agree": (

@@ -30,6 +30,14 @@ LAZY = {
     ("collectives.kernel_set", "collectives.kernels.expert_dispatch"): (
         "few have experts"
     ),
+    ("collectives.kernel_set", "collectives.kernels.mailed_combine"): (
+        "few have experts"
+    ),
+    ("collectives.kernel_set", "collectives.kernels.mailed_dispatch"): (
+        "few have experts"
+    ),
+    ("collectives.kernel_set", "collectives.protocols.few_tokens"): "few have experts",
+    ("collectives.kernel_set", "collectives.protocols.tokens"): "few have experts",
     ("collectives.kernel_set", "collectives.wires"): "few sum by codes",
     ("collectives.lifetime", "collectives.tuned"): "needs a communicator",
     ("collectives.persistent", "collectives.counted_forms"): "few have such counts",

@@ -28,6 +28,7 @@ from tests.kernel_cases import (
     HALVES,
     HANDSHAKES,
     MAILBOXES,
+    MAILED,
     MESSAGES,
     MOVING,
     ONE_SHOT,
@@ -260,6 +261,17 @@ def test_an_epoch_of_mailboxes_has_no_fence(case, cc):
     # Between epochs; one more for what thread 0 alone has received.
     assert len(code.find(r"MEMBAR\..*SYS")) == (2 if case[0] in ROOTED else 1)
     assert len(code.find(r"BAR\..*")) == 2  # there, and before the epoch changes
+
+
+@on(MAILED)
+def test_few_tokens_are_posted_and_received_without_a_fence(case, cc):
+    code = compiled(case, cc)
+    polls = code.find(r"LDG\.E\.128\.STRONG\.SYS")
+    # Between two epochs only; one more for what thread 0 alone has received.
+    fences = code.find(r"MEMBAR\..*SYS")
+    assert [polls[-1] < fence for fence in fences] == [True, True]
+    # The words of thread 0 to each other rank, and those of the other threads.
+    assert code.find(r"STG\.E\.128\.STRONG\.SYS")[case[1] - 1] < polls[0]
 
 
 @on(HANDSHAKES)

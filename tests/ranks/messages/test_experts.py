@@ -134,13 +134,19 @@ def on_gpu(host):
 @of_one_island
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16], ids=str)
 def test_calls_of_other_tokens_and_routings_each_time(comm, world, dtype):
-    """Nothing waits for the host between the calls of a step, which vary in size."""
-    tokens, hidden = (9, 24) if SIMULATED else (300, 1032)
+    """Nothing waits for the host between the calls of a step, which vary in size.
+
+    There are two forms: for few tokens, in up to four epochs, and for many.
+    """
+    few, many, hidden = (9, 9, 24) if SIMULATED else (100, 300, 4096)
     kinds = list(routings(None, 1))
-    experts = comm.experts(
-        EACH * comm.size, top_k=TOP_K, hidden=hidden, tokens=tokens, dtype=dtype
-    )
-    for step in range(5):
+    sizes = {"top_k": TOP_K, "hidden": hidden, "dtype": dtype}
+    of_few = comm.experts(EACH * comm.size, tokens=few, **sizes)
+    of_many = comm.experts(EACH * comm.size, tokens=300, **sizes)
+    assert (of_few._mailed is None) == (comm.size == 1)
+    assert of_many._mailed is None
+    for step in range(6):
+        experts, tokens = (of_many, many) if step % 2 else (of_few, few)
         model = Model(comm, step, tokens, hidden, dtype, kinds)
         x, ids = on_gpu(model.x[comm.rank]), on_gpu(model.ids[comm.rank])
         found = experts.dispatch(x, ids, on_gpu(model.weights[comm.rank]))
@@ -283,14 +289,15 @@ def test_a_measurement_has_an_all_to_all_there_and_back_beside_it(world, capfd):
 
 @of_one_island
 @pytest.mark.skipif(SIMULATED, reason="graphs need a GPU")
-def test_a_graph_replays_with_other_routings(comm, world):
+@pytest.mark.parametrize("most", [128, 300], ids=["few", "many"])
+def test_a_graph_replays_with_other_routings(comm, world, most):
     from cuda.core import Device
 
     from tests.gpu.helpers import capturing
 
     tokens, hidden = 128, 1024
-    sizes = {"top_k": TOP_K, "hidden": hidden, "tokens": tokens}
-    experts = comm.experts(EACH * comm.size, **sizes)
+    sizes = {"top_k": TOP_K, "hidden": hidden, "tokens": most}
+    experts = comm.experts(EACH * comm.size, capacity=tokens, **sizes)
     x = ordinary((tokens, hidden), np.float32)
     ids = ordinary((tokens, TOP_K), np.int32)
     weights, out = ordinary((tokens, TOP_K), np.float32), ordinary(x.shape, np.float32)
