@@ -51,8 +51,9 @@ from numba_symm.collectives.protocols import binding, partition, workspace
 from numba_symm.collectives.protocols.copies import Copy, enqueue
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import intrinsics
-from numba_symm.device.lanes import make_lanes
+from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.device.order import make_total
+from numba_symm.device.slices import WHOLE, shifted
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
 
@@ -61,12 +62,8 @@ LOADS = 8  # vectors that a thread loads before it stores any
 
 def make_reduce_copied(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel that reduces a chunk of this rank's shard."""
-    lanes = make_lanes(element, op, ragged, size)
-    load, store = lanes.load, lanes.store
-    total = make_total(size, lanes)
-    others = size - 1
-    batch = max(1, LOADS // size)
-    held = batch * size
+    reduce = make_reduce(size, make_lanes(element, op, ragged, size))
+    held = max(1, LOADS // size) * size
 
     def reduce_copied(
         guard: Any,
@@ -90,16 +87,69 @@ def make_reduce_copied(size: int, element: Element, op: Op, ragged: bool) -> Any
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
-        across = grid * THREADS
-        start = block * THREADS + cuda.threadIdx.x
+        at = block * THREADS + cuda.threadIdx.x, grid * THREADS, vectors
+        arrived = own + slots, stride
+        reduce(guard.rank, arrived, source, target, at, first, count, low, high)
+
+    return reduce_copied
+
+
+def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
+    """Return a device function that reduces a thread's vectors of a chunk.
+
+    ``(rank, arrived, source, target, at, first, count, low, high)``: ``arrived`` is the
+    first slot's address and the distance to the next one. ``at`` is ``(start, across,
+    vectors)``: the chunk's vectors at ``start``, ``start + across`` …, before
+    ``vectors``. ``first`` is the chunk's first vector in the arrays. The last two are
+    local arrays.
+    """
+    load, store, total = lanes.load, lanes.store, make_total(size, lanes)
+    read, write = lanes.slices
+    others = size - 1
+    batch = max(1, LOADS // size)
+    held = batch * size
+
+    def reduce_slices(
+        rank: int,
+        arrived: Any,
+        source: int,
+        target: int,
+        at: Any,
+        first: int,
+        count: int,
+        low: Any,
+        high: Any,
+    ) -> None:
+        (slots, stride), (start, across, vectors) = arrived, at
+        mine = range(start, vectors, across)
+        here = shifted(mine, first)
+        every = [slots + k * stride for k in range(others)]
+        of_ranks = [*WHOLE.read_each(every, mine, 0), read(source, here, count)]
+        in_order = [of_ranks[(i + others - rank) % size] for i in range(size)]
+        write(target, here, count, lanes.fold(in_order))
+
+    @intrinsics.sliced(reduce_slices)
+    def reduce(
+        rank: int,
+        arrived: Any,
+        source: int,
+        target: int,
+        at: Any,
+        first: int,
+        count: int,
+        low: Any,
+        high: Any,
+    ) -> None:
+        slots, stride = arrived
+        start, across, vectors = at
         while start < vectors:
             for i in range(held):
                 vector = start + i // size * across
                 if vector < vectors:
-                    k = (i % size + others - guard.rank) % size
+                    k = (i % size + others - rank) % size
                     if k < others:
-                        at = own + slots + k * stride + VECTOR * vector
-                        low[i], high[i] = intrinsics.ld_v2_u64(at)
+                        slot = slots + k * stride + VECTOR * vector
+                        low[i], high[i] = intrinsics.ld_v2_u64(slot)
                     else:
                         low[i], high[i] = load(source, first + vector, count)
             for i in range(batch):
@@ -109,12 +159,12 @@ def make_reduce_copied(size: int, element: Element, op: Op, ragged: bool) -> Any
                     store(target, first + vector, count, words[0], words[1])
             start += batch * across
 
-    return reduce_copied
+    return reduce
 
 
 def make_store_copied(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel that stores a chunk of the other shards' results."""
-    store = make_lanes(element, "sum", ragged, size).store
+    store = make_store(make_lanes(element, "sum", ragged, size))
     others = size - 1
 
     def store_copied(
@@ -140,24 +190,47 @@ def make_store_copied(size: int, element: Element, ragged: bool) -> Any:
             return
         low = cuda.local.array(LOADS, types.int64)
         high = cuda.local.array(LOADS, types.int64)
-        across = grid * THREADS
+        start, across = block * THREADS + cuda.threadIdx.x, grid * THREADS
         for k in range(others):
             into = (guard.rank + 1 + k) % size * share + first
-            here = min(most, vectors - into)
-            start = block * THREADS + cuda.threadIdx.x
-            while start < here:
-                for i in range(LOADS):
-                    vector = start + i * across
-                    if vector < here:
-                        at = own + slots + k * stride + VECTOR * vector
-                        low[i], high[i] = intrinsics.ld_v2_u64(at)
-                for i in range(LOADS):
-                    vector = start + i * across
-                    if vector < here:
-                        store(target, into + vector, count, low[i], high[i])
-                start += LOADS * across
+            at = start, across, min(most, vectors - into)
+            store(own + slots + k * stride, target, at, into, count, low, high)
 
     return store_copied
+
+
+def make_store(lanes: Lanes) -> Callable[..., None]:
+    """Return a device function that stores a thread's vectors of a slot in an array.
+
+    ``(slot, target, at, into, count, low, high)``: ``at`` is as for ``make_reduce``,
+    ``into`` the slot's first vector in the array. The last two are local arrays.
+    """
+    store_one, (_, write) = lanes.store, lanes.slices
+
+    def store_slices(
+        slot: int, target: int, at: Any, into: int, count: int, low: Any, high: Any
+    ) -> None:
+        start, across, vectors = at
+        mine = range(start, vectors, across)
+        write(target, shifted(mine, into), count, WHOLE.read(slot, mine, 0))
+
+    @intrinsics.sliced(store_slices)
+    def store(
+        slot: int, target: int, at: Any, into: int, count: int, low: Any, high: Any
+    ) -> None:
+        start, across, vectors = at
+        while start < vectors:
+            for i in range(LOADS):
+                vector = start + i * across
+                if vector < vectors:
+                    low[i], high[i] = intrinsics.ld_v2_u64(slot + VECTOR * vector)
+            for i in range(LOADS):
+                vector = start + i * across
+                if vector < vectors:
+                    store_one(target, into + vector, count, low[i], high[i])
+            start += LOADS * across
+
+    return store
 
 
 @functools.cache
