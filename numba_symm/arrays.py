@@ -87,6 +87,9 @@ def on_device(array: Any) -> bool:
     """Return whether an object is an array on a GPU; :func:`view` reads it then."""
     if SIMULATED:
         return is_simulated(array)
+    kind = _KINDS.get(type(array))
+    if kind is not None and kind.always:  # CuPy's interface is a new dictionary
+        return True
     if isinstance(array, _NUMBAS):
         return True
     of_torch = getattr(array, "is_cuda", None)
@@ -109,11 +112,13 @@ class _ArrayClass(NamedTuple):
         stream: returns the handle of the stream that an array names, or None. None: the
             arrays name no streams.
         strides: returns the strides of an array, in bytes.
+        always: whether each array of the class is on a GPU.
     """
 
     read: Callable[[Any, str], Fields]
     stream: Callable[[Any], int | None] | None
     strides: Callable[[Any], tuple[int, ...]]
+    always: bool = False
 
 
 _KINDS: dict[type, _ArrayClass] = {}
@@ -163,7 +168,7 @@ def _own_strides(array: Any) -> tuple[int, ...]:
     return tuple(array.strides)
 
 
-_NUMBA = _ArrayClass(_read_numba, _stream_of_numbas, _own_strides)
+_NUMBA = _ArrayClass(_read_numba, _stream_of_numbas, _own_strides, always=True)
 
 
 @functools.cache
@@ -234,7 +239,7 @@ def _cupy(cupy: Any) -> tuple[_ArrayClass, _ArrayClass]:
         return int(cupy.cuda.get_current_stream().ptr)
 
     return (
-        _ArrayClass(read, stream, _own_strides),
+        _ArrayClass(read, stream, _own_strides, always=True),
         _ArrayClass(_read_foreign, stream, _own_strides),
     )
 

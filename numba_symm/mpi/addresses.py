@@ -21,7 +21,8 @@ if SIMULATED:
     from numba_symm import simulator
 
 _OWNERS = (bytes, bytearray, array.array)
-_ASKED = (MPI.buffer, memoryview, ctypes.Array, np.ndarray)
+ASKED = (MPI.buffer, memoryview, ctypes.Array, np.ndarray)
+"""Buffers that may be over memory of the GPU."""
 
 
 def there(buffer: Any) -> Any:
@@ -31,7 +32,7 @@ def there(buffer: Any) -> Any:
     is treated as extending to the end of the allocation, because a datatype gives its
     size.
     """
-    if not isinstance(buffer, _ASKED) or arrays.on_device(buffer) or _is_own(buffer):
+    if not isinstance(buffer, ASKED) or arrays.on_device(buffer) or _is_own(buffer):
         return buffer
     try:
         place = MPI.buffer(buffer)

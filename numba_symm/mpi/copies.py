@@ -44,7 +44,13 @@ class CopyStream:
         return self._side.stream
 
     def begin(
-        self, into: Items, source: int, nbytes: int, owner: Any, after: Event | None
+        self,
+        into: Items,
+        source: int,
+        nbytes: int,
+        owner: Any,
+        after: Event | None,
+        on: int | None = None,
     ) -> Event:
         """Start a copy to an array; return its end.
 
@@ -54,8 +60,9 @@ class CopyStream:
             nbytes: its size.
             owner: keeps the data.
             after: what the copy follows, if anything.
+            on: another stream for the copy.
         """
-        stream = self.stream
+        stream = self.stream if on is None else on
         if after is not None:
             after.wait(stream)
         if nbytes and into.layout.runs is None:

@@ -89,6 +89,18 @@ _ROOMS = {"recv": (0, "buf"), "irecv": (0, "buf"), "sendrecv": (3, "recvbuf")}
 """The memory for a pickled object, among the arguments of mpi4py's methods."""
 
 
+def _has_no_memory(kind: type) -> bool:
+    """Return whether objects of a class neither are nor contain device arrays."""
+    return not (
+        hasattr(kind, "copy_to_host")
+        or hasattr(kind, "__getattr__")
+        or issubclass(kind, (list, tuple, *addresses.ASKED))
+    )
+
+
+_holds_none: Any = functools.lru_cache(maxsize=256)(_has_no_memory)
+
+
 def of_objects(name: str) -> Method:
     """Return mpi4py's method of that name, which pickles objects.
 
@@ -97,19 +109,26 @@ def of_objects(name: str) -> Method:
     No device array can be the memory for a pickled object.
     """
     place, room = _ROOMS.get(name, (0, ""))
+    plain = getattr(MPI.Topocomm, name)
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        for given in (*args, *options.values()):
-            members = given if isinstance(given, list | tuple) else (given,)
-            for each in members:
-                own = hasattr(each, "copy_to_host") and arrays.on_device(each)
-                if own or addresses.there(each) is not each:
-                    raise refused(each, "objects that can be pickled")
+        # A program makes many of these calls, with numbers and shapes.
+        for given in (*args, *options.values()) if options else args:
+            if _holds_none(type(given)):
+                continue
+            for each in given if isinstance(given, list | tuple) else (given,):
+                if not _holds_none(type(each)):
+                    check(each)
         if room:
             memory = options.get(room, args[place] if len(args) > place else None)
-            if addresses.on_device(memory):
+            if memory is not None and addresses.on_device(memory):
                 raise refused(memory, f"{room} on the host")
-        return getattr(self._plain, name)(self, *args, **options)
+        return plain(self, *args, **options)
+
+    def check(given: Any) -> None:
+        own = hasattr(given, "copy_to_host") and arrays.on_device(given)
+        if own or addresses.there(given) is not given:
+            raise refused(given, "objects that can be pickled")
 
     def refused(given: Any, expected: str) -> Exception:
         return refusal(
@@ -118,7 +137,6 @@ def of_objects(name: str) -> Method:
             f"call {name.capitalize()}, or pass x.copy_to_host()",
         )
 
-    plain = getattr(MPI.Topocomm, name)
     return functools.update_wrapper(method, plain)
 
 

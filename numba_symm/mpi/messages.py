@@ -319,7 +319,11 @@ class Post(Sends):
 
     @alone
     def deliver(
-        self, envelope: Envelope, into: buffers.Items, after: Event | None
+        self,
+        envelope: Envelope,
+        into: buffers.Items,
+        after: Event | None,
+        on: int | None = None,
     ) -> Copying:
         """Start the copy of a message to its array; :meth:`end` follows it.
 
@@ -327,11 +331,15 @@ class Post(Sends):
             envelope: the message.
             into: the array's items.
             after: what the copy follows, if anything.
+            on: the array's stream, if the caller waits for the copy. The copy is on it,
+                if the data is there, and follows its work otherwise.
         """
         self._check_open("Recv")  # after a Free, the sender reuses the memory
         if len(self._copying) >= MOST:  # some may belong to requests given up
             self.reap()
         coming, room = self._data.coming(envelope), None
+        if on is not None and (coming is not None or envelope.follows):
+            after = self.copies.event(on)
         try:
             number = items_of(envelope, into)
             into = into if number is None else into._replace(number=number)
@@ -342,7 +350,7 @@ class Post(Sends):
             elif envelope.follows:
                 found = self._following(envelope, into, after)
             else:
-                done, block = self._copied(envelope, into, after)
+                done, block = self._copied(envelope, into, after, on)
                 found = Copying(done, envelope, into, block)
         except BaseException:
             self._give_back(room)
@@ -375,7 +383,11 @@ class Post(Sends):
         return Copying(done, envelope, into, None, room)
 
     def _copied(
-        self, envelope: Envelope, into: buffers.Items, after: Event | None
+        self,
+        envelope: Envelope,
+        into: buffers.Items,
+        after: Event | None,
+        on: int | None = None,
     ) -> tuple[Event, Opened | None]:
         """Start the copy from a sender's block; return its end, and what keeps it."""
         block = None
@@ -383,7 +395,7 @@ class Post(Sends):
             open_block = opened_once if envelope.once else opened
             block = open_block(envelope.handle)
         source = 0 if block is None else block.address + envelope.offset
-        done = self.copies.begin(into, source, envelope.nbytes, block, after)
+        done = self.copies.begin(into, source, envelope.nbytes, block, after, on)
         return done, block
 
     def _following(

@@ -120,7 +120,10 @@ class Messages:
     ) -> None:
         """Receive a message, which may be shorter than the room for it."""
         if on_device(buf) and source != NOBODY:
-            _complete(self.Irecv(buf, source, tag), status)
+            post, into = self.post, self.post.room(buf)
+            begin = partial(post.receive, source, tag)
+            on = post.stream_of(into.array, "Recv")
+            _complete(Receiving(post, into, None, begin, on), status)
         else:
             self.host.Recv(None if source == NOBODY else buf, source, tag, status)
 

@@ -24,6 +24,8 @@ class Receiving(Own):
         into: the items that it writes.
         stream: the stream of their array; None: its work has ended.
         begin: posts the receive of its envelope.
+        on: instead of ``stream``, if the caller only waits for the receive: the copy is
+            on this stream then, because the program enqueues nothing before it.
     """
 
     def __init__(
@@ -32,9 +34,10 @@ class Receiving(Own):
         into: buffers.Items,
         stream: int | None,
         begin: Callable[[], Posted],
+        on: int | None = None,
     ):
         super().__init__()
-        self._post, self._into = post, into
+        self._post, self._into, self._on = post, into, on
         # The copy follows what is enqueued before the receive, not what is later.
         self._after = None if stream is None else post.copies.event(stream)
         self._started = False
@@ -100,7 +103,7 @@ class Receiving(Own):
         found = self._posted.envelope
         try:
             self._started = True
-            self._copying = self._post.deliver(found, self._into, self._after)
+            self._copying = self._post.deliver(found, self._into, self._after, self._on)
         except BaseException:
             self._active = False
             raise

@@ -13,13 +13,14 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from numba_symm import deferred, driver, engines, events, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import communicator, equality, lifetime, requests
 from numba_symm.engines import mpi as engine
 from numba_symm.errors import DriverError
-from numba_symm.mpi import copies, crossings, jobs, postponed, sends, win
+from numba_symm.mpi import copies, crossings, host_only, jobs, postponed, sends, win
 from numba_symm.sharing import received, sent
 from numba_symm.sharing.consumer import Reference
 from tests.orders import guarded, orders, places_in_tests
@@ -348,6 +349,23 @@ def test_data_is_sent_by_mpi_when_its_copy_has_ended(gpu):
     postponed.Postponed._place(send)
     assert gpu.calls[0][2:] == (64, 8, STREAM)
     assert gpu.names == ["cuMemcpyDtoHAsync", "cuStreamSynchronize", "data"]
+
+
+@orders("mpi.host_only.Op.Reduce_local")
+def test_a_local_reduction_waits_for_its_kernel_and_refuses_a_capture(gpu, monkeypatch):
+    gpu.take(host_only)
+    found = SimpleNamespace(number=1, array=None, view=SimpleNamespace(readonly=False))
+    monkeypatch.setattr(host_only, "on_device", lambda *specs: True)
+    monkeypatch.setattr(host_only, "message", lambda spec: found)
+    monkeypatch.setattr(host_only.arrays, "stream_of", lambda array: STREAM)
+    steps = [gpu.noting("pack"), gpu.noting("reduce")]
+    monkeypatch.setattr(host_only, "reduced", lambda *args: steps)
+    host_only.constant(MPI.SUM).Reduce_local(None, None)
+    assert gpu.names == ["cuStreamIsCapturing", "pack", "reduce", "cuStreamSynchronize"]
+    monkeypatch.setattr(streams, "is_capturing", lambda stream: True)
+    with pytest.raises(ValueError, match="Reduce_local: the host waits for the stream"):
+        host_only.constant(MPI.SUM).Reduce_local(None, None)
+    assert not gpu.calls
 
 
 @orders("mpi.jobs.wait")

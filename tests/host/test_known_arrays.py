@@ -212,3 +212,22 @@ def test_no_library_is_imported(monkeypatch):
 
 def test_bfloat16_is_that_of_ml_dtypes():
     assert view(Tensor(dtype="bfloat16")).dtype == ml_dtypes.bfloat16
+
+
+def test_a_known_array_of_cupy_is_on_the_device_by_its_class(monkeypatch):
+    """Its interface would be a new dictionary in each call."""
+    monkeypatch.setattr(arrays, "SIMULATED", False)
+    read = []
+    CupyArray.__cuda_array_interface__ = property(lambda self: read.append(self) or {})
+    try:
+        array = CupyArray(np.zeros(3, "f4"))
+        assert arrays.on_device(array)
+        view(array)
+        assert len(read) == 1
+        assert arrays.on_device(array)
+        assert len(read) == 1
+    finally:
+        del CupyArray.__cuda_array_interface__
+    tensor = Tensor(is_cuda=False)
+    arrays._kind_of(Tensor())
+    assert not arrays.on_device(tensor)

@@ -1,4 +1,4 @@
-"""Blocking calls in mpi4py's spelling that repeat."""
+"""Blocking calls in mpi4py's spelling that repeat, and the driver's part of them."""
 
 import gc
 import weakref
@@ -8,6 +8,10 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm import streams
+from numba_symm.environment import SIMULATED
+from numba_symm.events import Event
+from tests.ranks.helpers import of_one_island
 
 
 def test_calls_that_repeat(comm):
@@ -103,3 +107,38 @@ def test_calls_of_a_communicator_that_was_freed(comm, apart, own):
     if not own:  # the communicator that was passed is not freed
         freed.Allreduce(MPI.IN_PLACE, host)
         assert set(host) == {comm.size}
+
+
+@of_one_island
+def test_a_message_takes_five_calls_of_the_driver(comm, monkeypatch):
+    """Two copies, two waits and an event. A receive that waits needs no other stream.
+
+    The simulator has the same copies and events, but does not wait for the stream.
+    """
+    calls = []
+
+    def noting(owner, name):
+        plain = getattr(owner, name)
+
+        def noted(*args):
+            calls.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x = cuda.to_device(np.array([comm.rank, 7]))
+    out = cuda.to_device(np.zeros(2, int))
+    comm.Sendrecv(x, right, 0, out, left)  # makes what later messages use again
+    for name in ("record", "wait", "synchronize"):
+        noting(Event, name)
+    noting(streams, "copy")
+    noting(streams, "synchronize")
+    comm.Send(x, right)
+    comm.Recv(out, left)
+    found = calls.copy()  # what follows is not the message's
+    monkeypatch.undo()
+    assert out.copy_to_host().tolist() == [left, 7]
+    waits = [] if SIMULATED else ["synchronize"]
+    assert found == ["copy", *waits, "copy", "record", "synchronize"]
+    comm.Barrier()
