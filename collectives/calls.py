@@ -7,6 +7,7 @@ call; ``lifetime.py`` makes and closes these parts.
 
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from numba_symm import arrays, dtypes, libraries, loads, own_arrays, streams
@@ -19,9 +20,9 @@ from numba_symm.collectives.call_streams import CallStreams
 from numba_symm.collectives.checks import check_rank, check_writable
 from numba_symm.collectives.descriptions import Descriptions
 from numba_symm.collectives.enqueueing import Enqueuer
-from numba_symm.collectives.invocation import OPTIONS, Invocation
+from numba_symm.collectives.invocation import NONE, OPTIONS, Invocation
 from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue
+from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
 from numba_symm.collectives.requests import Requests
 from numba_symm.collectives.thread_guard import ThreadGuard
 from numba_symm.collectives.transfers import Prepared
@@ -104,7 +105,7 @@ class Calls:
         try:
             checked = self.agreement.checked
             launch, out, chosen, about = checked(what, _words, self.bound, given)
-            self.enqueuer.run(about, launch, chosen, given.x, out)
+            self.enqueuer.run(about, launch, chosen, given.x, out, *given.args)
         finally:
             self.thread.finish()
         return out
@@ -161,6 +162,14 @@ class Calls:
         what = operation.name
         if type(given.op) is not str:  # another one is checked if it is not remembered
             given = given._replace(op=dtypes.reduction(given.op, what))
+        if (
+            given.epilogue is not None
+            or given.args is not NONE
+            or given.row_sum is not None
+        ):
+            from numba_symm.collectives import epilogues
+
+            given = epilogues.read(given)
         if given.algorithm is not None:
             operation.check_algorithm(given.algorithm)
         if given.wire is not None:
@@ -184,23 +193,47 @@ class Calls:
         if call is not None:
             self.members.check()  # after a failure, do not compile a kernel
             with loads.of(what):
-                launch = self._launch(given, name, call, stream)
+                launch = self._launch(given, name, call, read, written, stream)
         made = launch, self.descriptions.operation(given, read, name)
         self._plans.put(key, made)
         return made
 
     def _launch(
-        self, given: Invocation[Operation], algorithm: str, call: Call, stream: int
+        self,
+        given: Invocation[Operation],
+        algorithm: str,
+        call: Call,
+        x: ArrayView,
+        out: ArrayView | None,
+        stream: int,
     ) -> Enqueue:
-        """Bind a checked call."""
-        operation = given.operation
-        if given.wire is None:
-            return self.binder.operation(operation, algorithm, call)
-        from numba_symm.collectives import wires
+        """Bind a checked call of these arrays."""
+        if given.wire is None and given.epilogue is None:
+            return self.binder.operation(given.operation, algorithm, call)
+        from numba_symm.collectives import epilogues, wires
 
-        nbytes = wires.room_of(call.count, self.size)
-        room = self.staging.scratch(nbytes, stream, f"{operation.name}: wire=")
-        return wires.bind(self.end, self.binder, given.wire, call, room)
+        work, kept, coded = None, 0, 0
+        if given.epilogue is not None:
+            assert out is not None
+            work = epilogues.checked(given, x, out, self.size, self.gpu)
+            kept = epilogues.room_of(work, given, out)
+        if given.wire is not None:
+            coded = wires.room_of(call.count, self.size)
+        room = 0
+        if kept + coded:
+            which = "epilogue=" if given.wire is None else "wire="
+            what = f"{given.operation.name}: {which}"
+            room = self.staging.scratch(kept + coded, stream, what)
+        reduced = replace(call, target=room) if kept else call
+        if given.wire is None:
+            launch = self.binder.operation(given.operation, algorithm, reduced)
+        else:
+            more = given.wire, reduced, room + kept
+            launch = wires.bind(self.end, self.binder, *more)
+        if work is None:
+            return launch
+        last = epilogues.bind(self.binder.end, work, reduced.target, call.target)
+        return Series(launch, last)
 
     def barrier(self, stream: Any) -> None:
         """Enqueue a barrier of all ranks."""

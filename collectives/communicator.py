@@ -19,7 +19,7 @@ from numba_symm.collectives import (
     vector_forms,
 )
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.invocation import invocation
+from numba_symm.collectives.invocation import NONE, invocation
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.messages import IRECV, ISEND, RECV, SEND, SENDRECV
 from numba_symm.collectives.neighbors import (
@@ -437,6 +437,9 @@ class Communicator(Persistent, OthersNames):
         stream: Any = None,
         algorithm: str | None = None,
         wire: str | None = None,
+        epilogue: Any = None,
+        args: Sequence[Any] = NONE,
+        row_sum: Any = None,
     ) -> Any:
         """Reduce ``x`` over all ranks, element by element. Every rank gets the result.
 
@@ -472,7 +475,8 @@ class Communicator(Persistent, OthersNames):
                   associative. Each function object is compiled once in each process and
                   kept, so define it outside of loops.
             out: the output, of equal size, dtype and order (C or Fortran); ``x`` itself
-                for a call in place. None: a new array of ordinary device memory.
+                for a call in place. None: a new array of ordinary device memory. With
+                ``epilogue``, its dtype may be another one.
             stream: a stream of Numba, cuda.core, CuPy or torch, or a handle. None: the
                 stream that the array names (torch's or CuPy's current one for their
                 arrays), else ``comm.stream``.
@@ -482,6 +486,19 @@ class Communicator(Persistent, OthersNames):
                 higher): codes of one byte, in groups of 128 with a scale each. These
                 are about a quarter of the bytes of float32, and the result is
                 approximate. x is of float32, bfloat16 or float16.
+            epilogue: a function of scalars that returns an element of ``out``, plain or
+                decorated with ``cuda.jit(device=True)``. It gets the reduced element,
+                rounded to x's dtype; then the row's sum, with ``row_sum``; then what
+                ``args`` have for this element. All are in the types in which their
+                dtypes accumulate. Its result is cast to that of ``out``, and rounded.
+            args: at most 8 device arrays in C order, and numbers, for ``epilogue`` and
+                ``row_sum``. An array has the output's shape, that of its last axis, or
+                of its rows (a last axis of length 1), or one element. It may be ``out``
+                itself. Python's floats become float32, or float64 if x accumulates in
+                float64.
+            row_sum: a function as ``epilogue``, which gets the reduced element and what
+                ``args`` have. Its results are added up over each row, that is along the
+                output's last axis, in a fixed order. x is of floats.
 
         Returns:
             ``out``, or the new array, of x's shape.
@@ -493,7 +510,13 @@ class Communicator(Persistent, OthersNames):
             ClosedError: the communicator was closed.
         """
         given = invocation(
-            ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm, wire=wire
+            *(ALL_REDUCE, x, out, stream),
+            op=op,
+            algorithm=algorithm,
+            wire=wire,
+            epilogue=epilogue,
+            args=args,
+            row_sum=row_sum,
         )
         return self._calls.call(given)
 
@@ -546,6 +569,9 @@ class Communicator(Persistent, OthersNames):
         out: Any = None,
         stream: Any = None,
         algorithm: str | None = None,
+        epilogue: Any = None,
+        args: Sequence[Any] = NONE,
+        row_sum: Any = None,
     ) -> Any:
         """Give every rank the arrays of all ranks.
 
@@ -557,14 +583,25 @@ class Communicator(Persistent, OthersNames):
                 order. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
             algorithm: None for the fastest one, or {algorithms}
+            epilogue: as for :meth:`all_reduce`, of each gathered element; then
+                ``out`` may have another dtype.
+            args: as for :meth:`all_reduce`, of shapes that fit the output's.
+            row_sum: as for :meth:`all_reduce`.
 
         Returns:
-            ``out``, or the new array: ``out[r]`` has the bits of rank r's x.
+            ``out``, or the new array: ``out[r]`` has the bits of rank r's x, or what
+            ``epilogue`` makes of them.
 
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(ALL_GATHER, x, out, stream, algorithm=algorithm)
+        given = invocation(
+            *(ALL_GATHER, x, out, stream),
+            algorithm=algorithm,
+            epilogue=epilogue,
+            args=args,
+            row_sum=row_sum,
+        )
         return self._calls.call(given)
 
     def all_to_all(
@@ -604,6 +641,9 @@ class Communicator(Persistent, OthersNames):
         out: Any = None,
         stream: Any = None,
         algorithm: str | None = None,
+        epilogue: Any = None,
+        args: Sequence[Any] = NONE,
+        row_sum: Any = None,
     ) -> Any:
         """Reduce ``x`` over all ranks, and give each rank its shard of the result.
 
@@ -618,6 +658,10 @@ class Communicator(Persistent, OthersNames):
                 or x's shard for this rank. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
             algorithm: None for the fastest one, or {algorithms}
+            epilogue: as for :meth:`all_reduce`, of each element of the shard;
+                then ``out`` may have another dtype.
+            args: as for :meth:`all_reduce`, of shapes that fit the output's.
+            row_sum: as for :meth:`all_reduce`.
 
         Returns:
             ``out``, or the new array: shard r of the reduction on rank r, with the bits
@@ -626,7 +670,14 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(REDUCE_SCATTER, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(
+            *(REDUCE_SCATTER, x, out, stream),
+            op=op,
+            algorithm=algorithm,
+            epilogue=epilogue,
+            args=args,
+            row_sum=row_sum,
+        )
         return self._calls.call(given)
 
     def scan(

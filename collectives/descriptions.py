@@ -54,6 +54,8 @@ class Descriptions:
             more.append(f"wire {given.wire!r}")
         elif self._islands == 1:
             more.append(f"algorithm {algorithm!r}")
+        if given.epilogue is not None:
+            more.append(f"epilogue {given.epilogue!r}")
         # Where nothing is reduced, ranks may name the same bytes by different types.
         same = f"{x.size} {x.dtype.name}" if operation.reduces else f"{x.nbytes} bytes"
         words = ", ".join([f"{x.size} {x.dtype.name} {order}", *more])

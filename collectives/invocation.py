@@ -4,6 +4,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 Kind = TypeVar("Kind")
 
+NONE: tuple[Any, ...] = ()
+"""No arguments of an epilogue."""
+
 
 class Invocation(NamedTuple, Generic[Kind]):
     """The arguments of one call, as its caller passed them.
@@ -21,6 +24,10 @@ class Invocation(NamedTuple, Generic[Kind]):
         algorithm: its name; None: the fastest.
         root: the root, if the operation has one.
         wire: of a sum, how its elements cross the links; None: as they are.
+        epilogue: the user's function of each element of the result; None: there is
+            none.
+        args: what the function takes besides: arrays and numbers.
+        row_sum: a function whose results are summed over each row for it, or None.
         tables: of a v form, its counts and displacements: one pair, or two.
         peers: of messages, whom this rank sends to, and whom it receives from.
         count: of a message that may be shorter than ``out``, where its number of
@@ -35,6 +42,9 @@ class Invocation(NamedTuple, Generic[Kind]):
     algorithm: str | None = None
     root: Any = None
     wire: Any = None
+    epilogue: Any = None
+    args: Any = NONE
+    row_sum: Any = None
     tables: tuple[Any, ...] = ()
     peers: tuple[Any, ...] = ()
     count: Any = None
@@ -52,14 +62,17 @@ def invocation(
     peers: tuple[Any, ...] = (),
     count: Any = None,
     wire: Any = None,
+    epilogue: Any = None,
+    args: Any = NONE,
+    row_sum: Any = None,
 ) -> Invocation[Kind]:
     """Return an invocation. A class takes keywords more slowly than a function."""
-    options = op, algorithm, root, wire
+    options = op, algorithm, root, wire, epilogue, args, row_sum
     given = operation, x, out, stream, *options, tables, peers, count
     return _new(Invocation, given)
 
 
 _new = tuple.__new__
 
-OPTIONS = slice(4, 8)
+OPTIONS = slice(4, 11)
 """The fields that are options. A call is remembered by its options and its arrays."""

@@ -150,7 +150,8 @@ class Operation(NamedTuple):
         else:
             element, count = dtypes.moved(source.dtype, source.size // shards)
         if target is not None:
-            self.check_output(source, target, end.rank, end.size)
+            cast = given.epilogue is not None
+            self.check_output(source, target, end.rank, end.size, cast)
             if target.readonly and not (self.in_place and root == end.rank):
                 raise ArgumentError(
                     f"{self.name}: expected a writable out, got a read-only one"
@@ -165,13 +166,22 @@ class Operation(NamedTuple):
         return name, Call(source.address, address, count, element, op, root)
 
     def check_output(
-        self, source: ArrayView, target: ArrayView, rank: int, size: int
+        self,
+        source: ArrayView,
+        target: ArrayView,
+        rank: int,
+        size: int,
+        cast: bool = False,
     ) -> None:
-        """Refuse an output that does not fit the input."""
+        """Refuse an output that does not fit the input.
+
+        ``cast`` is whether the output may have another dtype.
+        """
         what = self.name
         arrays.dense(target, f"{what}: out")
         wanted = math.prod(self.shape(source, size))
-        if target.dtype != source.dtype or target.size != wanted:
+        other = target.dtype != source.dtype
+        if (other and not cast) or target.size != wanted:
             raise ArgumentError(
                 f"{what}: expected out of {wanted} {source.dtype.name} for x of "
                 f"{source.size}, got {target.size} {target.dtype.name}"
@@ -184,7 +194,7 @@ class Operation(NamedTuple):
         # In place, the smaller of the two is this rank's shard of the larger one.
         small, large = sorted((source, target), key=lambda view: view.nbytes)
         place = large.address + (rank * small.nbytes if large.size > small.size else 0)
-        if not are_apart(small, large) and small.address != place:
+        if not are_apart(small, large) and (other or small.address != place):
             raise ArgumentError(
                 f"{what}: expected out to be x, this rank's shard of it, or apart from "
                 "it, got arrays that overlap otherwise"

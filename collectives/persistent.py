@@ -6,7 +6,7 @@ from typing import Any
 
 from numba_symm.collectives import plans
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.invocation import invocation
+from numba_symm.collectives.invocation import NONE, invocation
 from numba_symm.collectives.messages import RECV, SEND, SENDRECV
 from numba_symm.collectives.neighbors import (
     NEIGHBOR_ALL_GATHER,
@@ -49,6 +49,9 @@ class Persistent:
         stream: Any = None,
         algorithm: str | None = None,
         wire: str | None = None,
+        epilogue: Any = None,
+        args: Sequence[Any] = NONE,
+        row_sum: Any = None,
     ) -> Plan:
         """Prepare an all-reduce to be called many times, as a persistent call of MPI.
 
@@ -57,7 +60,13 @@ class Persistent:
         debug mode.
         """
         given = invocation(
-            ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm, wire=wire
+            *(ALL_REDUCE, x, out, stream),
+            op=op,
+            algorithm=algorithm,
+            wire=wire,
+            epilogue=epilogue,
+            args=args,
+            row_sum=row_sum,
         )
         return plans.plan(self._calls, given)
 
@@ -68,9 +77,18 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
         algorithm: str | None = None,
+        epilogue: Any = None,
+        args: Sequence[Any] = NONE,
+        row_sum: Any = None,
     ) -> Plan:
         """Prepare an :meth:`all_gather`, as ``all_reduce_init`` does."""
-        given = invocation(ALL_GATHER, x, out, stream, algorithm=algorithm)
+        given = invocation(
+            *(ALL_GATHER, x, out, stream),
+            algorithm=algorithm,
+            epilogue=epilogue,
+            args=args,
+            row_sum=row_sum,
+        )
         return plans.plan(self._calls, given)
 
     def all_to_all_init(
@@ -93,9 +111,19 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
         algorithm: str | None = None,
+        epilogue: Any = None,
+        args: Sequence[Any] = NONE,
+        row_sum: Any = None,
     ) -> Plan:
         """Prepare a :meth:`reduce_scatter`, as ``all_reduce_init`` does."""
-        given = invocation(REDUCE_SCATTER, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(
+            *(REDUCE_SCATTER, x, out, stream),
+            op=op,
+            algorithm=algorithm,
+            epilogue=epilogue,
+            args=args,
+            row_sum=row_sum,
+        )
         return plans.plan(self._calls, given)
 
     def scan_init(

@@ -134,7 +134,9 @@ def plan(calls: Calls, given: Invocation[Operation]) -> Plan:
     with calls.thread.alone(what):
         launch, out, chosen, about = calls.prepared(given)
     start = partial(calls.enqueuer.run, about, launch)
-    return Plan(calls, what, about.words, start, chosen, (given.x, out), out)
+    return Plan(
+        calls, what, about.words, start, chosen, (given.x, out, *given.args), out
+    )
 
 
 def of_messages(calls: Calls, given: messages.MessageCall) -> Plan:

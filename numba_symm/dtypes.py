@@ -237,7 +237,33 @@ class UserOperator:
         return f"{self} (body {_digest_of(self.function)})"
 
     def __str__(self) -> str:
-        return f"{self.function.__module__}.{self.function.__qualname__}"
+        return _named(self.function)
+
+
+@dataclass(frozen=True)
+class UserEpilogue:
+    """A user's epilogue, equal to another one only if the functions are the same.
+
+    Attributes:
+        function: a plain Python function of scalars, which returns one: of the reduced
+            element, the row's sum if there is ``row_sum``, and the further arguments.
+        row_sum: such a function, without that sum; its results are added up by row.
+    """
+
+    function: FunctionType
+    row_sum: FunctionType | None = None
+
+    def __repr__(self) -> str:
+        # The ranks compare this text, so it contains no address.
+        text = f"{_named(self.function)} (body {_digest_of(self.function)})"
+        if self.row_sum is None:
+            return text
+        more = f"{_named(self.row_sum)} (body {_digest_of(self.row_sum)})"
+        return f"{text} with row_sum {more}"
+
+
+def _named(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 @functools.lru_cache(maxsize=256)

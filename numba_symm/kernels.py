@@ -26,7 +26,7 @@ from numba.cuda import types
 
 from numba_symm import code_cache, driver, loads
 from numba_symm.device.polling import Guard
-from numba_symm.dtypes import UserOperator
+from numba_symm.dtypes import UserEpilogue, UserOperator
 from numba_symm.environment import SIMULATED
 from numba_symm.packed import Packed
 
@@ -88,7 +88,13 @@ class Kernel:
 
         The code of a user's function may depend on anything.
         """
-        return not any(isinstance(each, UserOperator) for each in self.constants)
+        users = UserOperator | UserEpilogue
+        return not any(isinstance(each, users) for each in self.constants)
+
+    @property
+    def rounds_each(self) -> bool:
+        """Whether no product and sum are contracted, in all kernels of an epilogue."""
+        return any(isinstance(each, UserEpilogue) for each in self.constants)
 
     def bind(
         self, grid: int, *args: Any, held: int = 1, early: bool = False
@@ -124,7 +130,9 @@ class Kernel:
         threads = self.threads * self.held
         bounds = threads, REGISTERS // self.registers // threads
         compile_it = functools.partial(
-            compiler.kernel_ptx, self.function, self.signature, cc, bounds
+            compiler.kernel_ptx,
+            *(self.function, self.signature, cc, bounds),
+            rounds_each=self.rounds_each,
         )
         with without_collecting():
             text = _TRUTH_AS_FLOAT.sub(_selected, _with_room(compile_it))

@@ -5,6 +5,8 @@ the kernel has them. Each list has the cases that a test looks at. The kernels o
 operations' table that are not named here are cases, too.
 """
 
+import math
+
 import ml_dtypes
 import numpy as np
 
@@ -24,6 +26,7 @@ from numba_symm.collectives.kernels import (
     direct_exchange,
     direct_reduce,
     direct_shards,
+    epilogue,
     expert_combine,
     expert_dispatch,
     mailed_combine,
@@ -39,6 +42,8 @@ from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
 from numba_symm.collectives.wires import WIRES as CODES
+from numba_symm.device import runs
+from numba_symm.dtypes import UserEpilogue
 from numba_symm.waits import BARRIER
 from tests.kernels import bound_kernels, named
 
@@ -89,12 +94,42 @@ ALGORITHMS = {
     "encode": lambda n, e, op: coded_sum.encode_kernel(n, CODES[op], e, False),
     "add": lambda n, e, op: coded_sum.add_kernel(n, CODES[op], n),
     "decode": lambda n, e, op: coded_sum.decode_kernel(n, CODES[op], e, True),
+    "apply": lambda n, e, op: epilogue.kernel(n, *EPILOGUES[op](e), False, False),
     "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
     "combine": lambda n, e, op: expert_combine.kernel(n, e),
     "stage": lambda n, e, op: expert_combine.stage_kernel(n, e, False),
     "stage_weighted": lambda n, e, op: expert_combine.stage_kernel(n, e, True),
     "mailed": lambda n, e, op: mailed_combine.kernel(n, e, n > 2),
     "store_copied": lambda n, e, op: copied_reductions.store_kernel(n, e, False),
+}
+
+
+def squared(value, residual, weight):
+    return (value + residual) * (value + residual)
+
+
+def normalize(value, total, residual, weight):
+    return (value + residual) * weight / np.float32(math.sqrt(total))
+
+
+def affine(value, factor, offset):
+    return value * factor + offset
+
+
+def epilogues_of(made):
+    """Return what makes the constants of an epilogue's kernel."""
+
+    def make(kind):
+        others = runs.Operand(kind, runs.EACH), runs.Operand(FLOAT32, runs.COLUMNS)
+        return made, kind, kind, others
+
+    return make
+
+
+FLOAT32 = dtypes.element("float32", "test")
+EPILOGUES = {
+    "affine": epilogues_of(UserEpilogue(affine)),
+    "norm": epilogues_of(UserEpilogue(normalize, squared)),
 }
 SPILLS = {("chunked", 8), ("reduce_signalled", 8), ("relayed_marked", 8)}
 SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
@@ -183,7 +218,8 @@ EXPERTS = [*DISPATCHES, *COMBINES, *STAGES, *MAILED]
 COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *HANDSHAKES, *MESSAGES]
 CODED = [(name, 4, "float32", "int8") for name in ("encode", "add", "decode")]
 CODED += [(name, 8, "bfloat16", "fp8") for name in ("encode", "add", "decode")]
-COLLECTIVE += EXPERTS + CODED
+FINISHED = [("apply", 2, "float32", "affine"), ("apply", 2, "bfloat16", "norm")]
+COLLECTIVE += EXPERTS + CODED + FINISHED
 GAPS = [("pack", 2), ("pack", 3)]
 DIGEST = ("digest", 2)
 OWN = ("counted_copy", 2)

@@ -42,8 +42,8 @@ def make_convert(source: Element, target: Element, op: Op, size: int) -> Any:
         return finish
 
     one = make_conversion(source, target, op, size)
-    load_one, _ = make_access(source)
-    _, store_one = make_access(target)
+    load_one, _ = make_access(source.itemsize)
+    _, store_one = make_access(target.itemsize)
     read, written = source.itemsize, target.itemsize
 
     def convert(grid: int, given: int, result: int, count: int) -> None:

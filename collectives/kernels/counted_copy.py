@@ -9,7 +9,6 @@ from typing import Any
 
 from numba.cuda import types
 
-from numba_symm import dtypes
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.credit import ABSENT, Message, read_span
 from numba_symm.collectives.protocols.workspace import THREADS, sync_block_or
@@ -19,7 +18,7 @@ from numba_symm.kernels import Kernel, Launch
 
 def make_counted_copy(size: int, width: int) -> Any:
     """Return the kernel for words of ``width`` bytes."""
-    load, store = lanes.make_access(dtypes.element(f"uint{8 * width}", "counted_copy"))
+    load, store = lanes.make_access(width)
 
     def counted_copy(
         guard: Any,

@@ -14,7 +14,6 @@ from typing import Any
 
 from numba.cuda import types
 
-from numba_symm import dtypes
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics, lanes
@@ -71,7 +70,7 @@ def make_pack(axes: int) -> Any:
 
 def _access(word: int) -> Any:
     """Return device functions that load and store a word."""
-    return lanes.make_access(dtypes.element(f"uint{8 * word}", "pack"))
+    return lanes.make_access(word)
 
 
 @functools.cache

@@ -100,6 +100,7 @@ class Layout:
     two_shot_marked: Region
     chunked: Region
     lengths: Region
+    partials: Region
     transfer: Region
     copied: Region
     nbytes: int
@@ -276,6 +277,11 @@ def channels(size: int, requests: bool) -> Channels:
     return Channels(HELD, tiles, 1, epochs, flags, credits_at, slots, lengths, end)
 
 
+def partial_bytes() -> int:
+    """Return the bytes of the partial sums of a block's threads (``finishing.py``)."""
+    return 8 * THREADS
+
+
 @functools.cache
 def layout(size: int) -> Layout:
     """Return the layout for ``size`` ranks."""
@@ -291,6 +297,7 @@ def layout(size: int) -> Layout:
         **{f"two_shot_{name}": taken(each, 2) for name, each in TWO_SHOT.items()},
         "chunked": taken(CHUNKED, 2),
         "lengths": 8 * (size - 1) * channels_of(size) * most_messages(size, True),
+        "partials": MOST_BLOCKS * 2 * partial_bytes(),
     }
     regions: dict[str, Any] = {}
     end = _LINE * _MARKS

@@ -229,6 +229,7 @@ def kernel_ptx(
     args: tuple[Any, ...],
     cc: tuple[int, int],
     bounds: tuple[int, int],
+    rounds_each: bool = False,
 ) -> str:
     """Return the PTX of a kernel.
 
@@ -237,9 +238,11 @@ def kernel_ptx(
         args: Numba's types.
         cc: the compute capability.
         bounds: the most threads of a block, and the fewest blocks of a multiprocessor.
+        rounds_each: whether no product and sum are contracted to one operation.
     """
     library = _compiled(function, args, types.void, bounds).library
-    unit = nvvm.CompilationUnit({"opt": 3, "arch": nvrtc.get_arch_option(*cc)})
+    options = {"opt": 3, "arch": nvrtc.get_arch_option(*cc)}
+    unit = nvvm.CompilationUnit(options | ({"fma": 0} if rounds_each else {}))
     # Each once, after all that call it: NVVM drops what no module before it calls.
     for module in reversed(dict.fromkeys(reversed(library.modules))):
         unit.add_module(models.text_of(module))

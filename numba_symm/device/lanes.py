@@ -114,29 +114,39 @@ def make_conversion(
         op: the operator that is finished; "sum" only converts.
         size: the number of ranks, by which an average divides.
     """
-    number = _number_of(source)
+    number, bits_of = number_of(source), make_bits(target, op, size)
+
+    @device_function
+    def convert(bits: int) -> Any:
+        return bits_of(number(bits))
+
+    return convert
+
+
+def make_bits(target: Element, op: Op, size: int) -> Callable[[Any], Any]:
+    """Return a device function from a number to an element's bits.
+
+    The arguments are those of :func:`make_conversion`.
+    """
     arithmetic = make_arithmetic(target, op, size)
     if not target.narrow:
         _, pack, _ = _single(target, arithmetic)
-
-        @device_function
-        def convert(bits: int) -> Any:
-            return pack(number(bits))
-
-        return convert
+        return pack
 
     _, pack_two, _ = _two_narrow(target, arithmetic)
 
     @device_function
-    def convert_narrow(bits: int) -> Any:
-        value = number(bits)
+    def bits_of_narrow(value: Any) -> Any:
         return pack_two((value, value)) & 0xFF
 
-    return convert_narrow
+    return bits_of_narrow
 
 
-def _number_of(element: Element) -> Callable[[int], Any]:
-    """Return the device function from an element's bits to its number."""
+def number_of(element: Element) -> Callable[[int], Any]:
+    """Return a device function from an element's bits to its number.
+
+    The number is of the accumulation type. The element has at most 8 bytes.
+    """
     if not element.narrow:
         return CODECS[element.name][0]
     widen = NARROW[element.name].widen
@@ -148,9 +158,9 @@ def _number_of(element: Element) -> Callable[[int], Any]:
     return number
 
 
-def make_access(element: Element) -> tuple[Any, Any]:
-    """Return the instructions that load and store an element of at most 8 bytes."""
-    return _ACCESS[element.itemsize]
+def make_access(nbytes: int) -> tuple[Any, Any]:
+    """Return the instructions that load and store 1, 2, 4 or 8 bytes."""
+    return _ACCESS[nbytes]
 
 
 def _words(op: str) -> _Parts:

@@ -3,6 +3,7 @@
 import numpy as np
 
 from explore.coding import sums_by_codes
+from explore.finishing import epilogues
 from explore.scenarios import (
     a_count,
     messages_with_gaps,
@@ -131,6 +132,7 @@ SCENARIOS = [
     marks,
     reductions_of_shards,
     sums_by_codes,
+    epilogues,
     *CALLS.values(),
     calls_by_copies,
     calls_of_experts,

@@ -12,6 +12,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 LAZY = {
     ("", "sharing"): "few programs share arrays",
     ("collectives.binder", "collectives.kernels.counted_copy"): "few have such counts",
+    ("collectives.calls", "collectives.epilogues"): "few have an epilogue",
     ("collectives.calls", "collectives.wires"): "few sum by codes",
     ("collectives.communicator", "collectives.counted_forms"): "few have such counts",
     ("collectives.communicator", "collectives.equality"): "few compare their arrays",
@@ -95,6 +96,7 @@ SEAM += ("device.ptx_views", "kernels", "simulator")
 
 PUBLIC = ("numba", "numba.cuda", "numba.cuda.types")
 INSIDES = {
+    ("collectives.epilogues", "numba.core.errors"): "a user's function cannot compile",
     ("collectives.operations", "numba.core.errors"): "a user's operator cannot compile",
     ("environment", "numba.core.config"): "whether this is the simulator",
     ("numba_arrays", "numba.cuda.cudadrv.devicearray"): "arrays, not the compiler",

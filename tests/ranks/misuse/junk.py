@@ -71,9 +71,15 @@ def valid(comm, world):
     given |= dict.fromkeys(["size", "local_size"], 1)
     given |= {"sources": (0,), "destinations": None, "requests": False}
     given |= {"shape": 8, "dtype": "f4", "op": "sum", "x": x, "array": x, "out": y}
+    given |= {"epilogue": abs_of, "args": (1.0,), "row_sum": None}
     given |= {"exchange": ns.StoreExchange(world, "junk"), "fd": 2}
     given |= {"ptr": comm.rendezvous(x).buffer_ptrs[0], "nbytes": 8, "comm": world}
     return given | {"event": recorded(), "end": recorded(), "opens": 1 << 20}
+
+
+def abs_of(value, other):
+    """Return a result of an epilogue."""
+    return abs(value) + other
 
 
 def recorded():

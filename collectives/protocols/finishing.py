@@ -1,0 +1,335 @@
+"""Epilogues on the GPU: a user's functions, applied to a run of reduced elements.
+
+All kernels that apply an epilogue use these functions, and Numba compiles them without
+contracting products and sums (``Kernel.rounds_each``). So their results have the same
+bits, whichever kernel it is.
+
+A run is of a vector of the reduced array (``device/runs.py``). A row begins with a run.
+The order of a row's sum: thread *t* of a block adds the terms of the runs *t*, *t* +
+``THREADS`` and so on, element by element. Then each thread adds the sums of all threads
+in ``CHAINS`` chains, and those pairwise.
+
+Who writes what before whom: a thread stores its sum in its rank's own workspace, and
+the block synchronizes. Then all threads load all of them. Two such rooms take turns.
+So a thread stores into a room again only after a synchronization that follows all loads
+from it. No other block or rank accesses a block's rooms.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, partial_bytes
+from numba_symm.device import runs
+from numba_symm.device.intrinsics import (
+    device_function,
+    ld_v2_u64,
+    st_u64,
+    word_of,
+)
+from numba_symm.device.lanes import make_bits, number_of
+from numba_symm.device.runs import EACH, PLACES, Operand
+from numba_symm.dtypes import Element, UserEpilogue
+from numba_symm.environment import SIMULATED
+
+CHAINS = 4
+"""Chains of additions of the sums of a block's threads."""
+
+
+class Finish(NamedTuple):
+    """The device functions of an epilogue.
+
+    ``held`` is a local array of ``words`` words. ``here`` is how many elements of the
+    run exist, if it may be ragged.
+
+    Attributes:
+        words: of a run of the reduced array, and of the operands.
+        written: words of a run of the result.
+        load: ``(held, address, index, here)`` loads the reduced elements.
+        gather: ``(held, operands, place, here)`` loads what the operands have for a
+            run. ``operands`` are their addresses or bits, and ``place`` is ``(index,
+            row, column, 0)`` of its first element.
+        add_terms: ``(held, total, here)`` returns the total plus the run's terms.
+        apply: ``(held, total, out, here)`` computes the results of a run.
+        store: ``(out, address, index, here)`` stores them.
+    """
+
+    words: int
+    written: int
+    load: Callable[..., None]
+    gather: Callable[..., None]
+    add_terms: Callable[..., Any]
+    apply: Callable[..., None]
+    store: Callable[..., None]
+
+
+class Work(NamedTuple):
+    """What an epilogue is to do.
+
+    Attributes:
+        epilogue: the user's functions.
+        source: the type of reduced elements.
+        target: that of results.
+        operands: what the functions take besides.
+        words: their addresses, or the bits of numbers.
+        rows: the number of rows; 1, if nothing depends on rows.
+        columns: elements of a row.
+    """
+
+    epilogue: UserEpilogue
+    source: Element
+    target: Element
+    operands: tuple[Operand, ...]
+    words: tuple[int, ...]
+    rows: int
+    columns: int
+
+    @property
+    def runs(self) -> int:
+        """The number of runs of a row."""
+        return workspace.divide_up(self.columns, self.source.lanes)
+
+    def is_ragged(self, given: int, result: int) -> bool:
+        """Return whether runs may be off multiples of their bytes, or not be whole.
+
+        Args:
+            given: the address of the reduced elements.
+            result: that of the results.
+        """
+        lanes = self.source.lanes
+        if self.columns % lanes:
+            return True
+        found = [
+            (Operand(self.source, EACH), given),
+            (Operand(self.target, EACH), result),
+        ]
+        found += zip(self.operands, self.words, strict=True)
+        return any(
+            word % min(VECTOR, operand.nbytes(lanes))
+            for operand, word in found
+            if operand.has_runs
+        )
+
+
+def offsets(source: Element, operands: tuple[Operand, ...]) -> list[int]:
+    """Return where the words of each operand begin in ``held``, and where all end."""
+    found = [Operand(source, EACH).words(source.lanes)]
+    for operand in operands:
+        found.append(found[-1] + operand.words(source.lanes))
+    return found
+
+
+def make_gather(
+    operands: tuple[Operand, ...], lanes: int, ragged: bool, at: list[int], k: int = 0
+) -> Callable[..., None]:
+    """Return ``Finish.gather`` for the operands from ``k`` on."""
+    if k == len(operands):
+
+        @device_function
+        def nothing(held: Any, given: Any, place: Any, here: int) -> None:
+            pass
+
+        return nothing
+    fill = runs.make_fill(operands[k], lanes, ragged, at[k])
+    which = PLACES[operands[k].along]
+    others = make_gather(operands, lanes, ragged, at, k + 1)
+
+    @device_function
+    def gather(held: Any, given: Any, place: Any, here: int) -> None:
+        fill(held, given[k], place[which], here)
+        others(held, given, place, here)
+
+    return gather
+
+
+def make_values(
+    operands: tuple[Operand, ...], at: list[int], k: int = 0
+) -> Callable[[Any, int], Any]:
+    """Return a device function: ``(held, i)`` returns the operands of an element."""
+    if k == len(operands):
+
+        @device_function
+        def nothing(held: Any, i: int) -> Any:
+            return ()
+
+        return nothing
+    fetch = runs.make_fetch(operands[k], at[k])
+    others = make_values(operands, at, k + 1)
+
+    @device_function
+    def values(held: Any, i: int) -> Any:
+        return (fetch(held, i), *others(held, i))
+
+    return values
+
+
+def make_converted(function: Any, kind: Any) -> Callable[[Any], Any]:
+    """Return a device function: ``(arguments)`` calls the user's with a tuple.
+
+    It converts the result to ``kind``, as that of an operator.
+    """
+    if SIMULATED:
+
+        def converted(arguments: Any) -> Any:
+            result = function(*arguments)
+            if type(result) is kind:
+                return result
+            return np.asarray(result).astype(kind)[()]
+
+        return converted
+    inlined = device_function(function)
+
+    @device_function
+    def called(arguments: Any) -> Any:
+        return kind(inlined(*arguments))
+
+    return called
+
+
+@functools.cache
+def make_finish(
+    epilogue: UserEpilogue,
+    source: Element,
+    target: Element,
+    operands: tuple[Operand, ...],
+    ragged: bool,
+) -> Finish:
+    """Return the device functions.
+
+    Args:
+        epilogue: the user's functions.
+        source: the type of reduced elements.
+        target: that of results.
+        operands: what the functions take besides.
+        ragged: whether arrays may be off 16-byte boundaries, or rows end within a run.
+    """
+    lanes, own = source.lanes, Operand(source, EACH)
+    *at, words = offsets(source, operands)
+    fetch = runs.make_fetch(own, 0)
+    values = make_values(operands, at)
+    result = runs.make_result(target, lanes, ragged)
+    return Finish(
+        words,
+        result.words,
+        runs.make_fill(own, lanes, ragged, 0),
+        make_gather(operands, lanes, ragged, at),
+        make_add_terms(epilogue, source, ragged, fetch, values),
+        make_apply(epilogue, source, target, ragged, fetch, values),
+        result.store,
+    )
+
+
+def make_add_terms(
+    epilogue: UserEpilogue, source: Element, ragged: bool, fetch: Any, values: Any
+) -> Callable[..., Any]:
+    """Return ``Finish.add_terms``."""
+    lanes, kind = source.lanes, source.accumulate.type
+    if epilogue.row_sum is None:
+
+        @device_function
+        def without(held: Any, total: Any, here: int) -> Any:
+            return total
+
+        return without
+    term = make_converted(epilogue.row_sum, kind)
+
+    @device_function
+    def add_terms(held: Any, total: Any, here: int) -> Any:
+        for i in range(lanes):
+            if not ragged or i < here:
+                total = kind(total + term((fetch(held, i), *values(held, i))))
+        return total
+
+    return add_terms
+
+
+def make_apply(
+    epilogue: UserEpilogue,
+    source: Element,
+    target: Element,
+    ragged: bool,
+    fetch: Any,
+    values: Any,
+) -> Callable[..., None]:
+    """Return ``Finish.apply``."""
+    result = runs.make_result(target, source.lanes, ragged)
+    last = make_converted(epilogue.function, target.accumulate.type)
+    bits, in_word = result.bits, result.in_word
+    words, width = result.words, 8 * target.itemsize
+    by_row = epilogue.row_sum is not None
+
+    if by_row:
+
+        @device_function
+        def value(held: Any, total: Any, i: int) -> Any:
+            return last((fetch(held, i), total, *values(held, i)))
+
+    else:
+
+        @device_function
+        def value(held: Any, total: Any, i: int) -> Any:
+            return last((fetch(held, i), *values(held, i)))
+
+    if target.itemsize == 16:
+
+        @device_function
+        def apply_pairs(held: Any, total: Any, out: Any, here: int) -> None:
+            for i in range(words // 2):
+                if not ragged or i < here:
+                    out[2 * i], out[2 * i + 1] = bits(value(held, total, i))
+
+        return apply_pairs
+
+    @device_function
+    def apply(held: Any, total: Any, out: Any, here: int) -> None:
+        for k in range(words):
+            word = 0
+            for i in range(in_word):
+                if not ragged or k * in_word + i < here:
+                    found = bits(value(held, total, k * in_word + i))
+                    word |= word_of(found) << width * i
+            out[k] = word_of(word)
+
+    return apply
+
+
+@functools.cache
+def make_row_sum(
+    source: Element, partials: int
+) -> Callable[[int, int, int, int, Any], Any]:
+    """Return a device function that adds the sums of a block's threads.
+
+    All threads of the block call it together: ``(own, block, parity, thread, mine)``,
+    with the room ``parity``, 0 or 1, in turn.
+
+    Args:
+        source: the type of reduced elements, whose accumulation type the sums have.
+        partials: where the rooms begin in the workspace.
+    """
+    kind, room = source.accumulate.type, partial_bytes()
+    of_sums = Element(source.accumulate, source.accumulate)
+    bits, number = make_bits(of_sums, "sum", 1), number_of(of_sums)
+    mask = (1 << 8 * of_sums.itemsize) - 1 if of_sums.itemsize < 8 else -1
+
+    @device_function
+    def row_sum(own: int, block: int, parity: int, thread: int, mine: Any) -> Any:
+        at = own + partials + (2 * block + parity) * room
+        st_u64(at + 8 * thread, word_of(bits(mine)))
+        # Orders the sums of all threads before the loads. It also orders the loads from
+        # the other room before the next row's sums, which are stored there.
+        workspace.sync_block()  # explore: partials
+        a, b, c, d = kind(0), kind(0), kind(0), kind(0)
+        for first in range(0, THREADS, CHAINS):
+            low, high = ld_v2_u64(at + 8 * first)
+            a = kind(a + number(low & mask))
+            b = kind(b + number(high & mask))
+            if first + 2 < THREADS:  # a constant; the explorer's blocks are smaller
+                low, high = ld_v2_u64(at + 8 * first + VECTOR)
+                c = kind(c + number(low & mask))
+                d = kind(d + number(high & mask))
+        return kind(kind(a + b) + kind(c + d))
+
+    return row_sum

@@ -1,0 +1,67 @@
+"""Scenarios of the kernels that apply an epilogue to an array of their own rank."""
+
+import numpy as np
+
+from explore.scenarios import some_blocks
+from explore.world import World, add
+from numba_symm import dtypes
+from numba_symm.dtypes import UserEpilogue
+from tests.finished import finished
+
+FLOAT32 = dtypes.element("float32", "test")
+COLUMNS = 12  # three runs: blocks of the explorer have two threads
+
+
+def plus(value, other):
+    return value + other
+
+
+def square(value, other):
+    return (value + other) * (value + other)
+
+
+def share(value, total, other):
+    return (value + other) / total
+
+
+ELEMENTS, ROWS = UserEpilogue(plus), UserEpilogue(share, square)
+
+
+def epilogues(code, failed=False, kinds=(ELEMENTS, ROWS)):
+    """Each rank applies epilogues of these kinds to rows, one after another.
+
+    Then it does so again, with other rows. If ``failed``, the ranks have failed before,
+    and store no result.
+    """
+
+    def scenario(machine):
+        world = World(machine, code, blocks=some_blocks(machine, code))
+        for workspace in world.workspaces if failed else ():
+            for mark in range(8):
+                world.memory.plant(workspace + 128 * mark, 4, 1)
+        for kind in 2 * tuple(kinds):
+            one(world, kind)
+        world.run()
+
+    def one(world, kind):
+        rows = world.random.choice([1, 4])
+        draw = np.random.default_rng(world.random.randrange(99))
+        shape, nbytes = (rows, COLUMNS), 4 * rows * COLUMNS
+        given, other = draw.standard_normal((2, *shape)).astype(np.float32)
+        sizes = kind.function, kind.row_sum, (other,), world.code.shape.threads
+        total = finished(given, np.float32, *sizes).ravel().view(np.uint64).tolist()
+        arrays, others = world.map("reduced", nbytes), world.map("other", nbytes)
+        outputs = world.map("output", nbytes, 0)
+        runs, finishing = code.runs, code.finishing
+        operand = runs.Operand(FLOAT32, runs.EACH)
+        for rank, end in enumerate(world.ends):
+            for address, host in ((arrays[rank], given), (others[rank], other)):
+                for i, word in enumerate(host.ravel().view(np.int64).tolist()):
+                    world.memory.plant(address + 8 * i, 8, word)
+            both = kind, FLOAT32, FLOAT32, (operand,), (others[rank],)
+            work = finishing.Work(*both, *shape)
+            launch = code.epilogue.bind(end, work, arrays[rank], outputs[rank])
+            add(launch, world.streams[rank])
+            world.expect(outputs[rank], [0] * len(total) if failed else total)
+
+    return scenario

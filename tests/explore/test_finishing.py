@@ -1,0 +1,34 @@
+"""The kernels of epilogues, and broken variants."""
+
+import pytest
+
+from explore.finishing import ELEMENTS, ROWS, epilogues
+from explore.markers import removed, replaced
+from explore.scenarios import breaks, holds
+from explore.source import device_code
+
+NO_CHECK = {ELEMENTS: removed("epilogue", "failed")}
+NO_CHECK[ROWS] = replaced("epilogue", "failed-rows", "failed = False")
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["works", "has failed"])
+def test_epilogues_hold(failed):
+    holds(epilogues(device_code(), failed), 2, 10)
+
+
+@pytest.mark.parametrize("kind", [ELEMENTS, ROWS], ids=["elements", "rows"])
+def test_a_rank_that_stores_a_result_after_a_failure_is_found(kind):
+    code = device_code(NO_CHECK[kind])
+    breaks(epilogues(code, failed=True, kinds=[kind]), 2)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        removed("finishing", "partials"),
+        replaced("epilogue", "parity", "parity = 0"),
+    ],
+    ids=["no synchronization", "one room"],
+)
+def test_sums_of_rows_that_threads_do_not_wait_for_are_found(edit):
+    breaks(epilogues(device_code(edit), kinds=[ROWS]), 2)
