@@ -203,7 +203,7 @@ def _most(exchange: ExchangeStep) -> tuple[int, int]:
 
 SHARDED = ("reduce_scatter", "all_gather", "all_to_all")
 
-_LIKE = {"scan": "reduce"}
+_LIKE = {"scan": "reduce", "all_to_all": "all_gather"}
 """By operation without a recorded run, another one, of about as many bytes."""
 
 

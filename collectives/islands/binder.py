@@ -5,7 +5,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from numba_symm.collectives.binder import Binder, Placing
-from numba_symm.collectives.islands import moves, own, reductions, scans, scatters
+from numba_symm.collectives.islands import (
+    exchanges,
+    gathers,
+    moves,
+    own,
+    reductions,
+    scans,
+    scatters,
+)
 from numba_symm.collectives.islands.site import Site
 from numba_symm.collectives.operations import OPERATIONS, Operation
 from numba_symm.collectives.protocols.binding import Call, Enqueue, Series
@@ -24,8 +32,8 @@ STEPS: dict[str, Callable[[Site, Call], list[Enqueue]]] = {
         for each in OPERATIONS.values()
         if each.exchange.output.scans
     },
-    "all_gather": moves.all_gather,
-    "all_to_all": moves.all_to_all,
+    "all_gather": gathers.all_gather,
+    "all_to_all": exchanges.all_to_all,
     "broadcast": moves.broadcast,
 }
 """By operation, the function that returns the steps of a call."""

@@ -1,10 +1,9 @@
-"""Collectives that move data between several islands.
+"""Broadcasts, messages and barriers between several islands.
 
 What every rank of an island needs crosses the network once for that island, along a
 rail. The island's own kernels send it on to the other ranks.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,142 +13,19 @@ from numba_symm.collectives.islands.pipeline import (
     Parcels,
     Stages,
     in_shards,
-    joined,
     overlapped,
     several,
 )
 from numba_symm.collectives.islands.site import (
-    ALIGNED,
     Site,
     StagingRanges,
     of_island,
     parcels,
 )
-from numba_symm.collectives.operations import ALL_GATHER
 from numba_symm.collectives.protocols.binding import Call, Enqueue
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.engines.protocol import Parcel
-
-
-def all_gather(site: Site, call: Call) -> list[Enqueue]:
-    """Return the steps of an all-gather."""
-    nbytes, slots = call.nbytes, rails.slots(len(site.parts))
-    if site.even and site.along_rails(nbytes):
-        staged = (slots + site.size) * nbytes + 2 * ALIGNED
-        if staged <= site.sizes.half:
-            return _gathered_along_rails(site, call)
-    elif site.islands.places.consecutive and site.along_rails(site.largest * nbytes):
-        return _gathered_by_islands(site, call)
-
-    def at(rank: int) -> int:
-        return call.target + rank * nbytes
-
-    m, index, local, mine = len(site.parts), site.index, site.local, len(site.mine)
-    count, element = call.count, call.element
-    exchanges: list[Parcels] = []
-    last: list[list[Enqueue]] = []
-    apart = (
-        nbytes >= site.sizes.chunk and m > 2
-    )  # an exchange with one island after another
-    inner = site.beside if apart else site
-    for d in range(1, m):
-        to, source = site.parts[(index + d) % m], site.parts[(index - d) % m]
-        sends = [Parcel(to[local % len(to)], at(site.rank), nbytes)]
-        receives = [
-            Parcel(rank, at(rank), nbytes)
-            for number, rank in enumerate(source)
-            if number % mine == local
-        ]
-        exchanges.append((sends, receives))
-        last.append(inner.spread_all(call.target, source, count, element))
-    if not apart:
-        exchanges = [joined(exchanges)]
-        if together := _together(site, nbytes):
-            steps = site.copy(at(site.rank), call.source, nbytes)
-            steps += site.between("all_gather", *exchanges[0])
-            return steps + _spread_together(site, call, together)
-        last = [list(itertools.chain(*last))]
-    chunks = [
-        Stages([[], work], [each]) for each, work in zip(exchanges, last, strict=True)
-    ]
-    chunks[0].work[0].extend(site.copy(at(site.rank), call.source, nbytes))
-    own = site.beside.spread_all(call.target, site.mine, count, element)
-    return overlapped(site, "all_gather", [*chunks, Stages([own], [])])
-
-
-def _gathered_along_rails(site: Site, call: Call) -> list[Enqueue]:
-    """Return the steps of a small all-gather: along the rails, then in each island."""
-    m, mine, nbytes = len(site.parts), len(site.mine), call.nbytes
-    staging = StagingRanges(site)
-    slots = staging.take(rails.slots(m) * nbytes)
-    steps = site.copy(slots + site.index * nbytes, call.source, nbytes)
-    steps += rails.gathered(site, "all_gather", slots, nbytes)
-    if mine == 1:
-        return steps + site.copy(call.target, slots, m * nbytes)
-    whole = staging.take(mine * m * nbytes)
-    step = Call(slots, whole, m * call.count, call.element, "sum")
-    # By the ranks of an island, and then by islands.
-    shape, apart = (mine, m, nbytes), (nbytes, mine * nbytes)
-    spread = site.packed(whole, call.target, shape, apart, packing=False)
-    return [*steps, site.within(ALL_GATHER, step), *spread]
-
-
-def _gathered_by_islands(site: Site, call: Call) -> list[Enqueue]:
-    """Return the steps of a small all-gather between islands of different sizes.
-
-    Each island gathers its own arrays, and then all of them cross along every rail.
-    """
-    m, nbytes = len(site.parts), call.nbytes
-    stride = divide_up(site.largest * nbytes, VECTOR) * VECTOR
-    slots = StagingRanges(site).take(rails.slots(m) * stride)
-    own = slots + site.index * stride
-    inner = Call(call.source, own, call.count, call.element, "sum")
-    steps = [site.within(ALL_GATHER, inner)]
-    steps += rails.gathered(site, "all_gather", slots, stride)
-    island, first = 0, 0
-    for size, equal in itertools.groupby(map(len, site.parts)):
-        number = len([*equal])
-        at, slot = call.target + first * nbytes, slots + island * stride
-        steps += site.packed(at, slot, (number, size * nbytes), (stride,))
-        island, first = island + number, first + number * size
-    return steps
-
-
-_FEWEST = 4
-"""Islands whose arrays are distributed together, by three launches, at least."""
-
-
-def _together(site: Site, nbytes: int) -> int:
-    """Return of how many islands the arrays are distributed together; 0: of one."""
-    if not (site.by_rails and site.even and len(site.mine) > 1 and nbytes):
-        return 0
-    number = (site.sizes.half - 2 * ALIGNED) // ((len(site.mine) + 1) * nbytes)
-    return min(number, len(site.parts)) if number >= _FEWEST else 0
-
-
-def _spread_together(site: Site, call: Call, number: int) -> list[Enqueue]:
-    """Return the steps by which an island gathers what has crossed along its rails.
-
-    The arrays of several islands are copied next to each other, so that one all-gather
-    distributes them. So the number of launches grows with the bytes, not the islands.
-    """
-    m, mine, nbytes = len(site.parts), len(site.mine), call.nbytes
-    steps = list[Enqueue]()
-    staging = StagingRanges(site)
-    own = staging.take(number * nbytes)
-    whole = staging.take(number * mine * nbytes)
-    for island in range(0, m, number):
-        islands = min(number, m - island)
-        target = call.target + island * mine * nbytes
-        rail, apart = target + site.local * nbytes, mine * nbytes
-        steps += site.packed(own, rail, (islands, nbytes), (apart,))
-        inner = Call(own, whole, islands * call.count, call.element, "sum")
-        steps.append(site.within(ALL_GATHER, inner))
-        # By the ranks of an island, and then by islands.
-        shape = mine, islands, nbytes
-        steps += site.packed(whole, target, shape, (nbytes, apart), packing=False)
-    return steps
 
 
 def broadcast(site: Site, call: Call) -> list[Enqueue]:
@@ -370,58 +246,6 @@ def _in_parts(site: Site, chunks: "Sequence[_Crossing]") -> list[Enqueue]:
         sends = [each for peer in others for each in parcels_of(peer, range(1))]
     steps += site.between("broadcast", sends, receives)
     return steps + [step for chunk in chunks for step in chunk.last()]
-
-
-def all_to_all(site: Site, call: Call) -> list[Enqueue]:
-    """Return the steps of an all-to-all, which is made of messages."""
-    if call.source != call.target:
-        return _exchanged(site, call)
-    # In place: what arrives waits in the staging memory. Each batch has pairs of ranks
-    # whose numbers have certain sums, so that both send what the other one replaces.
-    steps: list[Enqueue] = []
-    size, width, half = site.size, call.element.itemsize, site.sizes.half
-    most = min(call.count, half // width)
-    number = max(1, min(size, half // (most * width))) if most else 1
-    for first, count in site.chunks(call.count, most):
-        for batch in range(0, size, number):
-            sums = range(batch, min(size, batch + number))
-            steps += _replaced(site, call, first, count, sums)
-    return steps
-
-
-def _replaced(
-    site: Site, call: Call, first: int, count: int, sums: range
-) -> list[Enqueue]:
-    """Return the steps that exchange parts of shards in place.
-
-    Args:
-        site: this rank's site.
-        call: the call.
-        first: the first element of each part.
-        count: the number of elements of each.
-        sums: the sums of the two ranks' numbers, modulo the number of ranks.
-    """
-    size, nbytes = site.size, count * call.element.itemsize
-    start = call.source + first * call.element.itemsize
-    sends, receives, last = list[Message](), list[Message](), list[Enqueue]()
-    for number, each in enumerate(sums):
-        peer, at = (each - site.rank) % size, site.staging + number * nbytes
-        if peer != site.rank:
-            place = start + peer * call.nbytes
-            sends.append(Message(peer, place, nbytes))
-            receives.append(Message(peer, at, nbytes))
-            last += site.copy(place, at, nbytes)
-    return [*messages(site, sends, receives, "all_to_all"), *last]
-
-
-def _exchanged(site: Site, call: Call) -> list[Enqueue]:
-    """Return the steps that send each rank its shard, and receive that of each."""
-    nbytes, own = call.nbytes, site.rank * call.nbytes
-    others = [rank for rank in range(site.size) if rank != site.rank]
-    sends = [Message(rank, call.source + rank * nbytes, nbytes) for rank in others]
-    receives = [Message(rank, call.target + rank * nbytes, nbytes) for rank in others]
-    steps = site.copy(call.target + own, call.source + own, nbytes)
-    return steps + messages(site, sends, receives, "all_to_all")
 
 
 def messages(

@@ -31,7 +31,6 @@ class Stages(NamedTuple):
 
     Attributes:
         work: the steps before the first exchange, between two, and after the last one.
-            After the second exchange, they do not use the staging memory.
         exchanges: one fewer.
     """
 
@@ -39,41 +38,54 @@ class Stages(NamedTuple):
     exchanges: Sequence[Parcels]
 
 
-def overlapped(site: Site, what: str, chunks: Sequence[Stages]) -> list[Enqueue]:
+def overlapped(
+    site: Site, what: str, chunks: Sequence[Stages], last: int = 1
+) -> list[Enqueue]:
     """Return the steps of chunks, in which exchanges and work overlap.
 
     Args:
         site: this rank's site.
         what: the operation.
         chunks: the stages of each; all ranks have as many.
+        last: the number of the last work of a chunk that uses the staging memory. The
+            exchanges before it do, too.
     """
     steps: list[Enqueue] = []
-    for exchanges, work in ticks([len(chunk.exchanges) for chunk in chunks]):
+    for exchanges, work in ticks([len(chunk.exchanges) for chunk in chunks], last):
         sends, receives = joined([chunks[c].exchanges[n] for c, n in exchanges])
         beside = [step for c, n in work for step in chunks[c].work[n]]
         steps += site.between(what, sends, receives, beside)
     return steps
 
 
-def ticks(exchanges: Sequence[int]) -> list[tuple[list[ChunkStep], list[ChunkStep]]]:
+def ticks(
+    exchanges: Sequence[int], last: int = 1
+) -> list[tuple[list[ChunkStep], list[ChunkStep]]]:
     """Return the stages at each tick: what is one exchange, and the work beside it.
 
-    The first exchange of chunk c is at tick c, and its second one at tick c + 2. The
-    work between the two is at tick c + 1, beside the exchange of another chunk.
+    A chunk has an exchange at every second tick. The work between two is at the tick
+    between them, beside the exchange of another chunk. The first exchange of chunk c
+    is at tick c, if only the first exchange and the work after it use the staging
+    memory. Otherwise, a pair of chunks begins when both of the pair before have ended
+    their use, in the order of the chunks.
 
     Args:
         exchanges: of each chunk, how many it has.
+        last: the number of the last work that uses the staging memory.
     """
     found = []
-    last = max(c + 2 * number for c, number in enumerate(exchanges))
+    period = 2 * last  # ticks from a pair to the next
+    starts = [c // 2 * period + c % 2 for c in range(len(exchanges))]
     longest = 2 * max(exchanges)
-    for tick in range(-1, last):
+    ended = max(at + 2 * n for at, n in zip(starts, exchanges, strict=True))
+    for tick in range(-1, ended):
         exchanged: list[ChunkStep] = []
         work: list[ChunkStep] = []
         # There may be many chunks. The first may free what the last uses.
-        for c in range(max(0, tick - longest), min(len(exchanges), tick + 2)):
+        first = max(0, 2 * ((tick - longest) // period) - 1)
+        for c in range(first, min(len(exchanges), 2 * ((tick + 1) // period) + 2)):
             most = exchanges[c]
-            number, odd = divmod(tick + 1 - c, 2)
+            number, odd = divmod(tick + 1 - starts[c], 2)
             if not odd and 0 <= number <= most:
                 work.append((c, number))
             elif odd and 0 <= number < most:

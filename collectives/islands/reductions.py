@@ -11,7 +11,8 @@ So all ranks get the same bits, whatever the message's size. Chunks of a message
 through the staging memory one after another.
 """
 
-import functools
+from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from numba_symm.collectives.islands import rails
@@ -30,11 +31,8 @@ from numba_symm.collectives.islands.site import (
     StagingRanges,
     fitting,
 )
-from numba_symm.collectives.operations import (
-    ALL_REDUCE,
-    REDUCE,
-    REDUCE_SCATTER,
-)
+from numba_symm.collectives.islands.sizes import sent_by_digit
+from numba_symm.collectives.operations import ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from numba_symm.collectives.protocols.binding import Call, Enqueue
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
@@ -139,25 +137,39 @@ def _in_shards(site: Site, carried: Carried, root: int | None) -> list[Enqueue]:
     # the rank owns, it has the reduced shard and what other islands send. With a root,
     # it also has the result. Beside them it has the ends of all ranges.
     rooted = root is not None
-    for shards in (site.largest, site.smallest):
+    nbytes = call.count * carried.width
+    several_shards = (site.largest, site.smallest)
+    for shards in several_shards if nbytes > site.sizes.small else (1,):
         owned = divide_up(shards, site.smallest)
         lost = 4 * ALIGNED * (1 + owned) + 4 * VECTOR * m * owned
         if lost <= site.sizes.half // 4:
             break
-    pieces = (carried.element != call.element) + (2 + rooted) * owned / shards
-    unit = VECTOR * shards
-    most = fitting(site, pieces, carried.width, lost, unit)
-    most = several(call.count, shards, carried.width, most, site.sizes.chunk)
-    if call.count * carried.width <= site.sizes.small:
-        shards = 1
-    chunks = list(in_shards(site, call.count, most, shards))
-    if len(chunks) > 1:
+
+    def most(base: int) -> int:
+        copies = rails.rooms(m, base) / m or 2 + rooted
+        room = lost + VECTOR * rails.rooms(m, base) * owned
+        pieces = (carried.element != call.element) + copies * owned / shards
+        return fitting(site, pieces, carried.width, room, VECTOR * shards)
+
+    def chunks(base: int) -> int:
+        return divide_up(call.count, fits) if (fits := most(base)) else 0
+
+    base, shard = m, divide_up(nbytes, shards)
+    if not site.sizes.in_one_step(m, shard):
+        base = site.sizes.base(m, divide_up(shard, m), chunks, results=True)
+    fits = most(base)
+    if base >= m:
+        fits = several(call.count, shards, carried.width, fits, site.sizes.chunk)
+    bounds = list(in_shards(site, call.count, fits, shards))
+    if len(bounds) > 1:
         site = site.beside
     stages = [
-        _CrossingChunk(site, carried, root, number, *chunk).stages()
-        for number, chunk in enumerate(chunks)
+        _CrossingChunk(site, carried, root, base, number, *chunk).stages()
+        for number, chunk in enumerate(bounds)
     ]
-    return overlapped(site, "reduce" if rooted else "all_reduce", stages)
+    # By digits, all exchanges use the staging memory; otherwise the first one does.
+    last = 1 if base >= m else len(stages[0].exchanges)
+    return overlapped(site, "reduce" if rooted else "all_reduce", stages, last)
 
 
 class _CrossingChunk:
@@ -167,6 +179,7 @@ class _CrossingChunk:
         site: this rank's site.
         carried: the call.
         root: the rank that gets the result; None: all.
+        base: in which the owners exchange parts; see :func:`rails.exchanged`.
         number: the chunk's number.
         first: the chunk's first element.
         count: its number of elements.
@@ -178,6 +191,7 @@ class _CrossingChunk:
         site: Site,
         carried: Carried,
         root: int | None,
+        base: int,
         number: int,
         first: int,
         count: int,
@@ -192,6 +206,7 @@ class _CrossingChunk:
         self.shards = [_IslandShard(k, k * each, each) for k in range(shards)]
         # In the root's island, addresses of the shards' results for the root.
         self.results: dict[_IslandShard, int] = {}
+        self.base = base
         # The root owns the first shard of its island.
         self.shift = (-1, 0) if root is None else site.place_of(root)
 
@@ -212,34 +227,55 @@ class _CrossingChunk:
             wide = self.staging.take(self.count * carried.width)
         steps, source = site.widened(carried, self.source, wide, self.count)
         mine = [
-            shard
-            for shard in self.shards
-            if self.number(site.index, shard) == site.local
+            each for each in self.shards if self.owner(site.index, each) == site.rank
         ]
         count = self.shards[0].length
         m, width = len(site.parts), carried.width
+        if self.base < m:
+            owned = [_ByDigits(self, shard) for shard in mine]
+            return self._in_many_steps(steps + self._reduced(source, owned), owned)
         # A part is what one island's owner combines: the shard, or an m-th of it.
-        apart = m > 2 and m * count * width > site.sizes.one_step
+        apart = not site.sizes.in_one_step(m, count * width)
         lanes = carried.element.lanes
         part = divide_up(divide_up(count, m), lanes) * lanes if apart else count
         stride = divide_up(part * width, VECTOR) * VECTOR
-        rails = [
+        slots = [
             _Rail(self, shard, self.staging.take(m * stride), stride, part)
             for shard in mine
         ]
-        steps += self._reduced(source, rails)
-        first = joined([rail.first() for rail in rails])
-        combined = [step for rail in rails for step in rail.combined()]
+        steps += self._reduced(source, slots)
+        first = joined([rail.first() for rail in slots])
+        combined = [step for rail in slots for step in rail.combined()]
         last = self._distributed()
         if not apart:
             return Stages([steps, combined + last], [first])
-        second = joined([rail.second() for rail in rails])
+        second = joined([rail.second() for rail in slots])
         return Stages([steps, combined, last], [first, second])
 
-    def _reduced(self, source: int, rails: "list[_Rail]") -> list[Enqueue]:
+    def _in_many_steps(self, steps: list[Enqueue], owned: "list[_ByDigits]") -> Stages:
+        """Return the stages of an exchange by digits, and of results along the rails.
+
+        Args:
+            steps: the reduction of each shard to its owner.
+            owned: the shards that this rank owns; all ranks have as many exchanges.
+        """
+        m = len(self.site.parts)
+        number = len(sent_by_digit(m, self.base)) + rails.steps(m)
+        each = [shard.stages() for shard in owned]
+        exchanges = [joined([one.exchanges[n] for one in each]) for n in range(number)]
+        work = [
+            [step for one in each for step in one.work[n]] for n in range(number + 1)
+        ]
+        work[0][:0] = steps
+        work[-1].extend(self._distributed())
+        return Stages(work, exchanges)
+
+    def _reduced(
+        self, source: int, owned: "Sequence[_Rail | _ByDigits]"
+    ) -> list[Enqueue]:
         """Return the reduction of each shard, within the island, to its owner."""
         site, carried = self.site, self.carried
-        at = {rail.shard: rail.partial for rail in rails}
+        at = {each.shard: each.partial for each in owned}
         if self._in_order:
             (partial,) = at.values()
             count = self.shards[0].length
@@ -364,7 +400,7 @@ class _Rail:
         """Whether the root is in this rank's island."""
         return self.site.index == self.chunk.shift[0]
 
-    @functools.cached_property
+    @cached_property
     def result(self) -> int:
         """The address of the shard's result.
 
@@ -398,3 +434,66 @@ class _Rail:
         if self.chunk.root is not None and not self.at_root:
             return sends, []
         return sends, [parcel(j, peer) for j, peer in self.peers.items()]
+
+
+class _ByDigits:
+    """A shard on the rail of its owners, whose parts cross in several steps.
+
+    The owners exchange parts by :func:`rails.exchanged`. Each combines those for its
+    island, and the results are gathered along the rail, or collected for the root.
+
+    Args:
+        chunk: the chunk.
+        shard: the shard, which this rank owns.
+
+    Attributes:
+        partial: the address of the island's own result.
+    """
+
+    def __init__(self, chunk: _CrossingChunk, shard: _IslandShard):
+        self.chunk, self.shard = chunk, shard
+        site, carried = chunk.site, chunk.carried
+        m, lanes = len(site.parts), carried.element.lanes
+        self.part = divide_up(divide_up(shard.length, m), lanes) * lanes
+        self.stride = self.part * carried.width
+        number = rails.rooms(m, chunk.base)
+        self.partial = chunk.staging.take(number * self.stride)
+        # The results are stored in the second room and the third one, which are then
+        # free: the parts of all islands are in the first one.
+        self.results = self.partial + number // 3 * self.stride
+
+    def stages(self) -> Stages:
+        """Return the stages."""
+        chunk, (site, carried) = self.chunk, (self.chunk.site, self.chunk.carried)
+        m, index, root = len(site.parts), site.index, self.chunk.shift[0]
+        peers = [chunk.owner(island, self.shard) for island in range(m)]
+        parts = rails.Slots(self.partial, self.stride)
+        across = parts, self.stride, chunk.base, self.partial, parts
+        work, exchanges = rails.exchanged(site, peers, *across)
+        work, exchanges = [*work], [*exchanges]
+        itemsize = carried.call.element.itemsize
+        stride = self.part * itemsize
+        slot = index if chunk.root is None else rails.own_slot(site, root)
+        count = max(0, min(self.part, self.shard.length - index * self.part))
+        own = parts.of(index)
+        steps = site.combined(carried, self.partial, self.stride, index, m)
+        steps += site.finished(carried, own, self.results + slot * stride, count)
+        work[-1].extend(steps)
+        if chunk.root is None:
+            exchanges += rails.gathering(index, peers, self.results, stride)
+        else:
+            exchanges += rails.collecting(index, peers, self.results, stride, root)
+        work += [[] for _ in range(rails.steps(m))]
+        if chunk.root is None or index == root:
+            work[-1].extend(self._placed(stride, slot))
+        return Stages(work, exchanges)
+
+    def _placed(self, stride: int, slot: int) -> list[Enqueue]:
+        """Return the steps after the results of all parts have arrived."""
+        chunk, site = self.chunk, self.chunk.site
+        nbytes = self.shard.length * chunk.carried.call.element.itemsize
+        steps = rails.in_order(site, self.results, stride, slot)
+        if chunk.root in (None, site.rank):
+            return steps + site.copy(chunk.at(self.shard), self.results, nbytes)
+        chunk.results[self.shard] = self.results  # of which the root gets a message
+        return steps

@@ -1,6 +1,7 @@
 """Scans over several islands: each island reduces the ranks that a rank uses."""
 
 from numba_symm.collectives.islands import rails
+from numba_symm.collectives.islands.gaps import copied
 from numba_symm.collectives.islands.pipeline import Stages, overlapped, several
 from numba_symm.collectives.islands.site import (
     ALIGNED,
@@ -10,6 +11,7 @@ from numba_symm.collectives.islands.site import (
     fitting,
 )
 from numba_symm.collectives.operations import (
+    ALL_GATHER,
     ALL_REDUCE,
     REVERSE_SCAN,
     SCAN,
@@ -24,7 +26,11 @@ from numba_symm.engines.protocol import Parcel
 def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a scan."""
     carried, m = Carried(call), len(site.parts)
-    on_rails = site.by_rails and site.islands.places.consecutive
+    consecutive = site.islands.places.consecutive
+    on_rails = site.sizes.scans_by_rails(m, site.size - site.largest) and consecutive
+    if not consecutive and _all_cross(site, carried):
+        scan = _Scan(operation, site, carried, m)
+        return scan.of_all_ranks()
     # Besides the slots, the staging memory has three ranges of a chunk.
     slots = rails.slots(m) if on_rails else m + 1
     lost = 4 * ALIGNED + VECTOR * (slots + 3)
@@ -41,6 +47,19 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
         ]
     chunks = [scan.chunk(number, *chunk) for number, chunk in each]
     return overlapped(site, operation.name, chunks)
+
+
+def _all_cross(site: Site, carried: Carried) -> bool:
+    """Return whether every rank gets the inclusive scans of all ranks in their islands.
+
+    If an island's ranks are not consecutive, others use several of its scans.
+    """
+    m, sizes, nbytes = len(site.parts), site.sizes, carried.call.count * carried.width
+    stride = divide_up(nbytes, VECTOR) * VECTOR
+    slot = site.largest * stride
+    memory = rails.slots(m) * slot + (m + 3) * stride + 5 * ALIGNED
+    faster = sizes.whole_along_rails(m, nbytes, slot, direct=True)
+    return faster and memory <= sizes.half
 
 
 class _Scan:
@@ -130,6 +149,35 @@ class _Scan:
         islands = high + 1 - low
         used = slots + low * stride
         return steps + self._combined(used, stride, place, islands, target, count)
+
+    def of_all_ranks(self) -> list[Enqueue]:
+        """Return the steps in which all ranks get the scans of all ranks.
+
+        Each island gathers the inclusive scans of its ranks, and they cross along every
+        rail. A rank then combines those that it uses.
+        """
+        site, carried, call = self.site, self.carried, self.carried.call
+        m, count, order = len(site.parts), call.count, sorted(self.used)
+        staging, width = StagingRanges(site), carried.width
+        stride = divide_up(count * width, VECTOR) * VECTOR
+        slot = site.largest * stride
+        inclusive, slots = staging.take(stride), staging.take(rails.slots(m) * slot)
+        steps, wide = self._widened(staging, call.source, count)
+        step = carried.step(wide, inclusive, count)
+        steps.append(site.within(self.inclusive_scan, step))
+        own = slots + site.index * slot
+        step = carried.step(inclusive, own, stride // width)
+        steps.append(site.within(ALL_GATHER, step))
+        steps += rails.gathered(site, self.operation.name, slots, slot)
+        identity = self._identity(staging, call.source, count, steps)
+        if not order:
+            return steps + self._of_none(identity, call.target, count)
+        used = [
+            slots + j * slot + site.place_of(self.used[j])[1] * stride for j in order
+        ]
+        first = staging.take(len(order) * stride)
+        steps += copied(site, first, used, stride)
+        return steps + self._combined(first, stride, 0, len(order), call.target, count)
 
     def _widened(
         self, staging: StagingRanges, source: int, count: int

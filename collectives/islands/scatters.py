@@ -37,7 +37,8 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
         return _scatter_one_by_one(site, carried)
     wide = (carried.element != call.element) * len(site.mine)
     nbytes = (2 * m - 1 + wide) * padded(call.count * carried.width)
-    if m <= site.sizes.few and nbytes <= site.sizes.staging:
+    several = m <= site.sizes.few or call.count * carried.width >= site.sizes.chunk
+    if several and nbytes <= site.sizes.staging:
         return _scatter_by_islands(site, carried)
     return _scatter_packed(site, carried)
 
@@ -51,8 +52,9 @@ def _small(site: Site, carried: Carried) -> bool:
     """Return whether islands exchange all their results along the rails."""
     m, nbytes = len(site.parts), carried.call.count * carried.width
     slot = padded(nbytes * (m if _by_rail(site) else site.size))
-    memory = (rails.slots(m) + 2 * len(site.mine) + 1) * slot
-    return site.sizes.whole_along_rails(m, nbytes, slot) and memory <= site.sizes.half
+    memory = (rails.slots(m) + 2 * site.largest + 1) * slot
+    faster = site.sizes.whole_along_rails(m, nbytes, slot, direct=not site.even)
+    return faster and memory <= site.sizes.half
 
 
 def _scatter_along_rails(site: Site, carried: Carried) -> list[Enqueue]:
@@ -194,37 +196,54 @@ def _scatter_packed(site: Site, carried: Carried) -> list[Enqueue]:
     # An eighth of a half has the parts that are reduced together, twice if their type
     # differs; the rest has a chunk's partial results, and those of all islands.
     together = site.sizes.half // 8 // (1 + converted)
-    fits = fitting(site, 2 * m, width, site.sizes.half // 8 + VECTOR * m + 8 * ALIGNED)
-    fits = min(fits, together // (mine * width) // VECTOR * VECTOR)
-    fits = several(call.count, 1, width, fits, site.sizes.chunk)
+
+    def most(base: int) -> int:
+        pieces = _rooms(m, base) + (m if base >= m else 0)
+        lost = site.sizes.half // 8 + VECTOR * m + 8 * ALIGNED
+        fits = fitting(site, pieces, width, lost)
+        return min(fits, together // (mine * width) // VECTOR * VECTOR)
+
+    def chunks(base: int) -> int:
+        return divide_up(call.count, fits) if (fits := most(base)) else 0
+
+    nbytes = call.count * width
+    base = site.sizes.base(m, nbytes, chunks)
+    fits = most(base)
+    if base >= m:
+        fits = several(call.count, 1, width, fits, site.sizes.chunk)
     site = site.beside
-    chunks: list[Stages] = []
+    peers = [site.on_rail(island, site.local) for island in range(m)]
+    found: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
-        staging, steps = StagingRanges(site, len(chunks)), list[Enqueue]()
+        staging, steps = StagingRanges(site, len(found)), list[Enqueue]()
         nbytes, stride = count * width, divide_up(count * width, VECTOR) * VECTOR
-        slots, partials = staging.take(m * stride), staging.take(m * nbytes)
-        own = slots + site.index * stride
+        room = staging.take(_rooms(m, base) * nbytes)
+        # The results of all islands, in two rooms that are free then, or beside them.
+        beside = base >= m or nbytes < VECTOR
+        slots = staging.take(m * stride) if beside else room
+        parts = rails.Slots(room, nbytes)
         if mine > 1 or converted:
             number = max(1, together // (mine * nbytes))  # of islands together
-            room = [staging.take(number * mine * nbytes) for _ in range(1 + converted)]
+            taken = [staging.take(number * mine * nbytes) for _ in range(1 + converted)]
             for island in range(0, m, number):
                 islands = range(island, min(m, island + number))
-                at = partials + island * nbytes
-                steps += _reduced(site, carried, first, count, islands, room, at)
-            apart = nbytes
+                at = parts.of(island)
+                steps += _reduced(site, carried, first, count, islands, taken, at)
         else:  # the input is this island's result
-            partials, apart = call.source + first * itemsize, call.nbytes
-        steps += site.copy(own, partials + site.index * apart, nbytes)
-        peers = [(j, site.on_rail(j, site.local)) for j in site.others]
-        exchange = (
-            [Parcel(peer, partials + j * apart, nbytes) for j, peer in peers],
-            [Parcel(peer, slots + j * stride, nbytes) for j, peer in peers],
-        )
+            parts = rails.Slots(call.source + first * itemsize, call.nbytes)
+        into = rails.Slots(slots, stride)
+        stages = rails.exchanged(site, peers, parts, nbytes, base, room, into)
+        stages.work[0][:0] = steps
         last = site.combined(carried, slots, stride, site.index, m)
-        result = call.target + first * itemsize
-        last += site.finished(carried, own, result, count)
-        chunks.append(Stages([steps, last], [exchange]))
-    return overlapped(site, "reduce_scatter", chunks)
+        own, result = into.of(site.index), call.target + first * itemsize
+        stages.work[-1].extend(last + site.finished(carried, own, result, count))
+        found.append(stages)
+    return overlapped(site, "reduce_scatter", found, len(found[0].exchanges))
+
+
+def _rooms(islands: int, base: int) -> int:
+    """Return how many parts a chunk stores, besides results that are beside them."""
+    return max(islands, rails.rooms(islands, base))
 
 
 def _reduced(

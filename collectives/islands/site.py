@@ -92,7 +92,7 @@ class Site:
     @property
     def by_rails(self) -> bool:
         """Whether small messages cross in steps along the rails, not all at a time."""
-        return len(self.parts) > self.sizes.few
+        return self.sizes.by_rails(len(self.parts))
 
     @property
     def others(self) -> list[int]:
@@ -101,7 +101,7 @@ class Site:
 
     def along_rails(self, nbytes: int) -> bool:
         """Return whether all islands exchange so many bytes of each along the rails."""
-        return self.sizes.along_rails(len(self.parts), nbytes)
+        return self.sizes.along_rails(len(self.parts), nbytes, self.largest)
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the number of a rank's island, and the rank's number there."""
@@ -259,6 +259,13 @@ class Site:
             apart: bytes from one index to the next, of the other axes.
             packing: whether to copy to that memory; else from there.
         """
+        if self.listing:  # which axes are joined depends on the rank and the size
+            return [
+                pack.bind(
+                    whole, spread, (2,) * axes, (1 << 40, 1 << 20, 1)[-axes:], 1, True
+                )
+                for axes in range(1, len(shape) + 1)
+            ]
         return [pack.bind(whole, spread, shape, (*apart, 1), 1, packing)]
 
     def met(self) -> list[Enqueue]:

@@ -60,6 +60,17 @@ def test_the_docs_have_the_table_of_many_nodes():
     assert "\n".join(scale.table(scale.nodes(1000))) in PAGE
 
 
+@pytest.mark.parametrize("number", [9, 16, 24, 100, 1000])
+def test_no_call_takes_longer_than_from_one_island_to_all(number):
+    """A fifth is allowed: a limit knows fewer times than the model."""
+    nodes = scale.nodes(number)
+    for name in scale.CROSSING:
+        for power in range(10, 18 if name == "scan" else 31, 5):
+            time = nodes.time(name, 1 << power)
+            flat = scale.flat(name, nodes, 1 << power)
+            assert flat is None or time <= 1.2 * flat.time, (name, power)
+
+
 def test_a_chain_is_as_long_as_the_islands_are_many():
     """The last island gets the first chunk after as many ticks."""
     few, many = (scale.nodes(number).time("broadcast", 1 << 30) for number in (32, 64))

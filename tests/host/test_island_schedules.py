@@ -25,7 +25,13 @@ from numba_symm.bench.laboratory.schedules import (
     of_sizes,
 )
 from numba_symm.collectives.islands import several
-from numba_symm.collectives.islands.sizes import IN_THE_SIMULATOR, ON_GPUS
+from numba_symm.collectives.islands.gaps import strided
+from numba_symm.collectives.islands.sizes import (
+    IN_THE_SIMULATOR,
+    ON_GPUS,
+    bases,
+    sent_by_digit,
+)
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.errors import ArgumentError
 from tests.expected import expected
@@ -36,6 +42,7 @@ SHAPES = [
     *(of_sizes(3, 3, 2), of_sizes(1, 4, 2, 2, 3, 1), of_sizes(4, 1)),
     ((0, 2, 4), (1, 5, 8), (3, 6, 7), (9,)),
     tuple((i, i + 5) for i in range(5)),
+    ((0, 4), (1, 9), (2, 7), (3, 8), (5, 6)),
 ]
 SCANS = [each for each in OPERATIONS.values() if each.exchange.output.scans]
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", *(each.name for each in SCANS))
@@ -120,8 +127,9 @@ def inside(job, steps, nbytes):
             case Pack():
                 within(step.whole, math.prod(step.shape))
                 *outer, run = step.shape
-                last = np.dot(np.subtract(outer, 1), step.apart)
-                within(step.spread + int(last), run)
+                far = np.subtract(outer, 1) * step.apart
+                for last in (far[far < 0].sum(), far[far > 0].sum()):
+                    within(step.spread + int(last), run)
             case Combine():
                 within(step.first, step.stride * step.number)
             case Convert():
@@ -151,7 +159,7 @@ def test_schedules_fit_and_match_for_many_islands_and_all_sizes(parts):
     random = np.random.default_rng(len(parts))
     for name in (*NAMES, "barrier"):
         shards = name in NAMES[-3:-1] or name == "reduce_scatter"
-        for power in (30,) if name == "all_to_all" else (9, 40):
+        for power in (9, 22, 30) if name == "all_to_all" else (9, 22, 40):
             kind, op = KINDS[random.integers(3)] if name in REDUCING else KINDS[0]
             if "scan" in name:
                 op = "sum"
@@ -187,6 +195,13 @@ def test_few_messages_are_needed_for_small_calls():
         machine = check(parts, ON_GPUS, name, 100)
         assert set(machine.sent.values()) == {log}, name
         assert sum(machine.nbytes.values()) <= 32 * 31 * (400 + 16)
+    for of in (parts, even(32, 2), tuple((i, i + 32) for i in range(32))):
+        for name in ("all_to_all", "all_gather"):
+            machine = check(of, ON_GPUS, name, 5)
+            assert set(machine.sent.values()) == {log}, name
+    for name in ("scan", "exscan", "reverse_scan"):  # of neighbors in other islands
+        machine = check(of, ON_GPUS, name, 5)
+        assert set(machine.sent.values()) == {log}, name
     for name in ("reduce", "broadcast"):
         machine = check(parts, ON_GPUS, name, 100)
         assert sum(machine.sent.values()) == 31
@@ -197,33 +212,104 @@ def test_few_messages_are_needed_for_small_calls():
     assert set(machine.sent.values()) == {log}
 
 
-BOUNDS = {
-    # By operation: launches, and parcels that a rank sends, of islands and chunks.
-    "all_reduce": (lambda m, n: 8 * n, lambda m, n: 2 * (m - 1) * n),
-    "reduce": (lambda m, n: 8 * n, lambda m, n: 2 * (m - 1) * n),
-    "reduce_scatter": (lambda m, n: 60 * n, lambda m, n: (m - 1) * n),
-    "broadcast": (lambda m, n: 2 * n, lambda m, n: m - 1 + n),
-    "all_gather": (lambda m, n: min(m + 1, 3 * n + 2), lambda m, n: m - 1),
-}
+MIB = 1 << 20
 
 
-@pytest.mark.parametrize("name", BOUNDS)
-@pytest.mark.parametrize("islands", [16, 100, 1000])
-def test_launches_and_parcels_of_large_calls_are_bounded(name, islands):
-    """Of 1 GiB between nodes of 8. A chunk has at least 14 MiB of staging memory."""
-    job, nbytes = ScheduledJob(even(islands, 8)), 1 << 30
-    received = 2 * nbytes // 8
-    chunks = max(9, -(-received // (14 << 20)) + 1)
-    if name == "broadcast":
-        chunks = max(chunks, 2 * islands + 1)
-    if name == "all_gather":  # or as many islands as a half of the memory has room for
-        chunks = -(-9 * nbytes // 8 // (32 << 20)) + 2
-        chunks = chunks if nbytes // job.size < 900 << 10 else islands
-    count = nbytes // 4 // (job.size if name in NAMES[-3:-2] + NAMES[2:3] else 1)
-    steps = job.schedule(0, name, count, "float32")
-    most_launches, most_sent = (bound(islands, chunks) for bound in BOUNDS[name])
-    assert launches(steps) <= most_launches
-    assert sum(len(each.sends) for each in exchanges(steps)) <= most_sent
+def bounds(name, m, n, b):
+    """Return the most messages and launches of a call, as docs/limits.md has them.
+
+    Args:
+        name: the operation.
+        m: the number of islands.
+        n: the ranks of each.
+        b: the bytes of the message, of all shards if each rank has one.
+    """
+    log, root = (m - 1).bit_length(), math.isqrt(m - 1) + 1
+    many = m >= 512
+    exchange = 2 * (root - 1) if many else m - 1
+    match name:
+        case "all_reduce" | "reduce":
+            chunks = max(9, 2 + b // (5 * MIB * n))
+            results = log if many else m - 1
+            return chunks * (exchange + results), chunks * (2 * log + 8)
+        case "reduce_scatter":
+            chunks = 2 + b // min(4 * MIB * m, 4.6 * MIB * n)
+            return chunks * exchange, chunks * (2 * log + 8 + 3 * (3.5 * n + 1))
+        case "all_gather":
+            return m - 1, m + 1
+        case "all_to_all":
+            return (m - 1) * n, (1 + b // (5 * MIB)) * (2 * log + 8)
+        case "broadcast":
+            return max(8, 2 * m) + log, max(8, 2 * m)
+    chunks = 1 + b * (2 * m + 2) // (31 * MIB)  # of a scan
+    return chunks * (log if m > 8 else m * n - 1), 5 * chunks
+
+
+@pytest.mark.parametrize("islands", [2, 9, 24, 100, 1000])
+def test_messages_and_launches_are_within_stated_bounds(islands):
+    """Of calls of all sizes between nodes of 8; of the first rank and the last one."""
+    job = ScheduledJob(even(islands, 8))
+    for name in NAMES:
+        scan = name not in (*REDUCING[:3], *NAMES[-3:])
+        shards = job.size if name in (*NAMES[-3:-1], "reduce_scatter") else 1
+        for power in range(8, 19 if scan else 35, 5):
+            count = max(1, (1 << power) // 4 // shards)
+            most = bounds(name, islands, 8, 4 * count * shards)
+            for rank in (0, job.size - 1):
+                steps = job.schedule(rank, name, count, "float32")
+                sent = sum(len(each.sends) for each in exchanges(steps))
+                assert sent <= most[0], (name, power, rank)
+                assert launches(steps) <= most[1], (name, power, rank)
+
+
+@pytest.mark.parametrize("islands", [2, 3, 9, 32, 33, 100, 513, 1000, 10_000])
+def test_every_part_is_sent_once_for_each_digit(islands):
+    """Each base has as few digits as it needs, and a message for each digit's value."""
+    for digits, base in enumerate(bases(islands), 1):
+        assert base**digits >= islands
+        each = sent_by_digit(islands, base)
+        assert sum(messages for messages, _ in each) <= islands - 1
+        numbers = range(islands)
+        for position, (messages, parts) in enumerate(each):
+            values = [d // base**position % base for d in numbers]
+            assert messages == max(values)
+            assert parts == sum(value > 0 for value in values)
+
+
+def test_ranks_of_unequal_islands_choose_the_same_steps():
+    """The memory that a call needs does not depend on the rank's own island."""
+    sizes = dataclasses.replace(IN_THE_SIMULATOR, message=1 << 14)
+    parts = of_sizes(*[1, 4] * 12)
+    job = ScheduledJob(parts, sizes)
+    numbers = set()
+    for count in range(1, 40):
+        found = {
+            len(exchanges(job.schedule(rank, "reduce_scatter", count, "complex128")))
+            for rank in (0, 1)
+        }
+        assert len(found) == 1, count
+        numbers |= found
+    assert len(numbers) > 1  # the memory of some of them is too small
+
+
+def test_ranges_at_equal_distances_are_one_copy():
+    """In two axes, for the islands and the ranks of each, in any direction."""
+    for places in (
+        [*range(0, 90, 9)],
+        [9 * i + 100 * k for i in range(5) for k in range(3)],
+        [500 - 100 * k + 9 * i for k in range(4) for i in range(3)],
+        [0, 5, 6, 7, 30, 60, 90, 91],
+        [4],
+    ):
+        found = [
+            place + k * outer + i * inner
+            for place, (m, outer), (n, inner) in strided(places)
+            for k in range(m)
+            for i in range(n)
+        ]
+        assert found == places
+    assert [len(strided([f * i for i in range(9)])) for f in (1, -7)] == [1, 1]
+    assert len(strided([9 * i + 100 * k for i in range(5) for k in range(3)])) == 1
 
 
 def test_calls_fit_for_as_many_islands_as_are_accepted():
