@@ -58,11 +58,13 @@ class Calls:
         descriptions: what calls are.
         staging: contiguous memory in place of arrays with gaps.
         requests: the messages beside all other calls; None if it has none.
+        experts_made: how many objects of ``experts`` the ranks have made.
         when_dropped: releases all this if the communicator is dropped but not closed.
     """
 
     when_dropped: "weakref.finalize[..., Calls]"
     requests: Requests | None = None
+    experts_made = 0
 
     def __init__(
         self,

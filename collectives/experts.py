@@ -128,13 +128,15 @@ class Experts:
         self._scratch = arrays.view(kept, what).address
         self._tokens: int | None = None  # of the last dispatch
         self._plans = Cache(64)
+        # Ranks that call different objects would store in different memory.
+        self._words = words = f"object {calls.experts_made}, {sizes.words}"
         self._about = {
-            name: calls.descriptions.of(name, sizes.words, sizes.words)
+            name: calls.descriptions.of(name, words, words)
             for name in ("dispatch", "combine")
         }
 
     def __repr__(self) -> str:
-        return f"<Experts: {self._sizes.words}>"
+        return f"<Experts: {self._words}>"
 
     def dispatch(
         self, x: Any, expert_ids: Any, weights: Any = None, *, stream: Any = None
@@ -170,7 +172,7 @@ class Experts:
         with calls.thread.alone(what):
             given = x, expert_ids, weights
             launch, tokens = calls.agreement.checked(
-                what, lambda *_: self._sizes.words, self._dispatched, given
+                what, lambda *_: self._words, self._dispatched, given
             )
             chosen = calls.streams.of(stream, x)
             calls.enqueuer.run(self._about[what], launch, chosen, self, *given)
@@ -211,7 +213,7 @@ class Experts:
             chosen = calls.streams.of(stream, results)
             given = results, out, chosen[0]
             launch, out = calls.agreement.checked(
-                what, lambda *_: self._sizes.words, self._combined, given
+                what, lambda *_: self._words, self._combined, given
             )
             calls.enqueuer.run(self._about[what], launch, chosen, self, results, out)
         return out
@@ -399,6 +401,7 @@ def new(
             sizes = checked(experts, top_k, hidden, tokens, capacity, dtype, calls.size)
             libraries.check_type(libraries.named(like, what), sizes.dtype, what)
         members.exchange.agree_equal(sizes.words, what)
+    calls.experts_made += 1  # on all ranks, whatever fails from here on
     array = calls.heap.array(sizes.places(calls.size)[1], np.uint8, what)
     with members.set_up(what), members.exchange.agreed(what):
         if not SIMULATED:

@@ -1,5 +1,7 @@
 """Dispatch and combine of a mixture of experts, compared with NumPy."""
 
+import time
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import (
     check_works,
     get,
+    needs_peers,
     of_one_island,
     on_few_numbers,
     ordinary,
@@ -210,6 +213,24 @@ def test_an_expert_that_does_not_exist_is_an_error(world, wrong):
         shown = number if number > 0 else 16777215
         assert f"rank 0's token 1 has expert {shown}" in text
     assert (found == 7).all()
+
+
+@of_one_island
+@needs_peers
+def test_calls_of_different_objects_are_an_error(world):
+    comm, sizes = ns.Communicator(world, timeout=60), {"hidden": 4, "tokens": 6}
+    made = [comm.experts(comm.size, top_k=1, **sizes) for _ in range(2)]
+    x, ids = on_gpu(np.ones((1, 4), np.float32)), on_gpu(np.zeros((1, 1), np.int32))
+
+    def until_it_has_failed():
+        made[comm.rank == 0].dispatch(x, ids)
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            comm.synchronize()
+
+    texts = "dispatch of object 1, ", "dispatch of object 2, "
+    refused(world, ns.CallMismatch, until_it_has_failed, *texts)
+    comm.close()
 
 
 def test_wrong_arguments_of_experts(comm, world):
