@@ -116,7 +116,7 @@ def _from_mpis(kind: Any, name: str) -> Any:
     plain = getattr(kind._plain, name)
 
     def method(cls: Any, given: Any) -> Any:
-        return constant(plain(given)) if cls is kind else cls(plain(given))
+        return _here(plain(given)) if cls is kind else cls(plain(given))
 
     method.__name__, method.__doc__ = name, plain.__doc__
     return classmethod(method)
@@ -151,18 +151,25 @@ def constant(value: Any) -> Any:
     That is an object of these classes, or a dictionary of such. Others are the same.
     Equal constants of MPI, such as ``MPI.INT`` and ``MPI.SIGNED_INT``, are one object.
     """
-    kind: Any = _KINDS.get(type(value))
-    if kind is not None:
+    if type(value) in _KINDS:
         key = type(value), value.handle
-        if key in _constants:
-            return _constants[key][1]
-        name, made = value.__reduce__(), kind(value)
-        if isinstance(name, str):  # which it is for mpi4py's constants only
-            _constants[key] = name, made
-        return made
+        name = value.__reduce__()
+        if key not in _constants and isinstance(name, str):
+            _constants[key] = name, _KINDS[type(value)](value)
+        return _here(value)
     if type(value) is dict and MPI.Datatype in map(type, value.values()):
         return {key: constant(each) for key, each in value.items()}
     return value
+
+
+def _here(value: Any) -> Any:
+    """Return a constant for an object of mpi4py that is equal to one, or a new object.
+
+    mpi4py names its own constants only, and not each object can be reduced.
+    """
+    plain = type(value)
+    found = _constants.get((plain, value.handle))
+    return _KINDS[plain](value) if found is None else found[1]
 
 
 constant(MPI.DATATYPE_NULL)  # types that MPI lacks are equal to it
@@ -179,7 +186,7 @@ def _mapped(found: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _ours(value: Any) -> Any:
-    return constant(value) if type(value) is MPI.Datatype else value
+    return _here(value) if type(value) is MPI.Datatype else value
 
 
 def _keeping(value: Any) -> Any:

@@ -115,9 +115,13 @@ def test_what_mpi_does_refuses_them(x):
     vector = MPI.INT.Create_vector(2, 1, 2).Commit()
     derived = vector, vector.Dup(), copy.copy(vector), vector.decode()[0]
     derived += MPI.Datatype.fromcode("i"), MPI._typedict["i"]
-    derived += (MPI.Datatype.fromhandle(MPI.INT.handle),)
+    derived += MPI.Datatype.fromhandle(MPI.INT.handle), MPI.INT
     summed = MPI.Op.Create(lambda a, b, datatype: None)
     session = MPI.Session.Init()
+    for each in (vector, summed, session):
+        again = type(each).fromhandle(each.handle)
+        assert again == each
+        assert type(again) is type(each)
     calls = [
         *(partial(each.Pack, [x, MPI.INT], host, 0, comm) for each in derived),
         *(partial(each.Unpack, host, 0, [x, MPI.INT], comm) for each in derived),
