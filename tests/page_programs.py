@@ -12,6 +12,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from numba_symm.command import runner
+
 
 def main(folder, *programs):
     for program in map(Path, programs):
@@ -26,4 +28,5 @@ def main(folder, *programs):
 
 
 if __name__ == "__main__":
+    runner.show_errors_whole()
     main(*sys.argv[1:])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from numba_symm.command import cli, launcher
+from numba_symm.command import cli, launcher, runner
 from numba_symm.errors import DeviceError
 from tests.test_mpirun import environment, run
 
@@ -258,5 +258,7 @@ if __name__ == "__main__":
         play(*sys.argv[1:])
     except ValueError:
         pass
+    except BaseException as error:
+        runner.show_alone(error)
     finally:
         os._exit(0)  # MPI's own end would wait for the lost rank

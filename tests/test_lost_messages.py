@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from numba_symm.command import launcher
+from numba_symm.command import launcher, runner
 from tests.interrupts import Interrupt
 from tests.test_lost_islands import possible
 from tests.test_mpirun import environment, run
@@ -160,5 +160,7 @@ def play(name, folder):
 if __name__ == "__main__":
     try:
         play(*sys.argv[1:])
+    except BaseException as error:
+        runner.show_alone(error)
     finally:
         os._exit(0)  # MPI's own end would wait for the lost rank

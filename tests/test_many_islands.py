@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from numba_symm.command import launcher
+from numba_symm.command import launcher, runner
 from tests.test_mpirun import environment, run
 
 DIVISIONS = "1,2,3,2x"
@@ -256,4 +256,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    runner.show_errors_whole()
     main(sys.argv[1:])

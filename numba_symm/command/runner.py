@@ -261,6 +261,24 @@ def show(reports: Sequence[RankError]) -> None:
         sys.stderr.flush()
 
 
+def show_alone(error: BaseException) -> None:
+    """Show an error of this rank, after its number if it is known."""
+    flush()
+    rank = own_rank()
+    if rank is None:
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    else:
+        show([(rank, described(error))])
+
+
+def show_errors_whole() -> None:
+    """Let this rank show an uncaught error in one write, after its number.
+
+    Python writes line by line, so that the lines of several ranks would alternate.
+    """
+    sys.excepthook = lambda kind, error, trace: show_alone(error)
+
+
 def named(ranks: Sequence[int]) -> str:
     """Return "rank 2" or "ranks 0-3, 5"."""
     spans: list[list[int]] = []
@@ -366,9 +384,9 @@ def main(mpirun: str, ranks: str, *program: str) -> None:
     process = os.getpid()
     failure = None
     rank, word = own_rank(), os.environ.pop(WORD, "")
-    if (
-        rank is not None and word and not survive
-    ):  # otherwise Python shows each rank's error
+    if survive:
+        show_errors_whole()
+    elif rank is not None and word:  # otherwise Python shows each rank's error
         failure = RankFailure(int(mpirun), word, int(ranks), rank)
         sys.excepthook = failure.hook
         atexit.register(failure.end)
