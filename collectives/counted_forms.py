@@ -76,8 +76,8 @@ def _checked(calls: Calls, given: FormCall) -> FormCall:
     if len(calls.members.parts) > 1:
         raise ArgumentError(
             f"{what}: expected ranks of one island for counts on the GPU, got "
-            f"{len(calls.members.parts)} islands, between which the host needs the "
-            "sizes; pass counts of the host"
+            f"{len(calls.members.parts)} islands; the host needs the sizes between "
+            "islands, so pass counts on the host"
         )
     most = arguments.integer(
         capacity,

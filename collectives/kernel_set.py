@@ -207,7 +207,7 @@ def _several(values: Any, what: str) -> list[Any]:
     if not members:
         raise ArgumentError(
             f"{what}: expected a list or tuple of dtypes and one of operators, got "
-            f"{values!r}; pass dtypes=('float32',), ops=('sum',), say"
+            f"{values!r}; pass dtypes=('float32',), ops=('sum',), for example"
         )
     return members
 

@@ -268,7 +268,7 @@ def _check_count(
     if count.dtype != np.int64 or count.size != 1:
         raise ArgumentError(
             f"{what}: expected count of 1 int64, got {count.size} {count.dtype.name}; "
-            "pass cuda.device_array(1, np.int64), say"
+            "pass cuda.device_array(1, np.int64), for example"
         )
     if not all(are_apart(other, count) for other in others):
         raise ArgumentError(

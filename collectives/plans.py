@@ -93,7 +93,7 @@ class Plan:
         except ArgumentError as error:
             raise ArgumentError(
                 f"{self._name}: {error}; a plan keeps its arrays: copy into them, or "
-                "make another plan for others"
+                "make another plan for other arrays"
             ) from None
 
 

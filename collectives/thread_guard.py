@@ -41,7 +41,7 @@ class ThreadGuard:
         if self._within.setdefault(None, thread) != thread:
             raise ArgumentError(
                 f"{what}: expected one thread at a time in a communicator's calls, "
-                "got a second one; give each thread its own, made by dup()"
+                "got a second one; give each thread its own, made with dup()"
             )
 
     def finish(self) -> None:

@@ -173,7 +173,7 @@ def refuse_missing_access(matrix: Matrix, uuids: Sequence[str]) -> None:
         raise PeerAccessError(
             "expected peer access between all GPUs; the driver reports no access from\n"
             + "\n".join(pairs)
-            + "\nchoose GPUs that `nvidia-smi topo -p2p r` marks OK, by device= or "
+            + "\nchoose GPUs that `nvidia-smi topo -p2p r` marks OK, with device= or "
             "CUDA_VISIBLE_DEVICES"
         )
 
@@ -301,7 +301,7 @@ def _too_few(choices: Sequence[Sequence[str]], tried: set[str]) -> str:
     contenders = [rank for rank, seen in enumerate(choices) if tried.issuperset(seen)]
     return (
         f"{len(choices)} ranks cannot have a GPU each: {name_ranks(contenders)} can "
-        f"only have {len(tried)} GPU(s), {', '.join(sorted(tried))} (by "
+        f"only have {len(tried)} GPU(s), {', '.join(sorted(tried))} (from "
         "CUDA_VISIBLE_DEVICES, device= or a CUDA context in use); start fewer ranks, "
         "or let ranks share GPUs under MPS: NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1 on "
         "all ranks, and nvidia-cuda-mps-control -d before the job"

@@ -98,8 +98,8 @@ def warn_if_alone(comm: object) -> None:
     if size > 1:
         warn_once(
             f"MPI.COMM_WORLD has 1 rank, but the launcher set {variable}: the launcher "
-            "and mpi4py use different MPI libraries; start the program by the launcher "
-            "of the one that `numba-symm info` names"
+            "and mpi4py use different MPI libraries; start the program with the "
+            "launcher of the one that `numba-symm info` names"
         )
 
 

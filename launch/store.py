@@ -333,7 +333,7 @@ def _for_others(seconds: float, cause: BaseException) -> Callable[[], None]:
 
     def look() -> None:
         if time.monotonic() > end:
-            text = f"other ranks did not come within {seconds:g} s"
+            text = f"other ranks did not arrive within {seconds:g} s"
             raise waiting.GivenUp(text, cause)
 
     return look

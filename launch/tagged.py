@@ -114,8 +114,8 @@ class TaggedComm:
             if number > shared.most:
                 raise ArgumentError(
                     f"expected at most {shared.most} open communicators that split and "
-                    "dup made of one, because MPI has no more tags; close some, or "
-                    "make a Communicator of one of MPI's"
+                    "dup made from one, because MPI has no more tags; close some, or "
+                    "make a Communicator from another MPI communicator"
                 )
             if not members:
                 return None

@@ -395,7 +395,7 @@ def checked_shape(shape: Any, dtype: np.dtype[Any], what: str) -> tuple[int, ...
     if math.prod(n or 1 for n in found) * dtype.itemsize >= 1 << 63:
         raise ArgumentError(
             f"{what}: expected less than 2**63 bytes, got shape={found} of "
-            f"{dtype.name}; ask for less"
+            f"{dtype.name}; pass a smaller shape"
         )
     return found
 

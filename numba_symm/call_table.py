@@ -138,7 +138,7 @@ def states(records: Records, last: Sequence[int], now: int) -> list[str]:
 
 
 def latest(records: Records, rank: int, now: int) -> str:
-    """Return the last call of a rank, and for how long it has been in Python."""
+    """Return the last call of a rank, and for how long it has made no other one."""
     found = [*records.calls(rank)[-1:], *records.others(rank)[-1:]]
     if not found:
         return "it has made no call"
@@ -146,8 +146,8 @@ def latest(records: Records, rank: int, now: int) -> str:
     seconds = max(0, now - entry.time) / 1e9
     number = f"{entry.number}, " if entry in records.calls(rank)[-1:] else ""
     return (
-        f"its last call is {number}{records.words(rank, entry)}; it has been in Python "
-        f"for {seconds:.0f} s"
+        f"its last call is {number}{records.words(rank, entry)}; it has made no other "
+        f"call for {seconds:.0f} s"
     )
 
 

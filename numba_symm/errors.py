@@ -126,11 +126,11 @@ def summary(error: BaseException) -> str:
 
 
 def left(cause: BaseException, operation: str = "") -> str:
-    """Return "left zeros by ValueError: 7", for the errors of the other ranks."""
+    """Return "left zeros with ValueError: 7", for the errors of the other ranks."""
     # After an interrupt on the way into a ``with`` block, its generator is dropped.
     interrupted = isinstance(cause, GeneratorExit)
     reason = "an interrupt" if interrupted else summary(cause)
-    return f"left{operation and ' '}{operation} by {reason}"
+    return f"left{operation and ' '}{operation} with {reason}"
 
 
 def named(name: str) -> type[SymmError]:

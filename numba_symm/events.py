@@ -191,8 +191,8 @@ class Event:
         """
         if not self.interprocess:
             raise ArgumentError(
-                "ipc_handle: expected an inter-process event, got another; make it by "
-                "Event(interprocess=True)"
+                "ipc_handle: expected an inter-process event, got another; make it "
+                "with Event(interprocess=True)"
             )
         if self._ipc_handle is None:
             self._ipc_handle = self._export()

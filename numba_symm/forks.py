@@ -4,7 +4,7 @@ import os
 import weakref
 from typing import Protocol
 
-ADVICE = "start processes by spawn, and construct what they need there"
+ADVICE = "start processes with spawn, and construct what they need there"
 
 
 class Inherited(Protocol):

@@ -185,7 +185,7 @@ def empty(like: Any, shape: tuple[int, ...], order: str, stream: int, what: str)
     except Exception as error:  # the libraries' have no common class
         raise BackendError(
             f"{what}: expected room for a new output of shape {shape}, got {error}; "
-            "pass out=, or ask for less"
+            "pass out=, or free memory"
         ) from error
 
 

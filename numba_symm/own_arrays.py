@@ -99,7 +99,7 @@ def empty(
     except Exception as error:  # Numba's and NumPy's have no common class
         raise BackendError(
             f"{what}: expected room for a new output of {nbytes} bytes, got {error}; "
-            "pass out=, or ask for less"
+            "pass out=, or free memory"
         ) from error
 
 

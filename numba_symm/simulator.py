@@ -128,7 +128,7 @@ def _called(function: Any, *args: Any) -> Any:
             raise ArgumentError(
                 f"{function.__name__}: expected one launch of your kernels at a time "
                 "in the simulator, got a second one while a kernel of another thread "
-                "runs; launch from one thread, or guard the launches by a lock"
+                "runs; launch from one thread, or guard the launches with a lock"
             )
         return _call(function, *args)
     with simulator.swapped_cuda_module(function.fn, _CUDA):

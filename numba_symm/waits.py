@@ -2,7 +2,7 @@
 
 A kernel that gives up a wait stores a record with a number of this table: see
 :func:`numba_symm.device.polling.wait_record`. :func:`numba_symm.failures.describe`
-makes an error's text from it. The table of operations adds its lines by
+makes an error's text from it. The table of operations adds its lines with
 :func:`of_operation`. An algorithm with words of its own has its line here, with an
 unused number.
 """
@@ -18,11 +18,11 @@ OTHER_CALL = (
 )
 NO_COUNTERPART = "If that rank was not late, it made no call that matches this one"
 NO_ROOM = (
-    "If that rank was not late, its grid does not fit on its GPU beside what else runs "
-    "there (comm.launch_limit returns how many blocks may wait), or it made no call "
-    "that matches this one"
+    "If that rank was not late, its grid does not fit on its GPU beside the other "
+    "kernels there (comm.launch_limit returns how many blocks may wait), or it made no "
+    "call that matches this one"
 )
-NO_WRITER = "If no rank was late, none stored what this wait compares with"
+NO_WRITER = "If no rank was late, none stored a value that ends this wait"
 LATER_BLOCK = (
     f"{NO_COUNTERPART}, or it makes that call in a later block: the simulator runs at "
     "most 1024 threads of a grid together, so {} of its blocks start only after "
@@ -113,7 +113,7 @@ ALL_REDUCE_COPIES = _wait(10, "all_reduce (copy_engine)")
 CHUNKED_REDUCE = _wait(13, "reduce (chunked)")
 REDUCE_COPIES = _wait(11, "reduce (copy_engine)")
 TWO_SHOT_BROADCAST = _wait(12, "broadcast (two_shot)")
-TRANSFER = _wait(14, "a message or a collective made of them", "channel", OTHER_MESSAGE)
+TRANSFER = _wait(14, "a message or a collective of messages", "channel", OTHER_MESSAGE)
 CHUNKED_BROADCAST = _wait(16, "broadcast (chunked)")
 BROADCAST_COPIES = _wait(17, "broadcast (copy_engine)")
 BROADCAST_DIRECT = _wait(18, "broadcast (direct)")
@@ -148,8 +148,8 @@ COUNT_TOO_LARGE = _other(
     61,
     "rank {rank} has {epoch} elements for rank {peer}: expected at most the capacity, "
     "{place}, and a range within x",
-    "16777215 elements stand for more, or for a negative count, and a capacity of "
-    "65535 for more",
+    "16777215 elements stand for any larger or negative number, and a capacity of "
+    "65535 for any larger one",
 )
 TOKENS_ABOVE = _other(
     43,
@@ -160,7 +160,7 @@ NO_EXPERT = _other(
     44,
     "rank {rank}'s token {place} has expert {epoch}: expected less than the number of "
     "experts, or -1 for none",
-    "16777215 stands for larger and negative numbers",
+    "16777215 stands for any larger or negative number",
 )
 CALL_MISMATCH = _other(
     30,

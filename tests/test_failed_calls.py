@@ -176,7 +176,7 @@ def test_a_call_that_fails_on_one_rank_fails_on_all():
         assert again
         names = [name for name, calls in CALLS.items() for _ in calls]
         for name, (where, error, own, later, close) in zip(names, facts, strict=True):
-            left = f"RankLeft: rank {AWAY} left {name} by {error}"
+            left = f"RankLeft: rank {AWAY} left {name} with {error}"
             told = f"{left}: out of resources; "
             what = name, where, rank, own, later, close
             if rank == AWAY:

@@ -127,4 +127,6 @@ def test_a_forked_child_is_refused_and_changes_nothing():
         assert text in told.pop("exchange")
         for name, error in told.items():
             assert error.startswith(f"ClosedError: {text}"), (name, error)
-            assert error.endswith("by spawn, and construct what they need there"), error
+            assert error.endswith("with spawn, and construct what they need there"), (
+                error
+            )

@@ -50,7 +50,7 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
     for kind, text, ranks, seconds in found.values():
         if how == "raises":
             assert kind == "RankLeft", text
-            assert f"rank {LOST} left by ValueError: enough" in text
+            assert f"rank {LOST} left with ValueError: enough" in text
             assert ranks == [LOST]
             assert seconds < TIMEOUT  # nobody waits for the deadline
         elif how == "ended":  # where nobody has a deadline

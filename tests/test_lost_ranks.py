@@ -238,7 +238,7 @@ def test_an_argument_error_is_raised_after_another_rank_has_left(debug):
             own, told, bound = facts
             assert {error.partition(":")[0] for error in own} == {"ArgumentError"}
             for error in told:
-                assert error.startswith(f"RankLeft: rank {AWAY} left by ArgumentErr")
+                assert error.startswith(f"RankLeft: rank {AWAY} left with ArgumentErr")
             assert bound == 0
 
 
@@ -254,7 +254,10 @@ def test_a_rank_that_leaves_by_an_exception(error):
         assert not ended[rank].error, ended[rank].trace
         told, seconds = ended[rank].value
         text, ranks, operation = told
-        assert text.startswith(f"rank {AWAY} left by {error}: 7; results"), (rank, text)
+        assert text.startswith(f"rank {AWAY} left with {error}: 7; results"), (
+            rank,
+            text,
+        )
         assert ranks == (AWAY,)
         assert operation == ""
         assert seconds < 0.5 + SOON
@@ -439,7 +442,7 @@ CREATION = {
     "backend": "ArgumentError: .*\n *rank 1: NUMBA_SYMM_BACKEND='floppy'",
     "no set-up timeout": "ArgumentError: .*\n *rank 1: NUMBA_SYMM_SETUP_TIMEOUT='soon'",
     "nodes": r"PeerAccessError: .*ranks 0, 2 are on .*, rank 1 is on .*; between "
-    "several islands, expected a communicator of mpi4py's",
+    "several islands, expected an mpi4py communicator",
     "no memory": r"BackendError: .*\n *rank 1: no \d+ bytes left",
 }
 

@@ -108,7 +108,7 @@ def leaves(world, comm, patches):
 
 
 def check_leaving(rank, found, places):
-    left = "RankLeft: rank 1 left rebuild by KeyboardInterrupt"
+    left = "RankLeft: rank 1 left rebuild with KeyboardInterrupt"
     for place, (name, text, seconds) in zip(places, found, strict=True):
         assert place == name
         assert text.startswith("KeyboardInterrupt" if rank == 1 else left)

@@ -138,8 +138,8 @@ def made_of(
         except Apart as error:
             if not isinstance(mine, TaggedComm):
                 raise PeerAccessError(
-                    f"{error}; between several islands, expected a communicator of "
-                    f"mpi4py's, got {mine!r}"
+                    f"{error}; between several islands, expected an mpi4py "
+                    f"communicator, got {mine!r}"
                 ) from error
         from numba_symm.collectives.islands import several
 

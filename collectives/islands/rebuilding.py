@@ -1,4 +1,4 @@
-"""After a failure: a new communicator of the ranks that are left.
+"""After a failure: a new communicator of the remaining ranks.
 
 If a rank has died, MPI continues without it only with user-level failure mitigation
 (ULFM), which the launcher switches on. Then the ranks proceed so, as often as needed:
@@ -55,7 +55,7 @@ WHAT = "rebuild"
 SURVIVING = "OMPI_MCA_mpi_ft_enable"
 """The variable by which Open MPI's launcher switches ULFM on in the ranks."""
 
-START = "start the job by `numba-symm run --survive`, or by `mpirun --with-ft ulfm`"
+START = "start the job with `numba-symm run --survive`, or with `mpirun --with-ft ulfm`"
 
 _WELL, _STAYED = 1, 2
 """What a rank passes to an agreement, as bits: its construction has succeeded; it has
@@ -68,7 +68,7 @@ def survives() -> bool:
 
 
 def rebuilt(calls: Calls) -> Calls:
-    """Return the calls of a new communicator of the ranks that are left.
+    """Return the calls of a new communicator of the remaining ranks.
 
     Collective over these.
     """
@@ -94,15 +94,15 @@ def _checked(calls: Calls) -> TaggedComm:
         )
     if not isinstance(comm, TaggedComm):
         raise ArgumentError(
-            f"{WHAT}: expected a communicator that was made of mpi4py's, got one of "
-            "another object; make a new Communicator of it"
+            f"{WHAT}: expected a communicator that was made from mpi4py's, got one "
+            "from another object; make a new Communicator from that object"
         )
     if comm.released:
         raise ClosedError(f"{WHAT}: the communicator was rebuilt before, or closed")
     if comm.size < comm.mpi.size:
         raise ArgumentError(
-            f"{WHAT}: expected a communicator of all ranks that it was made of, got "
-            f"one of {comm.size} of {comm.mpi.size}; rebuild the one that it was split "
+            f"{WHAT}: expected a communicator with all ranks of MPI's, got one with "
+            f"{comm.size} of {comm.mpi.size}; rebuild the one that it was split "
             "from, and split that again"
         )
     if survives() and not hasattr(comm.mpi, "Shrink"):

@@ -89,7 +89,7 @@ def _refuse_too_many(islands: int, limits: Sizes) -> None:
     """Raise ArgumentError if the staging memory has no room for so many islands."""
     if islands > limits.islands:
         raise ArgumentError(
-            f"Communicator: expected at most {limits.islands} islands, whose parts of "
-            f"a call fit into {limits.staging >> 10} KiB of staging memory, got "
-            f"{islands}; make several communicators (in MPI: comm.Split)"
+            f"Communicator: expected at most {limits.islands} islands, because a part "
+            f"of a call for each must fit into {limits.staging >> 10} KiB of staging "
+            f"memory, got {islands}; make several communicators (in MPI: comm.Split)"
         )

@@ -151,7 +151,7 @@ def _refuse_too_much(nbytes: int, ranks: int) -> None:
         raise BackendError(
             f"expected {nbytes} bytes on each of {ranks} ranks to fit into the memory "
             f"of this node, got {left} bytes left for all, of which earlier arrays "
-            f"will take {ranks * unwritten}; ask for less, or start fewer ranks"
+            f"will take {ranks * unwritten}; allocate less, or start fewer ranks"
         )
 
 

@@ -74,7 +74,7 @@ def _tell(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="numba-symm", description="Collectives between the GPUs of a node."
+        prog="numba-symm", description="Collectives between GPUs in Numba CUDA."
     )
     parser.add_argument(
         "--version", action="version", version=f"numba-symm {numba_symm.__version__}"
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         "[mpirun's flags --] [-m] program ...",
         description="Start a Python program on several ranks of this node. Without "
         "GPUs, or with --simulate, kernels run in Numba's CUDA simulator. An error "
-        "that several ranks have is shown once.",
+        "that several ranks raise is printed once.",
         epilog="Other flags are mpirun's and end with `--`: "
         "numba-symm run -n 4 --bind-to core -- program.py",
         allow_abbrev=False,
@@ -106,14 +106,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--survive",
         action="store_true",
-        help="let the other ranks go on after one has failed, for comm.rebuild() "
+        help="let the other ranks continue after one has failed, for comm.rebuild() "
         "(Open MPI 5: --with-ft ulfm)",
     )
     run.add_argument(
         "--as-mpi4py",
         action="store_true",
-        help="put numba_symm.mpi in the place of mpi4py.MPI, so that an unchanged "
-        "program of mpi4py, and the packages it imports, pass device arrays",
+        help="replace mpi4py.MPI by numba_symm.mpi, so that an unchanged mpi4py "
+        "program, and the packages that it imports, can pass device arrays",
     )
     run.add_argument("-m", dest="module", action="store_true", help="run a module")
     run.add_argument("program", help="a script, or with -m the name of a module")
@@ -126,8 +126,8 @@ def _parser() -> argparse.ArgumentParser:
         help="show versions, GPUs, MPI, settings and the cache, for bug reports",
         description="Show what a bug report needs: the versions of the system, "
         "the packages and MPI, the GPUs with their peer access, the backend, the "
-        "environment variables of this library, of MPI and of launchers, and what is "
-        "wrong with them, the measured limits, and the cache of kernels. On ranks of "
+        "environment variables of this library, of MPI and of launchers, with the "
+        "errors in them, the measured limits, and the cache of kernels. On ranks of "
         "a launcher, rank 0 also shows the islands: mpirun -n 4 numba-symm info",
         allow_abbrev=False,
     )
@@ -177,13 +177,13 @@ def _parser() -> argparse.ArgumentParser:
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="check this machine, and say what to do",
+        help="check this machine, and print remedies",
         description="Check MPI, the packages, the GPUs, the limits, the folders and "
         "the variables of this node. Then start a rank for each GPU, or two in the "
-        "simulator. They store to each other's memory, check what arrives, and measure "
-        "every pair. On ranks of a launcher, check and compare their nodes instead: "
-        "mpirun -n 16 numba-symm doctor. The exit code is 0 if the machine fits, else "
-        "1. It changes nothing.",
+        "simulator. The ranks store to each other's memory, check what arrives, and "
+        "measure every pair. On ranks of a launcher, check and compare their nodes "
+        "instead: mpirun -n 16 numba-symm doctor. The exit code is 0 if the machine "
+        "fits, otherwise 1. The command changes nothing.",
         allow_abbrev=False,
     )
     doctor.add_argument(
@@ -224,7 +224,9 @@ def _add_status(commands: Any) -> None:
     )
     status.add_argument("--json", action="store_true", help="print an array of JSON")
     status.add_argument(
-        "--watch", action="store_true", help="look each second, until an interrupt"
+        "--watch",
+        action="store_true",
+        help="repeat the output each second, until an interrupt",
     )
     status.add_argument(
         "--abort",

@@ -273,7 +273,7 @@ def _check_capabilities(capabilities: Sequence[Capability]) -> None:
     if unknown:
         names = ["{}.{}".format(*each) for each in known if each >= _OLDEST]
         raise SymmError(
-            "compile: expected compute capabilities that CUDA's compiler has, got "
+            "compile: expected compute capabilities that CUDA's compiler supports, got "
             f"--cc {'{}.{}'.format(*unknown[0])}; pass some of {' '.join(names)}"
         )
 
@@ -301,7 +301,7 @@ def _compile_all(jobs: Sequence[Compilation], processes: int, console: Console) 
                 bar.advance(task, futures[future])
     except BrokenProcessPool as error:
         raise SymmError(
-            "compile: a process was killed, perhaps for want of memory; pass fewer "
+            "compile: a process was killed, perhaps for lack of memory; pass fewer "
             "--jobs"
         ) from error
     finally:

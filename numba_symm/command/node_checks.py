@@ -342,7 +342,7 @@ def shared_memory(facts: Mapping[str, Any]) -> Iterator[Finding]:
             check,
             LOOK,
             f"{reason}; MPI and NCCL keep buffers there",
-            "docker run --shm-size=1g, or --ipc=host; remove what ended jobs have left",
+            "docker run --shm-size=1g, or --ipc=host; remove files of ended jobs",
         )
 
 

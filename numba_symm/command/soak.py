@@ -409,7 +409,7 @@ def parser() -> argparse.ArgumentParser:
     kills = "how many ranks to kill meanwhile (default 1), which needs Open MPI 5"
     made.add_argument("--kills", default=1, help=kills, **number)
     seed = (
-        "determines the calls and failures, but not when a failure hits a call "
+        "determines the calls and failures, but not when a failure interrupts a call "
         "(default random)"
     )
     made.add_argument("--seed", help=seed, **number)

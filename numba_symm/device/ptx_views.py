@@ -73,8 +73,8 @@ def mailbox_of(typingctx: Any, mailbox: Any) -> Any:
         and mailbox.mutable
     ):
         raise TypingError(
-            "a copy by packets: expected a contiguous array of one dimension of uint64 "
-            f"as the mailbox, got {mailbox}"
+            "a copy with packets: expected a contiguous array of one dimension of "
+            f"uint64 as the mailbox, got {mailbox}"
         )
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

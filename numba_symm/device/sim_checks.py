@@ -96,7 +96,7 @@ def check_mailbox(ctx: Any, mailbox: Any, nbytes: int) -> None:
     needed, place = (nbytes + 15) // 16 * 4, mailbox_of(mailbox) % 16
     if mailbox.size < needed or place:
         raise ArgumentError(
-            f"a copy by packets: expected a mailbox of at least {needed} elements, "
+            f"a copy with packets: expected a mailbox of at least {needed} elements, "
             f"aligned to 16 bytes, got {mailbox.size} elements {place} bytes after a "
             "multiple of 16; see mailbox_size; a GPU checks this in debug mode only"
         )

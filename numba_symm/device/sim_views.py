@@ -55,8 +55,8 @@ def mailbox_of(mailbox: Any) -> int:
     dtype = getattr(mailbox, "dtype", None)
     if dtype != np.uint64 or len(mailbox.shape) != 1 or mailbox.strides[0] != 8:
         raise ArgumentError(
-            "a copy by packets: expected a contiguous array of one dimension of uint64 "
-            f"as the mailbox, got {_words(mailbox)}"
+            "a copy with packets: expected a contiguous array of one dimension of "
+            f"uint64 as the mailbox, got {_words(mailbox)}"
         )
     return int(mailbox.ctypes.data)
 

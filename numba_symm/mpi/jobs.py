@@ -146,8 +146,8 @@ class Job:
         if self.captured:
             raise unsupported(
                 f"{self.what}: this call needs a temporary array, whose address a graph"
-                f" would keep after it is freed; make {self.what}_init before the "
-                "capture, start it within, and keep its request as long as the graph"
+                f" would keep after it is freed; call {self.what}_init before the "
+                "capture, start its request within, and keep that as long as the graph"
             )
         self._lingers = True
         with self._all_or_none(self.stream):

@@ -181,7 +181,7 @@ def moving(method: Any) -> Any:
     """
     plain = buffers.of_host(
         getattr(MPI.Win, method.__name__),
-        "the window is over host memory; make it by MPI.Win.Allocate_device",
+        "the window is over host memory; make it with MPI.Win.Allocate_device",
     )
 
     @functools.wraps(method)

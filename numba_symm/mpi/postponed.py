@@ -189,7 +189,9 @@ class Postponed:
                 self._send_place(place(number, None))
                 self._give_back(room)
         except Exception as another:
-            error.add_note(f"Rank {self._dest} was not told, by {another!r}.")
+            error.add_note(
+                f"This could not be reported to rank {self._dest}: {another!r}."
+            )
         finally:
             self._end()
 

@@ -174,7 +174,7 @@ def _elements(found: Items, what: str) -> Items:
         raise refusal(
             MPI.ERR_TYPE,
             f"{what}: expected a datatype of elements of one type, got several; reduce "
-            "each of them by itself",
+            "each of them separately",
         )
     return found
 

@@ -394,7 +394,7 @@ class Prequest(Own):
         if not callable(begin):
             raise TypeError(
                 "Prequest: expected a call that was prepared, got "
-                f"{type(begin).__name__}; prepare one, such as by Allreduce_init"
+                f"{type(begin).__name__}; prepare one, such as with Allreduce_init"
             )
         super().__init__()
         self._used = [(array, _place(array)) for array in used]

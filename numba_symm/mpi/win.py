@@ -189,7 +189,7 @@ class Win(MPI.Win, metaclass=Kind):
             islands = "; ".join(map(name_ranks, parts.values()))
             raise unsupported(
                 f"{what}: expected ranks of one island, which can map each other's "
-                f"memory, got the islands {islands}; make a window for each, by "
+                f"memory, got the islands {islands}; make a window for each, with "
                 "comm.Split"
             )
         seconds = environment.chosen_timeout(comm._options.get("timeout"))

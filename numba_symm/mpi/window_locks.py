@@ -99,7 +99,7 @@ class WindowLocks:
                     raise RankLeft(
                         f"{what}: rank {holder - 1} ended while it changed the memory "
                         f"of rank {target} in this window; free the window, and make "
-                        "a new one of the ranks that are left",
+                        "a new one of the remaining ranks",
                         ranks=(holder - 1,),
                         operation=what,
                     )

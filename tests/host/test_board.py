@@ -78,9 +78,9 @@ def test_a_hint_names_other_causes(operation, words):
 
 
 def test_who_leaves_is_not_late():
-    said = "zeros\nleft zeros by Mistake"
+    said = "zeros\nleft zeros with Mistake"
     failure = describe(record(waits.ABANDONED), said)
-    text = "rank 1 left zeros by Mistake"
+    text = "rank 1 left zeros with Mistake"
     assert failure == Failure(RankLeft, text, "", (1,), "zeros")
     failure = describe(record(waits.ENDED), "zeros")
     assert failure.text == (
@@ -284,14 +284,14 @@ class Unspeakable(Exception):
 @pytest.mark.parametrize(
     ("cause", "operation", "text"),
     [
-        (SystemExit(0), "", "left by SystemExit: 0"),
-        (KeyboardInterrupt(), "", "left by KeyboardInterrupt"),
-        (GeneratorExit(), "zeros", "left zeros by an interrupt"),
-        (ValueError("first\nsecond"), "zeros", "left zeros by ValueError: first"),
-        (ValueError("1" * 1200), "", "left by ValueError: " + "1" * 1002),
-        (ValueError("ü" * 1200), "", "left by ValueError: " + "ü" * 501),
-        (ValueError("\udcff"), "", "left by ValueError: ?"),
-        (Unspeakable(), "dup", "left dup by Unspeakable"),
+        (SystemExit(0), "", "left with SystemExit: 0"),
+        (KeyboardInterrupt(), "", "left with KeyboardInterrupt"),
+        (GeneratorExit(), "zeros", "left zeros with an interrupt"),
+        (ValueError("first\nsecond"), "zeros", "left zeros with ValueError: first"),
+        (ValueError("1" * 1200), "", "left with ValueError: " + "1" * 1000),
+        (ValueError("ü" * 1200), "", "left with ValueError: " + "ü" * 500),
+        (ValueError("\udcff"), "", "left with ValueError: ?"),
+        (Unspeakable(), "dup", "left dup with Unspeakable"),
         ("ended", "", "ended"),
     ],
 )
@@ -394,13 +394,13 @@ def test_an_interrupted_rank_reports_why_it_votes_to_stop(monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 made.gate(wait)
         else:
-            assert "rank 1 left zeros by Keyb" in made.gate(wait).text
+            assert "rank 1 left zeros with Keyb" in made.gate(wait).text
         return made.gate(wait).text
 
     def interrupted(step, wait):
         raise KeyboardInterrupt
 
-    assert on_ranks(3, play) == ["rank 1 left zeros by KeyboardInterrupt"] * 3
+    assert on_ranks(3, play) == ["rank 1 left zeros with KeyboardInterrupt"] * 3
 
 
 @pytest.mark.usefixtures("on_the_host")

@@ -84,7 +84,7 @@ def test_a_dry_run_counts_and_estimates_and_compiles_nothing(
         ),
         (
             ("barrier", "--ranks", "2", "--cc", "9.0", "13.9", "--dry-run"),
-            "that CUDA's compiler has, got --cc 13.9; pass some of 8.0 8.6",
+            "that CUDA's compiler supports, got --cc 13.9; pass some of 8.0 8.6",
         ),
     ],
 )

@@ -181,10 +181,10 @@ def test_the_table_groups_ranks_and_marks_the_first_difference(ranks):
         "     rank 12: all_reduce of e",
         "  5  rank 10: all_reduce of f",
         "     ranks 11, 12: not made yet",
-        "rank 11 is 1 call behind: its last call is 4, all_reduce of d; it has been in "
-        "Python for 8 s",
-        "rank 12 is 1 call behind: its last call is 4, all_reduce of e; it has been in "
-        "Python for 8 s",
+        "rank 11 is 1 call behind: its last call is 4, all_reduce of d; it has made no "
+        "other call for 8 s",
+        "rank 12 is 1 call behind: its last call is 4, all_reduce of e; it has made no "
+        "other call for 8 s",
     ]
 
 

@@ -168,7 +168,7 @@ def test_an_interrupted_call_leaves_nobody_waiting(world, name):
         firsts = [first for first, *_ in everyone]
         del firsts[away]
         for first in filter(None, firsts):
-            named = "Late" in first or " by an interrupt; " in first
+            named = "Late" in first or " with an interrupt; " in first
             assert named or not first.startswith("RankLeft"), shown
             told += named
     assert told or world.size == 1

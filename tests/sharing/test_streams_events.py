@@ -51,7 +51,7 @@ def test_events():
     assert facts["done"]
     assert LONG * 0.9 < facts["milliseconds"] < LONG * 20
     assert "elapsed_time: expected two events with timing" in facts["no timing"]
-    assert "make it by Event(interprocess=True)" in facts["no interprocess"]
+    assert "make it with Event(interprocess=True)" in facts["no interprocess"]
     assert "Event: expected timing=True or interprocess" in facts["both"]
     assert "from_ipc_handle: expected 64 bytes, got b'abc'" in facts["short handle"]
     assert facts["handle"] == (bytes, 64)

@@ -193,7 +193,7 @@ def test_leaving_by_an_exception_raises_on_the_others(world):
     before = counted(world)
     for erring in range(world.size):
         told = leave_by_an_exception(world, erring)
-        wanted = f"rank {erring} left by Mistake; results"
+        wanted = f"rank {erring} left with Mistake; results"
         for rank, text in enumerate(world.allgather(told)):
             assert text == "Mistake" if rank == erring else wanted in text
         check_same(world, before, kept())

@@ -279,9 +279,9 @@ def test_a_failure_is_its_communicators_alone(comm, world):
     world.barrier()
     if world.rank % 2 == 0:
         wait_for(lambda: child._calls.members.failed)  # later on other islands
-        with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
+        with pytest.raises(ns.RankLeft, match="rank 0 left with Mistake: child;"):
             child.check()
-        with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
+        with pytest.raises(ns.RankLeft, match="rank 0 left with Mistake: child;"):
             child.split(0)
         child.close()  # every rank has raised the failure
     else:
@@ -292,8 +292,8 @@ def test_a_failure_is_its_communicators_alone(comm, world):
     world.barrier()  # no rank uses it any more
     comm._calls.members.abandon(Mistake("parent"))
     world.barrier()
-    refused(world, ns.RankLeft, lambda: comm.split(0), "left by Mistake: parent;")
-    refused(world, ns.RankLeft, comm.dup, "left by Mistake: parent;")
+    refused(world, ns.RankLeft, lambda: comm.split(0), "left with Mistake: parent;")
+    refused(world, ns.RankLeft, comm.dup, "left with Mistake: parent;")
     check_works(other)
     other.close()
     comm.close()  # every rank has raised the failure
@@ -306,7 +306,7 @@ def test_closing_raises_a_failure_after_another_one_was_raised(comm, world):
     if world.rank == 0:
         child._calls.members.board.abandon(Mistake("child"))
     world.barrier()
-    refused(world, ns.RankLeft, child.close, "rank 0 left by Mistake: child;")
+    refused(world, ns.RankLeft, child.close, "rank 0 left with Mistake: child;")
 
 
 class Mistake(Exception):

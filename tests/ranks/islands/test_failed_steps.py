@@ -126,7 +126,7 @@ def test_a_failure_at_any_step_of_a_split_leaves_no_rank_waiting(world, monkeypa
 @pytest.mark.parametrize("call", ["close", "dup"])
 def test_a_refusal_before_the_report_of_a_failure_is_that_failure(world, comm, call):
     """A rank may leave the with block by an error while others close."""
-    refusal = ns.RankLeft("rank 0 left by SystemExit: 3", ranks=(0,))
+    refusal = ns.RankLeft("rank 0 left with SystemExit: 3", ranks=(0,))
 
     def refuses(*given):
         raise refusal
@@ -256,7 +256,7 @@ def test_a_rank_that_leaves_the_construction_is_named_on_all_islands(
     said = world.allgather(f"{type(found.value).__name__}: {found.value}")
     told = "CollectiveTimeout: late"
     if isinstance(error, Enough):
-        told = f"RankLeft: rank {last} left Communicator by Enough"
+        told = f"RankLeft: rank {last} left Communicator with Enough"
     assert all(each.startswith(told) for each in said[:last]), said
 
 
@@ -358,5 +358,5 @@ def test_an_error_between_steps_of_an_island_is_every_ranks(world, monkeypatch):
         if world.rank == 0:
             exchange = comm._calls.heap.island.exchange
             monkeypatch.setattr(exchange, "all_gather", interrupted)
-        text = "rank 0 left zeros by RuntimeError: amid it"
+        text = "rank 0 left zeros with RuntimeError: amid it"
         refused(world, ns.RankLeft, lambda: comm.zeros(9), text)

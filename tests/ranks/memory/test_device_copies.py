@@ -270,7 +270,7 @@ REFUSED = [
     "peer_array: expected at most 32 bytes, the buffer's size, got 36",
     r"a copy: expected two arrays of one or two dimensions .* got \(2, 2, 2\) of",
     "a copy: expected two arrays .* and int",
-    r"a copy by packets: expected a contiguous .* of uint64 .* got \(8,\) of int32",
+    r"a copy with packets: expected a contiguous .* of uint64 .* got \(8,\) of int32",
     "a mailbox of at least 8 elements, aligned to 16 bytes, got 4 elements 0 bytes",
     "a mailbox of at least 0 elements, .* got 3 elements 8 bytes after a multiple",
     r"rank \d's buffer: expected ranks 0 to",

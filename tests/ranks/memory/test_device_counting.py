@@ -158,7 +158,7 @@ def wait_in_vain(ctx, what, found):
     ("what", "text"),
     [
         (0, r"rank \d waited for rank 0 in wait_until, channel 3"),
-        (1, r"rank \d waited in wait_until_at \(timeout: .* no.* stored what this"),
+        (1, r"rank \d waited in wait_until_at \(timeout: .* no.* stored a value that"),
     ],
 )
 def test_a_wait_in_vain_has_a_deadline(world, what, text):

@@ -140,7 +140,7 @@ def test_what_the_host_has_is_all_ranks_together(comm, world, everywhere):
             ns.BackendError,
             lambda n=nbytes: comm.empty(n, np.int8),
             f"bytes on each of {comm.size} ranks to fit into the memory of this node",
-            "ask for less, or start fewer ranks",
+            "allocate less, or start fewer ranks",
         )
     del kept
     comm.empty(most * 2 // 3, np.int8)

@@ -306,7 +306,7 @@ def test_the_end_of_a_program_after_another_ranks_failure(apart, monkeypatch):
     if not last:
         text = str(found.pop().message)
         assert text.startswith("at the end of the program: rank ")
-        assert "left Recv by ValueError: 7; results since" in text
+        assert "left Recv with ValueError: 7; results since" in text
         assert text.endswith("are undefined. This communicator is closed now")
     assert not found
     made.Free()
@@ -355,21 +355,23 @@ def test_free_waits_for_no_rank_that_has_left(world, apart, comm, monkeypatch):
     if not stays:
         made.communicator._calls.members.abandon(ValueError("7"), "Recv")
     else:
-        with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7"):
+        with pytest.raises(MPI.Exception, match="left Recv with ValueError: 7"):
             first.Free()  # until now, this rank did not know of its failure
-        with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7") as found:
+        with pytest.raises(
+            MPI.Exception, match="left Recv with ValueError: 7"
+        ) as found:
             made.Recv(array(1), made.size - 1, 4)
         awaited = f"a message from rank {made.size - 1}, tag 4."
         assert found.value.__notes__ == [f"A receive was waiting for {awaited}"]
         for call in (child.Recv, lambda _, rank: child.Probe(rank)):
-            with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7"):
+            with pytest.raises(MPI.Exception, match="left Recv with ValueError: 7"):
                 call(array(1), made.size - 1)
         requests = made.Irecv(array(1)), made.Issend(array(1), made.size - 1)
         made.Free()
         for call in (made.Free, *(each.Wait for each in requests)):
             with pytest.raises(MPI.Exception, match="Free was called"):
                 call()
-        with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7"):
+        with pytest.raises(MPI.Exception, match="left Recv with ValueError: 7"):
             child.Recv(array(1), made.size - 1)
         grid.Free()
         child.Free()
@@ -397,7 +399,7 @@ def test_what_is_made_after_a_failure_works(world, apart):
     made = MPI.Comm(apart, timeout=20)
     if made.rank == 0:
         made.communicator._calls.members.abandon(ValueError("7"), "Recv")
-        with pytest.raises(MPI.Exception, match="by ValueError: 7"):
+        with pytest.raises(MPI.Exception, match="with ValueError: 7"):
             made.Probe()
     new = made.Dup()
     right, left = around(new)
@@ -436,7 +438,7 @@ def test_a_rank_that_cannot_make_a_call_is_named_on_the_others(
         comm.Allreduce([out, 1, pairs], array(0))
     if not last:
         assert isinstance(found.value.__cause__, RankLeft)
-        assert "left Allreduce by MemoryError" in str(found.value)
+        assert "left Allreduce with MemoryError" in str(found.value)
     monkeypatch.undo()
     pairs.Free()
     comm.Free()

@@ -241,7 +241,9 @@ def test_two_ranks_that_send_before_they_receive(apart, monkeypatch):
     if comm.rank == 0:
         comm.communicator._calls.members.abandon(ValueError("7"), "Recv")
     else:
-        with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7") as found:
+        with pytest.raises(
+            MPI.Exception, match="left Recv with ValueError: 7"
+        ) as found:
             comm.Ssend(array(3), right, 3)
         assert isinstance(found.value.__cause__, RankLeft)
     apart.Barrier()
