@@ -9,7 +9,8 @@ import operator
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from itertools import starmap
 
 from numba_symm import driver
 from numba_symm.environment import (
@@ -49,15 +50,6 @@ class GPU:
     mps: bool | None
 
 
-@dataclass(frozen=True)
-class _DeviceOffer:
-    """The GPUs that one rank can be bound to; gathered before the assignment."""
-
-    visible: list[str]
-    preferred: str | None
-    share: bool
-
-
 def bind(
     exchange: StoreExchange, device: int | None = None
 ) -> tuple[GPU, tuple[GPU, ...]]:
@@ -79,22 +71,16 @@ def bind(
     """
     with exchange.agreed("finding GPUs") as each:
         gpus = visible_gpus()
-        each.mine = _DeviceOffer(
-            visible=[gpu.uuid for gpu in refuse_mig(gpus)],
-            preferred=_preferred(gpus, device),
-            share=allow_overlapping_devices(),
-        )
-    offers: list[_DeviceOffer] = each.all
-    uuids = assign(
-        [offer.visible for offer in offers],
-        [offer.preferred for offer in offers],
-        share=all(offer.share for offer in offers),
-    )
+        # Not an object, whose class would be sent for each rank.
+        visible = [gpu.uuid for gpu in refuse_mig(gpus)]
+        each.mine = visible, _preferred(gpus, device), allow_overlapping_devices()
+    seen, preferred, share = zip(*each.all, strict=True)
+    uuids = assign(seen, preferred, share=all(share))
     with exchange.agreed("binding GPUs") as each:
         gpu = next(gpu for gpu in gpus if gpu.uuid == uuids[exchange.rank])
         _make_current(gpu.ordinal)
-        each.mine = gpu
-    return gpu, tuple(each.all)
+        each.mine = astuple(gpu)
+    return gpu, tuple(starmap(GPU, each.all))
 
 
 def check_peer_access(exchange: StoreExchange, gpu: GPU, gpus: Sequence[GPU]) -> Matrix:

@@ -30,41 +30,90 @@ def below(rank: int, size: int) -> int:
     return min(rank & -rank or size, size - rank)
 
 
+MOST = 8
+"""The most items of a tuple that are gathered apart."""
+
+
 @dataclass(frozen=True)
 class Gathered:
     """The values of consecutive ranks; equal ones are contained once.
 
+    If values differ, and all are tuples of one length, their items are gathered one by
+    one. So only the items in which ranks differ are contained for each rank.
+
     Attributes:
+        items: what was gathered of each item; empty: the values are not divided.
         values: the different values, pickled.
         runs: the number of a value in ``values``, and how many ranks in a row have it.
     """
 
-    values: tuple[bytes, ...]
-    runs: tuple[tuple[int, int], ...]
+    items: tuple["Gathered", ...]
+    values: tuple[bytes, ...] = ()
+    runs: tuple[tuple[int, int], ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:  # without the names of the attributes
+        return Gathered, (self.items, self.values, self.runs)
 
     def each(self) -> list[Any]:
         """Return the value of each rank."""
+        if self.items:
+            return list(zip(*(item.each() for item in self.items), strict=True))
         found = [pickle.loads(value) for value in self.values]
         return [found[number] for number, many in self.runs for _ in range(many)]
 
 
 def gathered(value: Any, many: int = 1) -> Gathered:
     """Return the value that a number of ranks have."""
-    return Gathered((pickle.dumps(value),), ((0, many),))
+    return Gathered((), (pickle.dumps(value),), ((0, many),))
 
 
 def merged(parts: Iterable[Gathered]) -> Gathered:
     """Return the values of ranks that follow one another."""
+    parts = list(parts)
+    length = _common_length(parts)
+    if length:
+        columns = zip(*(_items(part, length) for part in parts), strict=True)
+        return Gathered(tuple(map(merged, columns)))
+    if any(part.items for part in parts):  # beside other values, such as None
+        parts = [gathered(value) for part in parts for value in part.each()]
+    return _in_turn(
+        (part.values[number], many) for part in parts for number, many in part.runs
+    )
+
+
+def _common_length(parts: Sequence[Gathered]) -> int:
+    """Return how many items all values have; 0: they are equal, or are not divided."""
+    lengths = {len(part.items) for part in parts if part.items}
+    values = {value for part in parts for value in part.values}
+    if not lengths and len(values) == 1:
+        return 0
+    for value in map(pickle.loads, values):
+        lengths.add(len(value) if type(value) is tuple else 0)
+    common = lengths.pop() if len(lengths) == 1 else 0
+    return common if common <= MOST else 0
+
+
+def _items(part: Gathered, length: int) -> Sequence[Gathered]:
+    """Return the items of a part's values, whose number is ``length``."""
+    if part.items:
+        return part.items
+    found = [pickle.loads(value) for value in part.values]
+    return [
+        _in_turn((pickle.dumps(found[number][at]), many) for number, many in part.runs)
+        for at in range(length)
+    ]
+
+
+def _in_turn(values: Iterable[tuple[bytes, int]]) -> Gathered:
+    """Return values, each with the number of ranks in a row that have it."""
     numbers: dict[bytes, int] = {}
     runs: list[tuple[int, int]] = []
-    for part in parts:
-        for number, many in part.runs:
-            value = part.values[number]
-            here = numbers.setdefault(value, len(numbers))
-            if runs and runs[-1][0] == here:
-                many += runs.pop()[1]
-            runs.append((here, many))
-    return Gathered(tuple(numbers), tuple(runs))
+    for value, many in values:
+        here = numbers.setdefault(value, len(numbers))
+        if runs and runs[-1][0] == here:
+            many += runs.pop()[1]
+        runs.append((here, many))
+    return Gathered((), tuple(numbers), tuple(runs))
 
 
 @dataclass(frozen=True)

@@ -36,3 +36,37 @@ def test_equal_values_of_many_ranks_need_few_bytes():
     assert len(pickle.dumps(many)) < len(pickle.dumps(one)) + 8
     in_turn = trees.merged([one, trees.gathered("b" * 99)] * 5000)
     assert len(pickle.dumps(in_turn)) < 10_000 * 10
+
+
+def test_only_items_in_which_ranks_differ_are_contained_for_each_rank():
+    """Ranks with other values than tuples of that length are contained, too."""
+    place = "numba_symm", "communicator", "a long name of a step"
+    values = [(*place, (None, (f"uuid {rank}", "a name " * 9))) for rank in range(100)]
+    found = trees.merged(map(trees.gathered, values))
+    assert found.each() == values
+    assert len(pickle.dumps(found)) < 500 + 40 * len(values)
+    mixed = [*values[:3], None, values[4][:3], ((1,), ()), *values[5:9], [1], (1,)]
+    parts = [trees.merged(map(trees.gathered, each)) for each in (mixed[:5], mixed[5:])]
+    assert trees.merged(parts).each() == mixed
+    wide = [(rank, tuple(range(rank, 10_000))) for rank in range(3)]
+    parts = map(trees.gathered, wide)  # of which only the pair is divided
+    assert trees.merged(parts).each() == wide
+
+
+def test_the_root_receives_few_bytes_for_each_rank():
+    """Nodes have 8 ranks each, whose values name the node, as in a construction."""
+    size = 1024
+    nodes = [f"4c1f2a1e-bd5c-4ac6-8a6b-{node:012}" for node in range(size // 8)]
+
+    def value(rank):
+        node = nodes[rank // 8], f"node{rank // 8}.cluster"
+        step = "numba_symm", "communicator", 0, "Communicator: outcome"
+        return *step, (None, (node, "timeout=300"))
+
+    parts = {}
+    for rank in reversed(range(size)):
+        below = [parts[child] for child in trees.children(rank, size)]
+        parts[rank] = trees.merged([trees.gathered(value(rank)), *below])
+    assert parts[0].each() == [*map(value, range(size))]
+    sent = sum(len(pickle.dumps(parts[child])) for child in trees.children(0, size))
+    assert sent < 20 * size
