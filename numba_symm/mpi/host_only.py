@@ -85,7 +85,8 @@ class Op(MPI.Op, metaclass=Kind):
                 f"{into.number}",
             )
         check_writable(into.view, what)
-        stream = arrays.stream_of(into.array) or 0
+        named = arrays.stream_of(into.array)
+        stream = streams.LEGACY_DEFAULT if named is None else named
         if not SIMULATED and streams.is_capturing(stream):
             raise refusal(
                 MPI.ERR_OTHER,

@@ -338,9 +338,9 @@ class Post(Sends):
         if len(self._copying) >= MOST:  # some may belong to requests given up
             self.reap()
         coming, room = self._data.coming(envelope), None
-        if on is not None and (coming is not None or envelope.follows):
-            after = self.copies.event(on)
         try:
+            if on is not None and (coming is not None or envelope.follows):
+                after = self.copies.event(on)
             number = items_of(envelope, into)
             into = into if number is None else into._replace(number=number)
             if coming is not None:
