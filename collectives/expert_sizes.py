@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_symm import arguments, dtypes
+from numba_symm.collectives import expert_wires
 from numba_symm.collectives.kernels import (
     expert_combine,
     expert_dispatch,
@@ -52,13 +53,23 @@ class ExpertSizes(NamedTuple):
         return self.hidden * self.dtype.itemsize // VECTOR
 
     @property
+    def codes(self) -> int:
+        """Vectors of a token as codes; 0: it cannot have codes."""
+        return expert_wires.vectors_of(self.hidden)
+
+    @property
     def row(self) -> tuple[int, int]:
         """The vectors of a token, and the shift by which threads share it."""
         return self.vectors, expert_dispatch.shift_of(self.vectors)
 
-    def mailed(self, end: Endpoint) -> Mailed | None:
-        """Return the grids and shares of calls of few tokens; None: there are many."""
-        sent = mailed_dispatch.vectors_of(self.top_k, self.vectors)
+    def mailed(self, end: Endpoint, vectors: int) -> Mailed | None:
+        """Return the grids and shares of calls of few tokens; None: there are many.
+
+        Args:
+            end: this rank's end.
+            vectors: those of a token as it is sent.
+        """
+        sent = mailed_dispatch.vectors_of(self.top_k, vectors)
         there = few_tokens.share_of(end, self.tokens, sent)
         back = few_tokens.share_of(end, self.tokens, self.vectors)
         return Mailed(there, back) if there and back else None

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_symm import arrays, dtypes, libraries, loads, own_arrays
+from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView
 from numba_symm.cache import UNKNOWN, Cache
-from numba_symm.collectives import kernel_set
+from numba_symm.collectives import expert_wires, kernel_set
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import (
     are_apart,
@@ -21,7 +22,7 @@ from numba_symm.collectives.checks import (
     check_order,
     check_writable,
 )
-from numba_symm.collectives.expert_sizes import ExpertSizes, checked
+from numba_symm.collectives.expert_sizes import ExpertSizes, Mailed, checked
 from numba_symm.collectives.kernels import (
     expert_combine,
     expert_dispatch,
@@ -119,13 +120,21 @@ class Experts:
         )
         self._offsets = offsets
         self._grid = expert_dispatch.grid_of(end, sizes.tokens, sizes.vectors)
-        self._mailed = sizes.mailed(end)
+        # For the tokens, and for their codes: both have one form, as combine has.
+        there = sizes.mailed(end, sizes.vectors)
+        coded = sizes.mailed(end, sizes.codes or 1)
+        self._mailed = there if coded else None
+        self._mailed_codes = coded if there else None
         nbytes = expert_dispatch.scratch_nbytes(size, self._grid)
         nbytes += 4 * sizes.tokens * size
-        if self._mailed:
-            nbytes = 4 * few_tokens.area_words(size) * self._mailed.dispatch[0]
-        self._kept = kept = own_arrays.empty((nbytes,), np.dtype("u1"), what)
+        if self._mailed and self._mailed_codes:
+            blocks = max(self._mailed.dispatch[0], self._mailed_codes.dispatch[0])
+            nbytes = 4 * few_tokens.area_words(size) * blocks
+        nbytes = divide_up(nbytes, VECTOR) * VECTOR
+        of_codes = VECTOR * sizes.codes * sizes.tokens
+        self._kept = kept = own_arrays.empty((nbytes + of_codes,), np.dtype("u1"), what)
         self._scratch = arrays.view(kept, what).address
+        self._codes = self._scratch + nbytes
         self._tokens: int | None = None  # of the last dispatch
         self._plans = Cache(64)
         # Ranks that call different objects would store in different memory.
@@ -139,7 +148,13 @@ class Experts:
         return f"<Experts: {self._words}>"
 
     def dispatch(
-        self, x: Any, expert_ids: Any, weights: Any = None, *, stream: Any = None
+        self,
+        x: Any,
+        expert_ids: Any,
+        weights: Any = None,
+        *,
+        wire: str | None = None,
+        stream: Any = None,
     ) -> Received:
         """Send each token once to each rank that has one of its experts.
 
@@ -157,6 +172,11 @@ class Experts:
                 of shape (tokens, top_k). Rank ``r`` has the experts from ``r`` times
                 their number on each rank. -1: none.
             weights: their weights: the same, of float32. None: each is 1.
+            wire: ``"fp8"`` or ``"int8"``: send the tokens as codes of one byte, with a
+                scale for each 128 elements; equal on all ranks. Tokens are received
+                as what the codes stand for, rounded to the object's dtype. Such a call
+                overwrites :attr:`results`. It needs a ``hidden`` of a multiple of 512.
+                None: send them as they are.
             stream: the stream. None: that of ``x``.
 
         Returns:
@@ -164,18 +184,22 @@ class Experts:
 
         Raises:
             ArgumentError: an array has another shape, dtype or order, or overlaps
-                :attr:`received`.
+                :attr:`received`, or :attr:`results` with ``wire``; or the tokens cannot
+                have such codes.
             CollectiveError: here or in a later call: a rank failed, or more tokens were
                 for a rank than ``capacity``, or an expert's number was wrong.
         """
         calls, what = self._calls, "dispatch"
         with calls.thread.alone(what):
-            given = x, expert_ids, weights
+            given = x, expert_ids, weights, wire
             launch, tokens = calls.agreement.checked(
-                what, lambda *_: self._words, self._dispatched, given
+                what,
+                lambda *_: f"{self._words}, wire {shown(wire)}",
+                self._dispatched,
+                given,
             )
             chosen = calls.streams.of(stream, x)
-            calls.enqueuer.run(self._about[what], launch, chosen, self, *given)
+            calls.enqueuer.run(self._about[what], launch, chosen, self, *given[:3])
             self._tokens = tokens
         return self.received
 
@@ -243,8 +267,10 @@ class Experts:
 
     def _dispatched(self, given: Any) -> tuple[Enqueue, int]:
         """Check the arguments of a dispatch; return its launch and its tokens."""
-        (x, expert_ids, weights), what, sizes = given, "dispatch", self._sizes
+        (x, expert_ids, weights, wire), what, sizes = given, "dispatch", self._sizes
         self._calls.enqueuer.refuse_in_group(what)
+        if wire is not None:
+            expert_wires.check(wire, sizes.hidden, self._calls.gpu, what)
         shape = arrays.view(x, what).shape
         tokens = shape[0] if shape else 0
         if len(shape) != 2 or tokens > sizes.tokens:
@@ -255,43 +281,71 @@ class Experts:
         rows = self._rows(x, f"{what}: x", (tokens, sizes.hidden))
         choices = tokens, sizes.top_k
         ids = self._checked(expert_ids, f"{what}: expert_ids", choices, _INT32)
-        factors, given = 0, [rows, ids]
+        factors, read = 0, [rows, ids]
         if weights is not None:
             view = self._checked(weights, f"{what}: weights", choices, _FLOAT32)
             factors = view.address
-            given.append(view)
-        key = what, rows, ids.address, factors, self._calls.heap.generation
+            read.append(view)
+        key = what, rows, ids.address, factors, wire, self._calls.heap.generation
         launch = self._plans.get(key)
         if launch is UNKNOWN:
-            if not all(are_apart(each, self._stored) for each in given):
-                raise ArgumentError(
-                    f"{what}: expected arrays apart from Experts.received, got one "
-                    "that overlaps it, where other ranks store tokens meanwhile; pass "
-                    "a copy"
-                )
-            launch = self._bound(tokens, rows.address, ids.address, factors)
+            stored = {"received": self._stored}
+            if wire is not None:
+                stored["results"] = self._loaded
+            for name, there in stored.items():
+                if not all(are_apart(each, there) for each in read):
+                    raise ArgumentError(
+                        f"{what}: expected arrays apart from Experts.{name}, got one "
+                        "that overlaps it, where other ranks store tokens meanwhile; "
+                        "pass a copy"
+                    )
+            with loads.of(what):
+                launch = self._bound(tokens, rows.address, ids.address, factors, wire)
             self._plans.put(key, launch)
         return launch, tokens
 
-    def _bound(self, tokens: int, x: int, ids: int, weights: int) -> Enqueue:
-        sizes, calls = self._sizes, self._calls
+    def _bound(
+        self, tokens: int, x: int, ids: int, weights: int, wire: str | None
+    ) -> Enqueue:
+        """Return what enqueues a dispatch."""
+        sizes, calls, room = self._sizes, self._calls, self._room
         each = sizes.experts // calls.size
         experts = sizes.top_k, sizes.experts, each, inverse_of(each)
         routing = Routing(ids, weights, tokens, *experts)
-        rows, targets = Rows(x, *sizes.row), self._everywhere("counts")
-        with loads.of("dispatch"):
-            if self._mailed:
-                here = targets[calls.rank], self._scratch
-                given = *self._mailed.dispatch, routing, rows, self._room, *here
-                return mailed_dispatch.bind(calls.end, *given)
-            scratch = expert_dispatch.scratch_nbytes(calls.size, self._grid)
-            counting = expert_dispatch.Counting(
-                self._scratch + scratch,
-                self._scratch,
-                divide_up(tokens, self._grid),
-            )
-            arguments = routing, counting, rows, self._room, targets
-            return expert_dispatch.bind(calls.end, self._grid, *arguments)
+        if wire is None:
+            rows = Rows(x, *sizes.row)
+            return self._sending(routing, rows, room, self._mailed)
+        shift = expert_dispatch.shift_of(sizes.codes)
+        rows = Rows(self._codes, sizes.codes, shift)
+        there = room._replace(tokens=self._offsets["results"])
+        send = self._sending(routing, rows, there, self._mailed_codes)
+        here = self._everywhere("counts")[calls.rank]
+        given = calls.end, wire, dtypes.element(sizes.dtype, "dispatch")
+        places = here + there.tokens, here + room.tokens, here
+        decode = expert_wires.bind_decode(*given, *places, sizes.capacity, sizes.hidden)
+        if tokens == 0:
+            return Series(send, decode)
+        elements = tokens * sizes.hidden
+        encode = expert_wires.bind_encode(*given, x, self._codes, elements)
+        return Series(encode, send, decode)
+
+    def _sending(
+        self, routing: Routing, rows: Rows, room: TokenRoom, mailed: Mailed | None
+    ) -> Enqueue:
+        """Return the launch that sends tokens as they are."""
+        calls, targets = self._calls, self._everywhere("counts")
+        if mailed:
+            here = targets[calls.rank], self._scratch
+            given = *mailed.dispatch, routing, rows, room, *here
+            return mailed_dispatch.bind(calls.end, *given)
+        scratch = expert_dispatch.scratch_nbytes(calls.size, self._grid)
+        counting = expert_dispatch.Counting(
+            self._scratch + scratch,
+            self._scratch,
+            divide_up(routing.tokens, self._grid),
+        )
+        arguments = routing, counting, rows, room, targets
+        return expert_dispatch.bind(calls.end, self._grid, *arguments)
 
     def _everywhere(self, name: str) -> tuple[int, ...]:
         """Return, by rank, the address here of a part of that rank's memory."""

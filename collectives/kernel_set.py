@@ -426,11 +426,15 @@ def _bind_coded(
 ) -> None:
     """Bind sums by codes, of all sizes, of the dtypes that have codes."""
     from numba_symm.collectives import wires
+    from numba_symm.collectives.kernels import coded_sum
 
     for dtype in given:
         if dtype.name not in wires.ELEMENTS:
             continue
         element = dtypes.element(dtype, wire)
+        # Of a dispatch, which encodes as a sum does.
+        rows = coded_sum.decode_rows_kernel(end.size, wires.WIRES[wire], element)
+        coded_sum.bind(rows, end, 1, 0, 0, 0, 1, 1)
         for off, target_off in _alignments(element):
             source, target = VECTOR + off, _FAR + target_off
             call = Call(source, target, element.lanes, element, "sum")

@@ -70,10 +70,10 @@ def check(given: Invocation[Operation], dtype: Any, gpu: GPU) -> None:
             f"{dtype.name}; convert the array, or reduce without wire="
         )
     if not SIMULATED:
-        _check_capability(wire, gpu, what)
+        check_capability(wire, gpu, what)
 
 
-def _check_capability(wire: str, gpu: GPU, what: str) -> None:
+def check_capability(wire: str, gpu: GPU, what: str) -> None:
     """Refuse codes that the GPU cannot convert."""
     try:
         given = gpu.compute_capability, gpu.name, what

@@ -46,11 +46,11 @@ def bound(inputs, wire):
         wire: the name of the codes.
     """
     wide = [each.astype(np.float64) for each in inputs]
-    found = sum(_rounding(each, wire) for each in wide)
-    return (found + _rounding(sum(np.abs(wide)) + found, wire)) * (1 + 2.0**-18)
+    found = sum(rounding(each, wire) for each in wide)
+    return (found + rounding(sum(np.abs(wide)) + found, wire)) * (1 + 2.0**-18)
 
 
-def _rounding(values, wire):
+def rounding(values, wire):
     """Return the most by which codes differ from the values that they stand for."""
     padded = np.zeros(-(-values.size // GROUP) * GROUP)
     padded[: values.size] = np.abs(values)

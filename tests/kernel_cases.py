@@ -95,6 +95,7 @@ ALGORITHMS = {
     "add": lambda n, e, op: coded_sum.add_kernel(n, CODES[op], n),
     "decode": lambda n, e, op: coded_sum.decode_kernel(n, CODES[op], e, True),
     "apply": lambda n, e, op: epilogue.kernel(n, *EPILOGUES[op](e), False, False),
+    "decode_rows": lambda n, e, op: coded_sum.decode_rows_kernel(n, CODES[op], e),
     "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
     "combine": lambda n, e, op: expert_combine.kernel(n, e),
     "stage": lambda n, e, op: expert_combine.stage_kernel(n, e, False),
@@ -218,6 +219,7 @@ EXPERTS = [*DISPATCHES, *COMBINES, *STAGES, *MAILED]
 COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *HANDSHAKES, *MESSAGES]
 CODED = [(name, 4, "float32", "int8") for name in ("encode", "add", "decode")]
 CODED += [(name, 8, "bfloat16", "fp8") for name in ("encode", "add", "decode")]
+CODED += [("decode_rows", 8, "bfloat16", "fp8")]
 FINISHED = [("apply", 2, "float32", "affine"), ("apply", 2, "bfloat16", "norm")]
 COLLECTIVE += EXPERTS + CODED + FINISHED
 GAPS = [("pack", 2), ("pack", 3)]

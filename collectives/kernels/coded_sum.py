@@ -1,4 +1,4 @@
-"""The three kernels of a sum by codes: encode, add, decode.
+"""The kernels of a sum by codes: encode, add, decode; and decoding tokens.
 
 ``wires.py`` has the calls, which exchange the codes by other kernels. Each thread reads
 and writes codes and elements of its own. No other rank takes part, and nothing but the
@@ -189,11 +189,37 @@ def make_add(size: int, codes: Element, ranks: int) -> Any:
     return add
 
 
-def make_decode(size: int, codes: Element, kind: Element, ragged: bool) -> Any:
-    """Return the kernel: codes become elements; see ``make_encode``."""
+@functools.cache
+def make_decode_group(
+    codes: Element, kind: Element, ragged: bool
+) -> Callable[..., None]:
+    """Return a device function that decodes a thread's elements of a group.
+
+    ``(given, target, group, lane, count, values)``; ``values`` is a local array of
+    ``IN_VECTOR``. The arguments are those of ``make_encode``.
+    """
     access = make_lanes(kind, "sum", ragged, 1)
     store = groups.make_spread(kind, access.load, access.store).store
     decode_16 = groups.make_codes(codes).decode
+
+    @intrinsics.device_function
+    def decode_group(
+        given: int, target: int, group: int, lane: int, count: int, values: Any
+    ) -> None:
+        bits = intrinsics.ld_u32(given + scale_place_of(group))
+        scale = intrinsics.f32_of_bits(bits)
+        for part in range(PARTS):
+            at = PARTS * lane + part
+            low, high = intrinsics.ld_v2_u64(given + place_of(group) + VECTOR * at)
+            decode_16(low, high, scale, values, 0)
+            store(target, group, at, count, values, 0)
+
+    return decode_group
+
+
+def make_decode(size: int, codes: Element, kind: Element, ragged: bool) -> Any:
+    """Return the kernel: codes become elements; see ``make_encode``."""
+    decode_group = make_decode_group(codes, kind, ragged)
 
     def decode(
         guard: Any,
@@ -217,16 +243,52 @@ def make_decode(size: int, codes: Element, kind: Element, ragged: bool) -> Any:
         lane, team = thread % LANES, thread // LANES
         group = block * _TEAMS + team
         while group < number:
-            bits = intrinsics.ld_u32(given + scale_place_of(group))
-            scale = intrinsics.f32_of_bits(bits)
-            for part in range(PARTS):
-                at = PARTS * lane + part
-                low, high = intrinsics.ld_v2_u64(given + place_of(group) + VECTOR * at)
-                decode_16(low, high, scale, values, 0)
-                store(target, group, at, count, values, 0)
+            decode_group(given, target, group, lane, count, values)
             group += grid * _TEAMS
 
     return decode
+
+
+def make_decode_rows(size: int, codes: Element, kind: Element) -> Any:
+    """Return the kernel: the codes of a dispatch's tokens become elements.
+
+    Each rank has room for ``capacity`` tokens, of whole records, and ``counts`` has
+    their numbers. A token has ``width`` groups.
+    """
+    decode_group, itemsize = make_decode_group(codes, kind, False), kind.itemsize
+
+    def decode_rows(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        given: int,
+        target: int,
+        counts: int,
+        capacity: int,
+        width: int,
+    ) -> None:
+        block = intrinsics.block_index()
+        if block >= grid:
+            return
+        workspace.follow_previous_grid(early)
+        if workspace.load_failure(own, block) != 0:  # explore: rows-failed
+            return  # what arrived may not be the tokens
+        thread = cuda.threadIdx.x
+        values = cuda.local.array(IN_VECTOR, types.float32)
+        lane, team = thread % LANES, thread // LANES
+        for r in range(size):
+            first = r * capacity * width
+            there = given + first // IN_RECORD * RECORD
+            to, number = target + first * GROUP * itemsize, width
+            number *= intrinsics.ld_u64(counts + 8 * r)
+            group = block * _TEAMS + team
+            while group < number:
+                decode_group(there, to, group, lane, number * GROUP, values)
+                group += grid * _TEAMS
+
+    return decode_rows
 
 
 _ARGUMENTS = binding.ADDRESS, binding.ADDRESS, types.int64, types.int64
@@ -248,6 +310,13 @@ def add_kernel(size: int, codes: Element, ranks: int) -> Kernel:
 def decode_kernel(size: int, codes: Element, kind: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     return binding.make_kernel(make_decode, (size, codes, kind, ragged), _ARGUMENTS)
+
+
+@functools.cache
+def decode_rows_kernel(size: int, codes: Element, kind: Element) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    arguments = *_ARGUMENTS, types.int64
+    return binding.make_kernel(make_decode_rows, (size, codes, kind), arguments)
 
 
 def bind(

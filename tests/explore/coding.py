@@ -5,7 +5,7 @@ import numpy as np
 from explore.scenarios import some_blocks
 from explore.world import World, add
 from numba_symm import dtypes
-from tests.coded import coded_sum
+from tests.coded import coded, coded_sum
 
 FLOAT32 = dtypes.element("float32", "test")
 RANKS = 2  # whose codes are added
@@ -55,5 +55,49 @@ def sums_by_codes(code, failed=False):
             launch(sum_up, coded[rank], summed[rank], groups, 528)
             launch(decode, summed[rank], outputs[rank], count, groups)
             world.expect(outputs[rank], [0] * len(total) if failed else total)
+
+    return scenario
+
+
+def tokens_by_codes(code, failed=False):
+    """Each rank encodes two tokens of two groups, and decodes what it has received.
+
+    Of each rank, there is room for two tokens, of which some are there. If ``failed``,
+    the ranks have failed before, and store no token.
+    """
+    capacity, width = 2, 2
+
+    def scenario(machine):
+        world = World(machine, code, blocks=some_blocks(machine, code))
+        for workspace in world.workspaces if failed else ():
+            for mark in range(8):
+                world.memory.plant(workspace + 128 * mark, 4, 1)
+        kernels, codes = code.coded_sum, code.groups.FP8
+        elements, number = 128 * width * capacity, width * capacity
+        draw = np.random.default_rng(world.random.randrange(99))
+        encode = kernels.encode_kernel(world.size, codes, FLOAT32, False)
+        decode = kernels.decode_rows_kernel(world.size, codes, FLOAT32)
+        received = world.map("codes", world.size * 528)
+        outputs = world.map("output", world.size * 4 * elements, 0)
+        counts = world.map("counts", 8 * world.size)
+        for rank, end in enumerate(world.ends):
+            for r in range(world.size):
+                x = draw.standard_normal(elements).astype(np.float32)
+                array = world.map("input", 4 * elements)[rank]
+                for i, word in enumerate(x.view(np.int64).tolist()):
+                    world.memory.plant(array + 8 * i, 8, word)
+                given = array, received[rank] + 528 * r, elements, number
+                add(kernels.bind(encode, end, number, *given), world.streams[rank])
+                count = world.random.randrange(capacity + 1)
+                world.memory.plant(counts[rank] + 8 * r, 8, count)
+                there = coded(x, "fp8").ravel()[: 128 * width * count]
+                wanted = np.zeros(elements, np.float32)
+                wanted[: 0 if failed else there.size] = there[: 0 if failed else None]
+                words = wanted.view(np.uint64).tolist()
+                world.expect(outputs[rank] + 4 * elements * r, words)
+            given = received[rank], outputs[rank], counts[rank], capacity, width
+            launch = kernels.bind(decode, end, world.size * number, *given)
+            add(launch, world.streams[rank])
+        world.run()
 
     return scenario

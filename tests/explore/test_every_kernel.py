@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from explore.coding import sums_by_codes
+from explore.coding import sums_by_codes, tokens_by_codes
 from explore.finishing import epilogues
 from explore.scenarios import (
     a_count,
@@ -133,6 +133,7 @@ SCENARIOS = [
     reductions_of_shards,
     sums_by_codes,
     epilogues,
+    tokens_by_codes,
     *CALLS.values(),
     calls_by_copies,
     calls_of_experts,

@@ -23,6 +23,7 @@ LAZY = {
         "one island is usual"
     ),
     ("collectives.islands.construction", "collectives.warm_up"): "needs a communicator",
+    ("collectives.kernel_set", "collectives.kernels.coded_sum"): "few sum by codes",
     ("collectives.kernel_set", "collectives.kernels.digest"): "few compare arrays",
     (
         "collectives.kernel_set",

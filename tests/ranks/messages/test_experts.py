@@ -1,5 +1,6 @@
 """Dispatch and combine of a mixture of experts, compared with NumPy."""
 
+import functools
 import time
 
 import ml_dtypes
@@ -10,6 +11,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.bench import __main__ as bench
 from numba_symm.environment import SIMULATED
+from tests.coded import coded, rounding
 from tests.ranks.helpers import (
     check_works,
     get,
@@ -141,7 +143,7 @@ def test_calls_of_other_tokens_and_routings_each_time(comm, world, dtype):
 
     There are two forms: for few tokens, in up to four epochs, and for many.
     """
-    few, many, hidden = (9, 9, 24) if SIMULATED else (100, 300, 4096)
+    few, many, hidden = (9, 9, 24) if SIMULATED else (30, 300, 4096)
     kinds = list(routings(None, 1))
     sizes = {"top_k": TOP_K, "hidden": hidden, "dtype": dtype}
     of_few = comm.experts(EACH * comm.size, tokens=few, **sizes)
@@ -170,6 +172,48 @@ def test_calls_of_other_tokens_and_routings_each_time(comm, world, dtype):
         wanted = model.sums(comm.rank)
         for each in (out, again, third):
             assert get(each).tobytes() == wanted.tobytes()
+    wait_for_all(comm, world)
+
+
+@of_one_island
+@pytest.mark.parametrize(
+    ("wire", "dtype"), [("fp8", ml_dtypes.bfloat16), ("int8", np.float32)], ids=str
+)
+def test_tokens_cross_as_codes(comm, world, wire, dtype):
+    """What is received has the bits of NumPy's model, and is within the bound."""
+    few, many, hidden = 4 // np.dtype(dtype).itemsize, 3, 512
+    if not SIMULATED:
+        few, many, hidden = 40, 300, 3072
+    if wire == "fp8" and not SIMULATED and comm.device.compute_capability < (8, 9):
+        pytest.skip("the GPU does not convert fp8")
+    kinds = list(routings(None, 1))
+    sizes = {"top_k": TOP_K, "hidden": hidden, "dtype": dtype}
+    of_few = comm.experts(EACH * comm.size, tokens=few, **sizes)
+    of_many = comm.experts(EACH * comm.size, tokens=300, **sizes)
+    assert of_few._mailed or comm.size in (1, 4)
+    for step in range(4):
+        experts, tokens = (of_many, many) if step % 2 else (of_few, few)
+        model = Model(comm, step, tokens, hidden, dtype, kinds)
+        if step == 2:  # of several magnitudes, and not numbers
+            for x in model.x:
+                x[:, 128:256] *= dtype(1e-20)
+                x[:1, 300] = np.inf
+        x, ids = on_gpu(model.x[comm.rank]), on_gpu(model.ids[comm.rank])
+        weights = on_gpu(model.weights[comm.rank])
+        found = experts.dispatch(x, ids, weights, wire=wire)
+        comm.synchronize()
+        exact = [x.astype(np.float32) for x in model.x]
+        decoded = [coded(x.ravel(), wire).reshape(x.shape) for x in exact]
+        model.x = [x.astype(dtype) for x in decoded]
+        model.check_received(found)
+        for x, given in zip(decoded, exact, strict=True):
+            limit = rounding(given.ravel(), wire).reshape(x.shape) * (1 + 2.0**-18)
+            right = abs(x.astype(np.float64) - given) <= limit
+            assert (right | ~np.isfinite(limit)).all()
+        out = experts.combine(on_gpu(model.results(found)))
+        comm.synchronize()
+        if step != 2:
+            assert get(out).tobytes() == model.sums(comm.rank).tobytes()
     wait_for_all(comm, world)
 
 
@@ -267,6 +311,9 @@ def test_wrong_arguments_of_experts(comm, world):
     calls.append(((flat[1:].reshape(3, 8), ids), "begins on a 16-byte boundary"))
     for given, text in calls:
         refused(world, kind, lambda given=given: experts.dispatch(*given), text)
+    for wire, text in [("fp4", "wire to be 'fp8', 'int8'"), ("fp8", "multiple of 512")]:
+        call = functools.partial(experts.dispatch, x, ids, wire=wire)
+        refused(world, kind, call, f"{text}")
     put(ids, np.zeros((3, 2), np.int32))
     put(x, np.ones((3, 8), np.float32))
     experts.dispatch(x, ids)
