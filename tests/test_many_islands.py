@@ -126,6 +126,7 @@ def check(world, division):
     from numba_symm.bench.laboratory.schedules import ScheduledJob, exchanges
     from numba_symm.collectives.islands.sizes import DEFAULT
     from numba_symm.engines import mpi as engine
+    from numba_symm.launch import waiting
 
     begin, sent = engine.begin, Counter()
 
@@ -142,7 +143,16 @@ def check(world, division):
 
     engine.begin = counted
     rank, ranks = world.rank, world.size
+    run, steps = waiting._Step.run, Counter()
+
+    def counted_step(step):
+        steps[step._comm.size] += 1
+        return run(step)
+
+    waiting._Step.run = counted_step
     with made(world, division, 60) as comm:
+        waiting._Step.run = run
+        assert steps[ranks] == 14, steps  # as in bench/laboratory/scale.py
         job = ScheduledJob(comm.islands, DEFAULT)
         # Only schedules depend on whether neighbors are in different islands.
         mixed = division.endswith("x")

@@ -90,6 +90,36 @@ def sizes(name: str) -> list[int]:
     return [each for each in SIZES if each <= most] or [0]
 
 
+STEPS = 11, 3
+"""Steps of a construction between all ranks, and between those of a node."""
+
+PAUSE = 1e3
+"""Microseconds for which a rank sleeps at most before it looks for a message."""
+
+PER_RANK, PACKED, MERGED, VALUE = 0.6, 0.07, 0.18, 122
+"""Microseconds of a step for each rank, and for each value to pack it or to merge it;
+and its bytes. Measured with 8000 ranks and 1000 values: see bench/README.md."""
+
+OF_NODES = 2
+"""Steps in which every node has a value of its own; in the others, all are equal."""
+
+
+def construction(of: Nodes) -> float:
+    """Return the microseconds of the library's own steps of a construction.
+
+    Each step goes up a binomial tree of ranks, and down again. A rank packs what it
+    sends for one child after another. The set-up of MPI, of NCCL and of a GPU's memory
+    is not included.
+    """
+    ranks = of.number * of.gpus
+    depth, within = (ranks - 1).bit_length(), (of.gpus - 1).bit_length()
+    hops = 2 * (STEPS[0] * depth + STEPS[1] * within)
+    sends = depth * (depth + 1) // 2  # one after another, to the rank that is last
+    packed = sends * (PACKED + VALUE / NETWORK.bandwidth) + depth * PACKED
+    values = OF_NODES * of.number * (packed + 2 * MERGED)
+    return hops * (of.link(0) + PAUSE) + STEPS[0] * ranks * PER_RANK + values
+
+
 def table(of: Nodes) -> list[str]:
     """Return the lines of a table of each cost: the library's, flat, and the least."""
     lines = [
@@ -172,7 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(argv)
     if SIMULATED:
         parser.error("the simulator has chunks of its own; unset NUMBA_ENABLE_CUDASIM")
-    print("\n".join(table(nodes(asked.nodes))))
+    of = nodes(asked.nodes)
+    print("\n".join(table(of)))
+    print(f"\nconstruction: {construction(of) / 1e6:.2f} s")
     if asked.plot:
         draw(asked.plot)
     return 0

@@ -16,7 +16,8 @@ from numba_symm.bench.laboratory.model import (
 from numba_symm.bench.laboratory.schedules import CopyStep, ExchangeStep
 from numba_symm.engines.protocol import Parcel
 
-PAGE = (Path(__file__).parents[2] / "docs/several-nodes.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, LIMITS = ((DOCS / f"{n}.md").read_text() for n in ("several-nodes", "limits"))
 
 
 def test_the_docs_have_the_models_tables():
@@ -69,6 +70,16 @@ def test_no_call_takes_longer_than_from_one_island_to_all(number):
             time = nodes.time(name, 1 << power)
             flat = scale.flat(name, nodes, 1 << power)
             assert flat is None or time <= 1.2 * flat.time, (name, power)
+
+
+def test_the_steps_of_a_construction_take_less_than_two_seconds():
+    """At 1000 nodes. That there are 14 is checked by tests/test_many_islands.py."""
+    seconds = scale.construction(scale.nodes(1000)) / 1e6
+    assert seconds < 2
+    assert sum(scale.STEPS) == 14
+    row = next(line for line in LIMITS.splitlines() if "| construction |" in line)
+    assert "14 steps" in row
+    assert f"{seconds:.1f} s at 1000 nodes of 8" in row
 
 
 def test_a_chain_is_as_long_as_the_islands_are_many():
