@@ -88,7 +88,9 @@ def _common_length(parts: Sequence[Gathered]) -> int:
     if not lengths and len(values) == 1:
         return 0
     for value in map(pickle.loads, values):
-        lengths.add(len(value) if type(value) is tuple else 0)
+        if type(value) is not tuple:
+            return 0  # the first one decides, because there may be many
+        lengths.add(len(value))
     common = lengths.pop() if len(lengths) == 1 else 0
     return common if common <= MOST else 0
 
