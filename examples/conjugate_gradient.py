@@ -1,4 +1,4 @@
-"""Solve a linear system on all GPUs by conjugate gradients, in one launch.
+"""Solve a linear system on all GPUs with conjugate gradients, in one launch.
 
     numba-symm run -n 4 examples/conjugate_gradient.py
 
@@ -8,8 +8,8 @@ the edges. Both are collectives within the kernel, so the host neither waits nor
 launches anything between two iterations. All ranks get the same bits of each product,
 so all of them end after the same iteration.
 
-Each rank uses one block here. Of several blocks, each would also need the products of
-the others: see ``grid_barrier``.
+Each rank launches one block here. With several blocks, each would also need the
+products of the others: see ``grid_barrier``.
 """
 
 import numpy as np

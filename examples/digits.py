@@ -4,8 +4,8 @@
 
 This is data-parallel training of softmax regression with momentum. Each rank computes
 the gradient of its share of the training images. In each step, one ``all_reduce`` sums
-the gradients, in place, in symmetric memory. Every rank then updates its weights by
-the same sum.
+the gradients, in place, in symmetric memory. Every rank then updates its weights
+with the same sum.
 """
 
 import sys

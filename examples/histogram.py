@@ -1,11 +1,11 @@
-"""Count the values in the data of all ranks, by blocks that take chunks from a queue.
+"""Count the values in the data of all ranks; blocks take chunks from a common queue.
 
     numba-symm run -n 4 examples/histogram.py
 
 The queue is a number in rank 0's memory. Each block of each rank takes the next chunk
-by an atomic operation, so a fast rank counts more chunks than a slow one. The chunk may
-be in any rank's memory. The block counts it in shared memory, and then adds its counts
-to those of all, of which each rank holds a part.
+with an atomic operation, so a fast rank counts more chunks than a slow one. The chunk
+may be in any rank's memory. The block counts the values in shared memory, and then adds
+its counts to the common ones, of which each rank holds a part.
 """
 
 import numpy as np

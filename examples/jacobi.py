@@ -1,15 +1,15 @@
-"""Solve Laplace's equation by Jacobi's method, with the halo inside the kernel.
+"""Solve Laplace's equation with Jacobi's method and the halo exchange inside a kernel.
 
     numba-symm run -n 4 examples/jacobi.py --picture field.png
 
 Each rank has some rows of the plane, and each block of its kernel a band of these rows.
-One launch makes all steps. After each step, a block announces its band to the blocks
-beside it, by signals that count. If one of these is on another rank, the block first
-puts its border row into that rank's halo. So a block waits for two others only, and no
-rank waits for its host.
+One launch computes all steps. After each step, a block announces its band to the blocks
+beside it, with signals that count. If one of these blocks is on another rank, the block
+first puts its border row into that rank's halo. So a block waits for two others only,
+and no GPU waits for its host.
 
-For comparison, two other ways make one step a launch: with this library's messages
-between the launches, and with mpi4py's messages of rows that the host copies.
+For comparison, two other versions launch a kernel for each step: with this library's
+messages between the launches, and with mpi4py's messages of rows that the host copies.
 """
 
 import argparse

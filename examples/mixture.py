@@ -3,10 +3,10 @@
     numba-symm run -n 4 examples/mixture.py
 
 Each rank has some tokens and some experts, which are matrices here. A token's result is
-the sum of what its experts make of it, each times a weight. ``dispatch`` sends tokens
-to the ranks of their experts, and ``combine`` returns the sums. The backward pass sends
-the gradients of the results along the same ways: their places are those of the tokens,
-because they follow from the expert numbers alone.
+the sum of its experts' outputs, each times a weight. ``dispatch`` sends tokens to the
+ranks of their experts, and ``combine`` returns the sums. The backward pass sends the
+gradients of the results to the tokens' places, which follow from the expert numbers
+alone.
 
 All numbers are small integers, so sums are exact. The results and all gradients must be
 equal to those of one process that has all tokens and all experts.

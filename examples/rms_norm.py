@@ -7,8 +7,8 @@ The next layer needs the sum of all parts plus the residual, and its rows divide
 their root mean square. Here, a block takes a row: each thread adds up its items of all
 ranks in registers, and none of them goes to memory in between.
 
-The same is also computed by a call of the host and a kernel for the rest, and by MPI
-through the host's memory. ``--fused`` leaves both out. Numba takes tens of microseconds
+Two other versions compute the same: a host call with a kernel for the rest, and MPI
+through the host's memory. ``--fused`` omits both. Numba takes tens of microseconds
 to launch a kernel. So the first two are timed in CUDA graphs, too, without that time.
 """
 

@@ -3,9 +3,9 @@
     numba-symm run --survive -n 4 examples/survivors.py
 
 Each rank computes the gradient of its share of the samples, and an ``all_reduce`` sums
-the gradients. In the middle of the training, rank 1 is killed. The others raise an
+the gradients. In the middle of the training, rank 1 is killed. The other ranks raise an
 error, rebuild the communicator without that rank, divide all samples again, and repeat
-the step. So the result is that of a training without a failure.
+the step. So the result is the same as without a failure.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The transpose of a matrix of which each rank has some rows, by one Alltoall.
+"""The transpose of a matrix of which each rank has some rows, with one Alltoall.
 
 A derived datatype describes the columns that go to each rank.
 """
