@@ -357,8 +357,10 @@ def test_a_measurement_has_an_all_to_all_there_and_back_beside_it(world, capfd):
 
 @of_one_island
 @pytest.mark.skipif(SIMULATED, reason="graphs need a GPU")
-@pytest.mark.parametrize("most", [128, 300], ids=["few", "many"])
-def test_a_graph_replays_with_other_routings(comm, world, most):
+@pytest.mark.parametrize(
+    ("most", "wire"), [(128, None), (300, None), (128, "int8"), (300, "int8")]
+)
+def test_a_graph_replays_with_other_routings(comm, world, most, wire):
     from cuda.core import Device
 
     from tests.gpu.helpers import capturing
@@ -372,11 +374,11 @@ def test_a_graph_replays_with_other_routings(comm, world, most):
     results = ordinary((comm.size, tokens, TOP_K, hidden), np.float32)
     stream = Device().create_stream()
     put(ids, np.full((tokens, TOP_K), -1, np.int32))
-    experts.dispatch(x, ids, weights, stream=stream)
+    experts.dispatch(x, ids, weights, wire=wire, stream=stream)
     experts.combine(results, out=out, stream=stream)
     comm.synchronize(stream)
     with capturing(stream) as (builder, graphs):
-        experts.dispatch(x, ids, weights, stream=builder.stream)
+        experts.dispatch(x, ids, weights, wire=wire, stream=builder.stream)
     with capturing(stream) as (builder, more):
         experts.combine(results, out=out, stream=builder.stream)
     for step, kind in enumerate([*routings(None, 1), "any"]):
@@ -391,6 +393,9 @@ def test_a_graph_replays_with_other_routings(comm, world, most):
         cuda.synchronize()
         graphs[0].launch(stream)
         comm.synchronize(stream)
+        if wire is not None:
+            shape = tokens, hidden
+            model.x = [coded(each.ravel(), wire).reshape(shape) for each in full]
         model.check_received(experts.received)
         put(results, model.results(experts.received))
         cuda.synchronize()
