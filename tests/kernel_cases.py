@@ -176,7 +176,8 @@ EXCHANGED += ("gather_marked", "broadcast_marked", "relayed_marked")
 ROOTED = ("reduce_ll", "broadcast_marked", "relayed_marked")
 SIGNALLED = "gather_signalled", "scan_signalled", "reduce_signalled"
 SIGNALLED += ("broadcast_signalled",)
-ALIKE = (*EXCHANGED, *SIGNALLED, "combine", "stage", "stage_weighted", "mailed")
+ALIKE = (*EXCHANGED, *SIGNALLED, "combine", "stage", "stage_weighted")
+ALIKE += "mailed", "mailed_dispatch"
 """Kernels that share most code with others, so that fewer tests check them."""
 ONE_SHOT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
 MAILBOXES = [*ONE_SHOT, *cases("two_sentinel", "two_marked")]
