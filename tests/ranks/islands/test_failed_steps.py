@@ -306,7 +306,7 @@ def test_an_interrupt_ends_the_wait_for_a_late_rank(
     if world.rank == 0:
         assert seconds < 0.6
     else:
-        assert re.search("rank 0( left .+ by|:) Enough", str(caught.value))
+        assert re.search("rank 0( left .+ with|:) Enough", str(caught.value))
 
 
 def test_a_rank_that_does_not_begin_a_child_leaves_nobody_waiting(world, comm):
