@@ -218,6 +218,10 @@ class Calls:
         if given.epilogue is not None:
             assert out is not None
             work = epilogues.checked(given, x, out, self.size, self.gpu)
+            if given.wire is None and len(self.members.parts) == 1:
+                made = epilogues.fused(self.end, work, given, algorithm, call)
+                if made is not None:
+                    return made
             kept = epilogues.room_of(work, given, out)
         if given.wire is not None:
             coded = wires.room_of(call.count, self.size)

@@ -1,9 +1,10 @@
 """Epilogues of calls: ``all_reduce(x, epilogue=f, args=(…))``.
 
-The call's own kernels store the reduced elements, and ``kernels/epilogue.py`` applies
-the user's function to them. What they store is rounded to the type of ``x``. Between
-the two kernels, it is in the output, if that has the type of ``x``, and no argument is
-there. Otherwise it is in the staging memory, which the caller's arrays do not overlap.
+Small all-reduces have one kernel (``kernels/mailed_epilogue.py``). In all other calls,
+the call's own kernels store the reduced elements, rounded to the type of ``x``, and
+``kernels/epilogue.py`` applies the user's function to them. In between, they are in the
+output, if that has the type of ``x``, and no argument is there. Otherwise they are in
+the staging memory, which the caller's arrays do not overlap.
 """
 
 import inspect
@@ -22,9 +23,9 @@ from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView, Fields
 from numba_symm.collectives.checks import are_apart
 from numba_symm.collectives.invocation import Invocation
-from numba_symm.collectives.kernels import epilogue
+from numba_symm.collectives.kernels import epilogue, mailed_epilogue
 from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
+from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue
 from numba_symm.collectives.protocols.finishing import Work
 from numba_symm.device.runs import COLUMNS, EACH, NUMBER, ONE, ROWS, Operand
 from numba_symm.dtypes import Element, UserEpilogue
@@ -277,6 +278,31 @@ def bind(end: Endpoint, work: Work, given: int, result: int) -> Enqueue:
     """
     with compiling(work):
         return epilogue.bind(end, work, given, result)
+
+
+def fused(
+    end: Endpoint, work: Work, given: Invocation[Operation], name: str, call: Call
+) -> Enqueue | None:
+    """Return what enqueues a call and its epilogue in one kernel; None: there is none.
+
+    Args:
+        end: this rank's end of its island, the only one.
+        work: what is to be done.
+        given: the call.
+        name: its algorithm.
+        call: the call to bind.
+    """
+    operation = given.operation
+    transport = operation.algorithms[name].transport
+    if (
+        operation.name != "all_reduce"
+        or name != f"one_shot_{transport}"
+        or not mailed_epilogue.fits(work, call.op)
+    ):
+        return None
+    number = operation.exchange.operation
+    with compiling(work):
+        return mailed_epilogue.bind(end, work, call, transport, number)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from numba_symm.collectives.kernels import (
     expert_dispatch,
     mailed_combine,
     mailed_dispatch,
+    mailed_epilogue,
     one_shot,
     pack,
     reduce_shards,
@@ -96,6 +97,10 @@ ALGORITHMS = {
     "decode": lambda n, e, op: coded_sum.decode_kernel(n, CODES[op], e, True),
     "apply": lambda n, e, op: epilogue.kernel(n, *EPILOGUES[op](e), False, False),
     "decode_rows": lambda n, e, op: coded_sum.decode_rows_kernel(n, CODES[op], e),
+    "mailed_apply": lambda n, e, op: mailed_epilogue.kernel(
+        *(n, "sum", *EPILOGUES[op](e), False, False, "ll", 1, 4 if op == "norm" else 1),
+        ALL.operation,
+    ),
     "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
     "combine": lambda n, e, op: expert_combine.kernel(n, e),
     "stage": lambda n, e, op: expert_combine.stage_kernel(n, e, False),
@@ -137,6 +142,7 @@ SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
 SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8), ("transfer_counted", 2), ("transfer_counted", 8)}
 SPILLS |= {("transfer_asked", 2), ("transfer_asked", 8), ("combine", 8)}
+SPILLS |= {("mailed_apply", 4)}
 SPILLS |= {("mailed_dispatch", 8)}
 """With eight ranks' vectors, or for the ragged end of an array, these need more
 registers than a block's share. They spill at most 160 bytes to the stack."""
@@ -222,6 +228,8 @@ CODED = [(name, 4, "float32", "int8") for name in ("encode", "add", "decode")]
 CODED += [(name, 8, "bfloat16", "fp8") for name in ("encode", "add", "decode")]
 CODED += [("decode_rows", 8, "bfloat16", "fp8")]
 FINISHED = [("apply", 2, "float32", "affine"), ("apply", 2, "bfloat16", "norm")]
+FINISHED += [("mailed_apply", 2, "float32", "affine")]
+FINISHED += [("mailed_apply", 4, "bfloat16", "norm")]
 COLLECTIVE += EXPERTS + CODED + FINISHED
 GAPS = [("pack", 2), ("pack", 3)]
 DIGEST = ("digest", 2)

@@ -113,7 +113,7 @@ def make_apply_to_rows(
         if block >= grid:
             return
         workspace.follow_previous_grid(early)
-        # Threads may see different marks, so all of them continue to the end.
+        # Threads may see different marks; they agree when they synchronize.
         failed = workspace.load_failure(own, block) != 0  # explore: failed-rows
         held = cuda.local.array(words, types.int64)
         out = cuda.local.array(written, types.int64)
@@ -130,7 +130,7 @@ def make_apply_to_rows(
                 gather(held, others, place, here)
                 total = add_terms(held, total, here)
                 at += THREADS
-            total = row_sum(own, block, parity, thread, total)
+            total, failed = row_sum(own, block, parity, thread, total, failed)
             at = thread
             while at < runs and not failed:
                 column = at * lanes

@@ -299,11 +299,12 @@ def make_apply(
 @functools.cache
 def make_row_sum(
     source: Element, partials: int
-) -> Callable[[int, int, int, int, Any], Any]:
+) -> Callable[[int, int, int, int, Any, bool], Any]:
     """Return a device function that adds the sums of a block's threads.
 
-    All threads of the block call it together: ``(own, block, parity, thread, mine)``,
-    with the room ``parity``, 0 or 1, in turn.
+    All threads of the block call it together: ``(own, block, parity, thread, mine,
+    failed)``, with the room ``parity``, 0 or 1, in turn. It returns the sum, and
+    whether any thread has failed.
 
     Args:
         source: the type of reduced elements, whose accumulation type the sums have.
@@ -315,12 +316,14 @@ def make_row_sum(
     mask = (1 << 8 * of_sums.itemsize) - 1 if of_sums.itemsize < 8 else -1
 
     @device_function
-    def row_sum(own: int, block: int, parity: int, thread: int, mine: Any) -> Any:
+    def row_sum(
+        own: int, block: int, parity: int, thread: int, mine: Any, failed: bool
+    ) -> Any:
         at = own + partials + (2 * block + parity) * room
         st_u64(at + 8 * thread, word_of(bits(mine)))
         # Orders the sums of all threads before the loads. It also orders the loads from
         # the other room before the next row's sums, which are stored there.
-        workspace.sync_block()  # explore: partials
+        failed = workspace.sync_block_or(failed)  # explore: partials
         a, b, c, d = kind(0), kind(0), kind(0), kind(0)
         for first in range(0, THREADS, CHAINS):
             low, high = ld_v2_u64(at + 8 * first)
@@ -330,6 +333,6 @@ def make_row_sum(
                 low, high = ld_v2_u64(at + 8 * first + VECTOR)
                 c = kind(c + number(low & mask))
                 d = kind(d + number(high & mask))
-        return kind(kind(a + b) + kind(c + d))
+        return kind(kind(a + b) + kind(c + d)), failed
 
     return row_sum

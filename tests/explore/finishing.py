@@ -5,10 +5,12 @@ import numpy as np
 from explore.scenarios import some_blocks
 from explore.world import World, add
 from numba_symm import dtypes
+from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.dtypes import UserEpilogue
 from tests.finished import finished
 
 FLOAT32 = dtypes.element("float32", "test")
+WIDE = 20  # five runs, so two epochs of two ranks, and three of more
 COLUMNS = 12  # three runs: blocks of the explorer have two threads
 
 
@@ -25,6 +27,48 @@ def share(value, total, other):
 
 
 ELEMENTS, ROWS = UserEpilogue(plus), UserEpilogue(share, square)
+
+
+def fused(code, transport=None):
+    """All-reduces that apply epilogues themselves, and others by the same mailboxes."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=some_blocks(machine, code))
+        way = transport or world.random.choice(["sentinel", "marked", "ll"])
+        for _ in range(3):
+            if world.random.random() < 0.3:
+                world.all_reduce(f"one_shot_{way}", world.random.choice([1, 9]))
+            one(world, way, world.random.choice([ELEMENTS, ROWS, ROWS]))
+        world.run()
+
+    def one(world, way, kind):
+        shape = world.random.choice([1, 3]), world.random.choice([4, WIDE])
+        draw = np.random.default_rng(world.random.randrange(99))
+        given = draw.standard_normal((world.size, *shape)).astype(np.float32)
+        other = draw.standard_normal(shape).astype(np.float32)
+        total = given[0]
+        for each in given[1:]:
+            total = total + each
+        sizes = kind.function, kind.row_sum, (other,), world.code.shape.threads
+        words = finished(total, np.float32, *sizes).ravel().view(np.uint64).tolist()
+        nbytes = total.nbytes
+        arrays, others = world.map("input", nbytes), world.map("other", nbytes)
+        outputs = world.random.choice([arrays, world.map("output", nbytes)])
+        operand = world.code.runs.Operand(FLOAT32, world.code.runs.EACH)
+        number = ALL_REDUCE.exchange.operation
+        for rank, end in enumerate(world.ends):
+            for address, host in ((arrays[rank], given[rank]), (others[rank], other)):
+                for i, word in enumerate(host.ravel().view(np.int64).tolist()):
+                    world.memory.plant(address + 8 * i, 8, word)
+            both = kind, FLOAT32, FLOAT32, (operand,), (others[rank],)
+            work = world.code.finishing.Work(*both, *shape)
+            source, target = arrays[rank], outputs[rank]
+            call = world.code.binding.Call(source, target, total.size, FLOAT32, "sum")
+            bind = world.code.mailed_epilogue.bind
+            add(bind(end, work, call, way, number), world.streams[rank])
+            world.expect(target, words)
+
+    return scenario
 
 
 def epilogues(code, failed=False, kinds=(ELEMENTS, ROWS)):

@@ -3,7 +3,7 @@
 import numpy as np
 
 from explore.coding import sums_by_codes, tokens_by_codes
-from explore.finishing import epilogues
+from explore.finishing import epilogues, fused
 from explore.scenarios import (
     a_count,
     messages_with_gaps,
@@ -134,6 +134,7 @@ SCENARIOS = [
     sums_by_codes,
     epilogues,
     tokens_by_codes,
+    fused,
     *CALLS.values(),
     calls_by_copies,
     calls_of_experts,

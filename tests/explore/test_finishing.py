@@ -2,7 +2,7 @@
 
 import pytest
 
-from explore.finishing import ELEMENTS, ROWS, epilogues
+from explore.finishing import ELEMENTS, ROWS, epilogues, fused
 from explore.markers import removed, replaced
 from explore.scenarios import breaks, holds
 from explore.source import device_code
@@ -32,3 +32,22 @@ def test_a_rank_that_stores_a_result_after_a_failure_is_found(kind):
 )
 def test_sums_of_rows_that_threads_do_not_wait_for_are_found(edit):
     breaks(epilogues(device_code(edit), kinds=[ROWS]), 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_all_reduces_that_apply_epilogues_hold(ranks):
+    holds(fused(device_code()), ranks, 10)
+
+
+@pytest.mark.parametrize(
+    ("transport", "edit"),
+    [
+        ("ll", removed("finishing", "partials")),
+        ("ll", removed("mailed_epilogue", "resumed")),
+        ("marked", removed("mailboxes", "synchronize")),
+        ("marked", removed("mailed_epilogue", "fence")),
+    ],
+    ids=["no synchronization", "not resumed", "no epochs", "no fence"],
+)
+def test_broken_ones_are_found(transport, edit):
+    breaks(fused(device_code(edit), transport), 2)

@@ -10,11 +10,13 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.environment import SIMULATED
+from numba_symm.kernels import bound
 from tests.algorithms import takes, those
 from tests.finished import finished
 from tests.ranks.helpers import (
     get,
     needs_peers,
+    of_one_island,
     ordinary,
     put,
     reduced,
@@ -287,6 +289,29 @@ def test_what_an_epilogue_cannot_be_is_refused(comm, world):
         call = functools.partial(comm.all_reduce, array, **given)
         refused(world, ns.ArgumentError, call, text)
     assert not get(comm.all_reduce(x, epilogue=add, args=(weight,))).any()
+
+
+def later(a, b):
+    return b
+
+
+@of_one_island
+def test_small_all_reduces_are_one_launch(comm):
+    x, weight = comm.zeros((2, 16), np.float32), comm.zeros(16, np.float32)
+    by_row = {"epilogue": share, "row_sum": itself}
+    for array, given, number in [
+        (x, {"epilogue": add, "args": (weight,)}, 1),
+        (x, by_row, 1),
+        (x, by_row | {"op": later}, 2),  # other kernels may contract its operations
+        (x, by_row | {"algorithm": "chunked"}, 2),
+        (comm.zeros((2, 15), np.float32), by_row, 2),  # a vector has parts of two rows
+        (comm.zeros((1, 15), np.float32), by_row, 1),
+    ]:
+        with bound(loading=True) as launches:
+            comm.all_reduce_init(array, **given)
+        names = [each.kernel.name for each in launches]
+        assert len(names) == number, names
+        assert ("mailed_epilogue" in names) == (number == 1)
 
 
 @needs_peers

@@ -1,0 +1,308 @@
+"""An all-reduce of a small message that applies an epilogue itself.
+
+It exchanges vectors as ``one_shot.py`` does, through the same mailboxes, whose epochs
+it continues. ``mailboxes.py`` has the order of memory accesses. A block takes *pieces*
+of the message, one after another: a row, or as many vectors as its threads exchange in
+an epoch. Each thread keeps what it has reduced in registers. It applies the epilogue to
+that after the piece's last epoch, and stores the results.
+
+In every epoch, thread 0 has a vector, because an epoch begins before the piece's end.
+So thread 0 exchanges with all ranks, both ways, as the mailboxes require.
+
+Calls may be in place, and an operand may be the output: a thread has loaded whatever it
+overwrites, and other threads load other elements of these arrays.
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives.protocols import (
+    binding,
+    exchanges,
+    finishing,
+    mailboxes,
+    workspace,
+)
+from numba_symm.collectives.protocols.exchanges import EVERYONE
+from numba_symm.collectives.protocols.workspace import ONE_SHOT, THREADS
+from numba_symm.device import intrinsics
+from numba_symm.device.lanes import make_lanes
+from numba_symm.device.runs import Operand
+from numba_symm.dtypes import Element, Op, UserEpilogue
+from numba_symm.kernels import Kernel, Launch
+
+PARTS = 8
+"""Most vectors that a thread keeps of a row."""
+
+
+def make_exchange(
+    size: int,
+    op: Op,
+    source: Element,
+    ragged: bool,
+    transport: str,
+    tiles: int,
+    parts: int,
+    operation: int,
+    by_row: bool,
+) -> Any:
+    """Return a device function that exchanges and reduces what is due in an epoch.
+
+    ``(guard, ring, own, block, epoch, piece, part, failed, kept_low, kept_high, low,
+    high, spare)`` returns whether the thread, or an earlier epoch, has failed.
+    ``piece`` is ``(array, first, length, count)``, in vectors and elements. The thread
+    keeps reduced vectors from the index ``part`` on. The last three are local arrays of
+    ``size`` words.
+    """
+    lanes, others = make_lanes(source, op, ragged, size), size - 1
+    load = lanes.load
+    reduce = exchanges.make_reduced(size, lanes, exchanges.Output.REDUCED)
+    mail = mailboxes_of(size, transport, operation)
+    _, box, sent, post_one, receive, wipe, _ = mail
+
+    @intrinsics.device_function
+    def exchange(
+        guard: Any,
+        ring: Any,
+        own: int,
+        block: int,
+        epoch: int,
+        piece: Any,
+        part: int,
+        failed: bool,
+        kept_low: Any,
+        kept_high: Any,
+        low: Any,
+        high: Any,
+        spare: Any,
+    ) -> bool:
+        array, first, length, count = piece
+        thread = cuda.threadIdx.x
+        for tile in range(part, min(part + tiles, parts)):
+            at = tile * THREADS + thread
+            if at < length and not failed:
+                pair = load(array, first + at, count)
+                pair = sent(pair[0], pair[1])
+                kept_low[tile], kept_high[tile] = pair
+                boxes = box(block, epoch, 0, 0, tile - part, thread)
+                for k in range(others):
+                    post_one(ring, k, boxes, pair[0], pair[1], epoch)
+        if not by_row:  # for rows, they synchronize for the sum
+            # All have read the epoch before it changes.
+            workspace.sync_block()  # explore: resumed
+        for tile in range(part, min(part + tiles, parts)):
+            at = tile * THREADS + thread
+            if at < length and not failed:
+                boxes = own + box(block, epoch, 0, 0, tile - part, thread)
+                if receive(guard, boxes, epoch, block, low, high, EVERYONE):
+                    low[0], high[0] = kept_low[tile], kept_high[tile]
+                    pair = reduce(guard.rank, size, low, high, spare)
+                    kept_low[tile], kept_high[tile] = pair
+                else:
+                    failed = True
+        if not failed:
+            wipe(own, block, epoch, thread)
+        return failed
+
+    return exchange
+
+
+def mailboxes_of(size: int, transport: str, operation: int) -> mailboxes.Mailboxes:
+    """Return the device functions of the mailboxes of ``one_shot.py``."""
+    region = getattr(workspace.layout(size), f"one_shot_{transport}")
+    protocol = ONE_SHOT[transport]
+    return mailboxes.make_mailboxes(size, transport, region, protocol, 1, operation)
+
+
+def make_mailed_epilogue(
+    size: int,
+    op: Op,
+    epilogue: UserEpilogue,
+    source: Element,
+    target: Element,
+    operands: tuple[Operand, ...],
+    ragged: bool,
+    one_row: bool,
+    transport: str,
+    tiles: int,
+    parts: int,
+    operation: int,
+) -> Any:
+    """Return the kernel; a thread has ``tiles`` vectors in an epoch, ``parts`` in all.
+
+    Its other arguments are those of ``epilogue.make_apply`` and ``make_exchange``.
+    """
+    layout, in_vector = workspace.layout(size), source.lanes
+    epochs = getattr(layout, f"one_shot_{transport}").epochs
+    by_row, none = epilogue.row_sum is not None, source.accumulate.type(0)
+    next_epoch, *_, between_epochs = mailboxes_of(size, transport, operation)
+    exchange = make_exchange(
+        *(size, op, source, ragged, transport, tiles, parts, operation, by_row)
+    )
+    finish = finishing.make_finish(epilogue, source, target, operands, ragged)
+    words, written, _, gather, add_terms, apply_to, store = finish
+    row_sum = finishing.make_row_sum(source, layout.partials.slots)
+
+    def mailed_epilogue(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        given: int,
+        result: int,
+        count: int,
+        columns: int,
+        runs: int,
+        pieces: int,
+        span: int,
+        extra: Any,
+    ) -> None:
+        block = intrinsics.block_index()
+        if block >= grid:
+            return
+        workspace.follow_previous_grid(early)
+        kept_low = cuda.local.array(parts, types.int64)
+        kept_high = cuda.local.array(parts, types.int64)
+        low = cuda.local.array(size, types.int64)
+        high = cuda.local.array(size, types.int64)
+        spare = cuda.local.array(size, types.int64)
+        held = cuda.local.array(words, types.int64)
+        out = cuda.local.array(written, types.int64)
+        thread = cuda.threadIdx.x
+        epoch, mark = workspace.resume(own, epochs, block)
+        failed, piece = mark != 0, block
+        while piece < pieces:
+            first = piece * span
+            length = min(span, -(-count // in_vector) - first)
+            of_piece = given, first, length, count
+            for part in range(0, parts, tiles):
+                if part > 0 or piece > block:
+                    if by_row and thread == 0:  # explore: fence
+                        # Orders what it received: others may have had no vector.
+                        intrinsics.fence_acq_rel_sys()
+                    failed = between_epochs(failed)
+                epoch = next_epoch(epoch)
+                failed = exchange(
+                    *(guard, ring, own, block, epoch, of_piece, part, failed),
+                    *(kept_low, kept_high, low, high, spare),
+                )
+            total = none
+            if by_row:
+                for tile in range(parts):
+                    at = tile * THREADS + thread
+                    if at < length and not failed:
+                        column = at * in_vector
+                        place = piece * columns + column, piece, column, 0
+                        held[0], held[1] = kept_low[tile], kept_high[tile]
+                        gather(held, extra, place, columns - column)
+                        total = add_terms(held, total, columns - column)
+                # Threads agree on a failure here: the sum may lack another's terms. One
+                # room suffices, because they synchronize before the next row's sums.
+                total, failed = row_sum(own, block, 0, thread, total, failed)
+            for tile in range(parts):
+                at = tile * THREADS + thread
+                if at < length and not failed:
+                    row = 0 if one_row else piece if by_row else (first + at) // runs
+                    column = (first + at - row * runs) * in_vector
+                    place = row * columns + column, row, column, 0
+                    held[0], held[1] = kept_low[tile], kept_high[tile]
+                    gather(held, extra, place, columns - column)
+                    apply_to(held, total, out, columns - column)
+                    store(out, result, place[0], columns - column)
+            piece += grid
+        workspace.keep(own, epochs, block, epoch, failed)
+
+    return mailed_epilogue
+
+
+def weight_of(transport: str, epilogue: UserEpilogue) -> int:
+    """Return the weight of the kernel: one that keeps a row has more registers."""
+    by_row = epilogue.row_sum is not None
+    return max(2 if by_row else 1, mailboxes.TRANSPORTS[transport].weight)
+
+
+@functools.cache
+def kernel(
+    size: int,
+    op: Op,
+    epilogue: UserEpilogue,
+    source: Element,
+    target: Element,
+    operands: tuple[Operand, ...],
+    ragged: bool,
+    one_row: bool,
+    transport: str,
+    tiles: int,
+    parts: int,
+    operation: int,
+) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    constants = size, op, epilogue, source, target, operands, ragged, one_row
+    numbers = types.UniTuple(types.int64, max(1, len(operands)))
+    arguments = binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,), numbers
+    weight = weight_of(transport, epilogue)
+    return binding.make_kernel(
+        make_mailed_epilogue,
+        (*constants, transport, tiles, parts, operation),
+        arguments,
+        weight=weight,
+    )
+
+
+def fits(work: finishing.Work, op: Op) -> bool:
+    """Return whether the kernel can do a call: it follows from what ranks agree on.
+
+    A vector has elements of one row, and a thread keeps its part of a row. The operator
+    is not a user's function, whose operations other kernels may contract.
+    """
+    if not isinstance(op, str) or work.source.itemsize == 16:
+        return False
+    if work.rows > 1 and work.columns % work.source.lanes:
+        return False
+    return work.epilogue.row_sum is None or work.runs <= PARTS * THREADS
+
+
+def bind(
+    end: binding.Endpoint,
+    work: finishing.Work,
+    call: binding.Call,
+    transport: str,
+    operation: int,
+) -> Launch:
+    """Return the packed launch.
+
+    Args:
+        end: this rank's end.
+        work: what is to be done, which fits.
+        call: the call.
+        transport: how mailboxes are filled.
+        operation: the number in ``waits.py`` for a wait that is given up.
+    """
+    protocol, vectors = ONE_SHOT[transport], call.vectors
+    weight = weight_of(transport, work.epilogue)
+    heavier = weight // mailboxes.TRANSPORTS[transport].weight
+    grid, tiles = mailboxes.mailed_grid(end, transport, protocol, vectors, heavier)
+    parts, span = tiles, tiles * THREADS
+    if work.epilogue.row_sum is not None:
+        parts, span = workspace.divide_up(work.runs, THREADS), work.runs
+        tiles = min(protocol.tiles(end.size), 1 << (parts - 1).bit_length())
+        most = max(1, min(end.max_blocks // weight, protocol.most(end.size)))
+        held = workspace.HELD // weight
+        grid = binding.most_blocks(end, most, held, work.rows * parts)
+    pieces = workspace.divide_up(vectors, span)
+    of_call = kernel(
+        *(end.size, call.op, work.epilogue, work.source, work.target, work.operands),
+        ragged=work.is_ragged(call.source, call.target),
+        one_row=work.rows == 1,
+        transport=transport,
+        tiles=tiles,
+        parts=parts,
+        operation=operation,
+    )
+    shape = call.count, work.columns, work.runs, pieces, span
+    arguments = call.source, call.target, *shape, work.words or (0,)
+    return binding.launch(of_call, end, min(grid, pieces), arguments)
