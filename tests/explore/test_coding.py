@@ -7,7 +7,10 @@ from explore.markers import removed
 from explore.scenarios import breaks, holds
 from explore.source import device_code
 
-CALLS = {sums_by_codes: "failed", tokens_by_codes: "rows-failed"}
+CALLS = {
+    sums_by_codes: removed("coded_sum", "failed"),
+    tokens_by_codes: removed("coded_sum", "rows-failed"),
+}
 
 
 @pytest.mark.parametrize("failed", [False, True], ids=["works", "has failed"])
@@ -18,5 +21,4 @@ def test_calls_by_codes_hold(calls, failed):
 
 @pytest.mark.parametrize("calls", CALLS)
 def test_a_rank_that_stores_a_result_after_a_failure_is_found(calls):
-    edit = removed("coded_sum", CALLS[calls])
-    breaks(calls(device_code(edit), failed=True), 2)
+    breaks(calls(device_code(CALLS[calls]), failed=True), 2)
