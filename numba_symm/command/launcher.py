@@ -126,10 +126,13 @@ def code_of(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run mpirun, forward signals to it, and return its exit code."""
     with subprocess.Popen(command, env=dict(environ)) as job:
         waited = {*_FORWARDED, signal.SIGCHLD}
-        signal.pthread_sigmask(signal.SIG_BLOCK, waited)
-        while job.poll() is None:
-            found = signal.sigwaitinfo(waited)
-            # A terminal sends its signals to all processes of the job.
-            if found.si_signo != signal.SIGCHLD and found.si_code != _OF_KERNEL:
-                job.send_signal(found.si_signo)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+        try:
+            while job.poll() is None:
+                found = signal.sigwaitinfo(waited)
+                # A terminal sends its signals to all processes of the job.
+                if found.si_signo != signal.SIGCHLD and found.si_code != _OF_KERNEL:
+                    job.send_signal(found.si_signo)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return job.returncode if job.returncode >= 0 else 128 - job.returncode

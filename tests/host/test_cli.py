@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -323,3 +324,10 @@ def test_version(capsys):
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"numba-symm {numba_symm.__version__}\n"
+
+
+def test_a_job_that_is_waited_for_leaves_the_signals_as_they_were():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    program = [sys.executable, "-c", "raise SystemExit(3)"]
+    assert launcher.code_of(program, os.environ) == 3
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
