@@ -228,7 +228,7 @@ class Experts:
 
         Raises:
             ArgumentError: an array has another shape, dtype or order, or overlaps
-                :attr:`results`; or there was no dispatch.
+                :attr:`results`; or this rank has not called :meth:`dispatch`.
             CollectiveError: here or in a later call: a rank failed.
         """
         calls, what = self._calls, "combine"

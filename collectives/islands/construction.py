@@ -65,7 +65,7 @@ def _watch_of_open(comm: ranks.Comm) -> Callable[[], None]:
 
     That rank may make other calls next, such as ``rebuild``, which wait for this rank.
     MPI cannot tell it before the new communicator has messages of its own. A failure
-    that this rank has raised before is no reason: the program may go on after it.
+    that this rank has raised before does not count: the program may have handled it.
     """
     if not ranks.is_mpi(comm):
         return lambda: None
