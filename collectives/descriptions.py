@@ -55,9 +55,14 @@ class Descriptions:
         elif self._islands == 1:
             more.append(f"algorithm {algorithm!r}")
         if given.epilogue is not None:
-            arrays = [each for each in given.args if isinstance(each[0], int)]
-            shapes = "".join(f", {each[2].name} {each[1]}" for each in arrays)
-            more.append(f"epilogue {given.epilogue!r}{shapes}")
+            # Of an array, its dtype and shape; of a number, its dtype.
+            kinds = "".join(
+                f", {each[2].name} {each[1]}"
+                if isinstance(each[0], int)
+                else f", {each[0]}"
+                for each in given.args
+            )
+            more.append(f"epilogue {given.epilogue!r}{kinds}")
         # Where nothing is reduced, ranks may name the same bytes by different types.
         same = f"{x.size} {x.dtype.name}" if operation.reduces else f"{x.nbytes} bytes"
         words = ", ".join([f"{x.size} {x.dtype.name} {order}", *more])

@@ -323,3 +323,17 @@ def test_ranks_pass_the_same_epilogue(world):
         refused(
             world, ns.ArgumentError, lambda: comm.all_reduce(x, epilogue=mine), text
         )
+
+
+@needs_peers
+def test_ranks_pass_numbers_of_the_same_dtype(world):
+    with ns.Communicator(world, timeout=60, debug=True) as comm:
+        x = comm.zeros(8, np.float32)
+        number = (2, 2.0)[comm.rank == 0]
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda: comm.all_reduce(x, epilogue=lambda v, a: v * a, args=(number,)),
+            "), float, rank",
+            "), int64",
+        )
