@@ -178,7 +178,29 @@ def check(world, division):
         comm.barrier()
         comm.synchronize()
         assert +sent == +made_by(job.schedule(rank, "barrier", 0))
+        if division == "1":
+            check_prepared(comm)
     engine.begin = begin
+
+
+def check_prepared(comm):
+    """Check that ``prepare`` lists what scans use within islands, also larger ones."""
+    from numba import cuda
+
+    from numba_symm import kernels
+    from numba_symm.collectives import kernel_set
+    from numba_symm.engines import deadline
+
+    calls = comm._calls
+    given = ("scan", "exscan"), ("float32",), ("sum",)
+    listed = kernel_set.kernels(*given, calls.end, "prepare", calls.binder)
+    with kernels.bound(loading=True) as used:
+        for count in (300, 1024, 4096):
+            comm.scan(cuda.device_array(count, "float32"))
+            comm.exscan(cuda.device_array(count, "float32"))
+    comm.synchronize()
+    missing = {each.kernel for each in used} - {*listed, deadline.kernel()}
+    assert not missing, [(each.factory, each.constants) for each in missing]
 
 
 HOW = ("killed", "stopped", "raises")

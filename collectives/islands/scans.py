@@ -42,9 +42,10 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     scan = _Scan(operation, site, carried, slots)
     each = enumerate(site.chunks(call.count, fits))
     if on_rails:
-        return [
+        steps = [
             step for number, chunk in each for step in scan.on_rails(number, *chunk)
         ]
+        return steps + scan.larger(fits) if site.listing else steps
     chunks = [scan.chunk(number, *chunk) for number, chunk in each]
     return overlapped(site, operation.name, chunks)
 
@@ -149,6 +150,28 @@ class _Scan:
         islands = high + 1 - low
         used = slots + low * stride
         return steps + self._combined(used, stride, place, islands, target, count)
+
+    def larger(self, most: int) -> list[Enqueue]:
+        """Return the steps of :meth:`on_rails` within the island, of larger messages.
+
+        They are for listing kernels: the listed scans are as large as the limits of
+        scans need, and those of all-reduces are larger.
+
+        Args:
+            most: the most elements of a chunk.
+        """
+        call, lanes = self.carried.call, self.carried.element.lanes
+        widened = self.carried.element != call.element
+        source = self.site.staging if widened else call.source
+        scan = self.operation if self.exclusive else self.inclusive_scan
+        vectors, rest = divmod(call.count, lanes)
+        steps = list[Enqueue]()
+        while (vectors := 2 * vectors) and vectors * lanes + rest <= most:
+            count = vectors * lanes + rest
+            step = self.carried.step(source, self.site.staging, count)
+            for site in (self.site, self.site.beside):
+                steps += [site.within(ALL_REDUCE, step), site.within(scan, step)]
+        return steps
 
     def of_all_ranks(self) -> list[Enqueue]:
         """Return the steps in which all ranks get the scans of all ranks.
