@@ -541,7 +541,7 @@ class Communicator(Persistent, OthersNames):
             *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``;
                 ``"gaps"`` for strided arrays, in any call; ``"counts"`` for counts on
                 the GPU; ``"experts"`` for mixtures of experts; ``"wire_int8"`` and
-                ``"wire_fp8"`` for sums by codes; ``"signals"`` for the methods of
+                ``"wire_fp8"`` for quantized sums; ``"signals"`` for the methods of
                 :class:`SymmetricMemory`.
             dtypes: the dtypes of their arrays.
             ops: the operators of those that reduce, as for :meth:`all_reduce`. An
