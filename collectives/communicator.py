@@ -109,60 +109,66 @@ def inside(comm: "Communicator") -> Inside:
 @with_algorithms
 @spelled
 class Communicator(Persistent, OthersNames):
-    """Collectives between the GPUs of ranks, of one node or several.
+    """Collectives between the GPUs of ranks, on one node or several.
 
     Construction and the methods are collective, except messages (``send``, ``recv``,
-    ``sendrecv``, ``isend``, ``irecv``, ``group``), the properties, and methods whose
-    text excludes it. Every rank makes the collective calls in the same order. Each
-    method's text lists the arguments that must agree; ``algorithm`` always must.
+    ``sendrecv``, ``isend``, ``irecv``, ``group``), the properties, and methods that are
+    described as local or not collective. Every rank makes the collective calls in the
+    same order. Each method's text lists the arguments that must be equal on all ranks;
+    ``algorithm`` always must be.
 
-    Only one thread at a time may be in a call; a call of a second thread raises. The
-    CUDA context of the construction must be current in every call: after
-    ``cuda.select_device``, select this GPU again first.
+    Only one thread at a time may be in a call; a call of a second thread raises an
+    error. The CUDA context of the construction must be current in every call: after
+    ``cuda.select_device`` of another GPU, select this GPU again first.
 
-    The communicator is a context manager. If a rank leaves it with an exception, it is
-    closed on this rank only, and calls of the other ranks raise. The same happens if a
-    call fails on one rank for another reason than its arguments.
+    The communicator is a context manager. If a rank leaves the ``with`` block with an
+    exception, the communicator is closed on this rank only, and calls of the other
+    ranks raise an error. The same happens if a call fails on one rank for a reason
+    other than its arguments.
 
     Assigning to one of its attributes raises an AttributeError.
 
     Args:
-        comm: an ``mpi4py`` communicator, which is duplicated, or any object with
-            ``rank``, ``size``, ``allgather`` and ``barrier``. :meth:`split` also needs
-            its method ``split(color, key)``.
+        comm: an ``mpi4py`` communicator, which the construction duplicates, or any
+            object with ``rank``, ``size``, ``allgather`` and ``barrier``. For
+            :meth:`split`, the object also needs a method ``split(color, key)``.
         device: the ordinal of this rank's GPU. None: the device of the current CUDA
             context; without one, the GPU of this rank's number on its node.
         timeout: seconds that a kernel waits for a peer, equal on all ranks; 0:
             indefinitely. None: ``NUMBA_SYMM_TIMEOUT``, else 300.
-        stream: the stream of calls whose array names none. None: the legacy default
-            stream.
+        stream: the stream of calls without ``stream`` whose arrays name no stream.
+            None: the legacy default stream.
         debug: whether to compare the arguments of every collective call between the
-            ranks before it starts. If they differ, every rank raises an error. This is
-            slow, because the hosts wait for all ranks, as in set-up calls. ``timeout``
-            applies to kernels only. Functions of ``numba_symm.device`` then check their
-            arguments on GPUs, too.
-        multiprocessors: the most multiprocessors of a GPU that this communicator's
-            kernels of one rank occupy at any time, at least 1, equal on all ranks.
-            Messages, and the collectives made of them, take at least one for each four
-            other ranks. None: ``NUMBA_SYMM_MULTIPROCESSORS``, else one less than a
-            quarter, divided by the number of this communicator's ranks that share the
-            GPU. So the kernels of four communicators leave some to other kernels.
+            ranks before the call starts. If they differ, every rank raises an error.
+            This is slow, because the hosts wait for all ranks, as in set-up calls.
+            ``timeout`` does not limit these waits. In this mode, functions of
+            ``numba_symm.device`` check their arguments on GPUs, too.
+        multiprocessors: the maximum number of multiprocessors that this communicator's
+            kernels on one rank occupy at any time, at least 1, equal on all ranks.
+            Messages, and the collectives that consist of messages, occupy at least one
+            for each four other ranks. None: ``NUMBA_SYMM_MULTIPROCESSORS``, else one
+            less than a quarter of the GPU's multiprocessors, divided by the number of
+            this communicator's ranks that share the GPU. So the kernels of four
+            communicators leave some multiprocessors to other kernels.
         requests: whether :meth:`isend` and :meth:`irecv` may be called, equal on all
-            ranks. If so, requests have memory of their own, and up to two of the
-            multiprocessors for each other rank. All other calls use the rest.
+            ranks. If so, requests have their own memory, and up to two of the
+            multiprocessors for each other rank. All other calls use the remaining
+            multiprocessors.
 
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
         device: this rank's GPU (name, UUID, ordinal …).
         backend: the backend: ``"vmm"``, ``"ipc"`` or ``"host"``.
-        refused_backends: by name, why the backends tried before it were rejected.
+        refused_backends: for the name of each backend that was tried before, the reason
+            why it was rejected.
         peer_access: which of the GPUs of this node's ranks can access which; None where
             it is unknown.
-        islands: the ranks of each island. There is one, unless the ranks are on several
-            nodes, or not all of their GPUs have peer access to each other.
+        islands: the ranks of each island. There is one island, unless the ranks are on
+            several nodes, or not all of their GPUs have peer access to each other.
         timeout: the seconds that a kernel waits for a peer.
-        multiprocessors: the most that its kernels occupy: the lowest limit of any rank.
+        multiprocessors: the limit for its kernels, which is the lowest limit of any
+            rank.
 
     Raises:
         ArgumentError, DeviceError, BackendError, ExchangeError: on all ranks.
@@ -224,7 +230,7 @@ class Communicator(Persistent, OthersNames):
 
     @property
     def allocator(self) -> SymmetricMemoryAllocator:
-        """This process' allocator of symmetric memory."""
+        """This process's allocator of symmetric memory."""
         return self._calls.heap.allocator
 
     @by_one_thread
@@ -243,7 +249,7 @@ class Communicator(Persistent, OthersNames):
             shape: the length of each axis.
             dtype: of NumPy or ml_dtypes.
             like: ``cupy``, ``torch``, or an array of one of them: the result is an
-                array of that library. Ranks may pass different ones.
+                array of that library. Ranks may pass different libraries.
 
         Returns:
             A C-contiguous device array, by default Numba's, whose memory every rank has
@@ -274,10 +280,10 @@ class Communicator(Persistent, OthersNames):
         """Return the symmetric memory that begins at ``array``.
 
         Collective: every rank passes an array at the same offset of the same
-        allocation. The array is of :meth:`empty` or ``comm.allocator``, or in memory of
-        cudaMalloc, which this call registers. It must be contiguous, because peers'
-        kernels get only its address. Calls for one allocation share its mappings and
-        its signal pad.
+        allocation. The array is from :meth:`empty` or ``comm.allocator``, or in memory
+        from cudaMalloc, which this call maps. The array must be contiguous, because
+        peers' kernels get only its address. All calls for one allocation share its
+        mappings and its signal pad.
 
         Raises:
             ArgumentError, BackendError: on all ranks.
@@ -301,20 +307,21 @@ class Communicator(Persistent, OthersNames):
     def device_workspace(
         self, blocks: int, threads: int, bytes: int
     ) -> DeviceWorkspace:
-        """Return the memory of collectives that kernels call.
+        """Return the memory for collectives within kernels.
 
-        Collective: every rank passes the same numbers. Its attribute ``ctx`` is an
-        argument of kernels, for :func:`numba_symm.device.all_reduce` and the other
-        collectives there. One kernel at a time uses it, with the same grid on every
-        rank; later kernels on the stream may use it again. It serves the ranks of one
-        island. On each rank, the memory of a block is 4 * ``bytes``, rounded up, for
-        each other rank, 128 bytes, and 4 bytes for each thread.
+        Collective: every rank passes the same numbers. The workspace's attribute
+        ``ctx`` is an argument of kernels, for :func:`numba_symm.device.all_reduce` and
+        the other collectives there. Only one kernel at a time may use the workspace,
+        with the same grid on every rank; later kernels on the stream may use it again.
+        The ranks must be of one island. On each rank, the memory of a block is 4 *
+        ``bytes``, rounded up, for each other rank, 128 bytes, and 4 bytes for each
+        thread.
 
         Args:
-            blocks: the most blocks of a kernel.
-            threads: the most threads of a block, up to 1024.
-            bytes: the most bytes that a block sends to each rank in a call. A kernel
-                with fewer threads may send proportionally fewer.
+            blocks: the maximum number of blocks of a kernel.
+            threads: the maximum number of threads of a block, up to 1024.
+            bytes: the maximum number of bytes that a block sends to each rank in a
+                call. A kernel with fewer threads may send proportionally fewer.
 
         Raises:
             ArgumentError: a number is wrong, or differs between ranks.
@@ -338,20 +345,23 @@ class Communicator(Persistent, OthersNames):
         """Return an object that exchanges the tokens of a mixture of experts.
 
         Collective: every rank passes the same arguments, except ``like``. The ranks
-        must be of one island. On each rank, the object takes twice ``capacity`` tokens
-        for each rank, and what belongs to them.
+        must be of one island. On each rank, the object allocates memory for twice
+        ``capacity`` tokens for each rank, and for their metadata.
 
         Args:
-            experts: the experts of all ranks, of which each rank has the same number.
-            top_k: how many experts a token has.
-            hidden: the elements of a token, of a multiple of 16 bytes.
-            tokens: the most tokens of a rank in a dispatch, up to 32767. Up to 128,
-                calls have a form that waits for the other ranks only once.
-            capacity: the most tokens of a rank that are for one other rank, or for
-                itself. If a dispatch has more, it fails. None: ``tokens``, which always
-                suffices.
+            experts: the number of experts of all ranks, a multiple of the number of
+                ranks.
+            top_k: the number of experts that a token chooses.
+            hidden: the number of elements of a token, whose size is a multiple of 16
+                bytes.
+            tokens: the maximum number of tokens that a rank passes to a dispatch, up to
+                32767. Up to 128, calls have a form that waits for the other ranks only
+                once.
+            capacity: the maximum number of tokens that a rank sends to any one rank,
+                itself included, in a dispatch. A dispatch with more fails. None:
+                ``tokens``, which always suffices.
             dtype: of tokens and results: float32, bfloat16 or float16.
-            like: the library of the arrays that it returns; see :meth:`empty`.
+            like: the library of the arrays that the object returns; see :meth:`empty`.
 
         Raises:
             ArgumentError: an argument is wrong, or differs between ranks.
@@ -456,24 +466,24 @@ class Communicator(Persistent, OthersNames):
             op: one of
 
                 - ``"sum"``, ``"prod"``, ``"min"``, ``"max"``: the result is NaN if any
-                  rank has NaN. 0.0 and -0.0 are equal; "min" and "max" return the later
-                  rank's. Not "min" and "max" for complex numbers.
+                  rank has NaN. 0.0 and -0.0 are equal; "min" and "max" return that of
+                  the later rank. "min" and "max" do not accept complex numbers.
                 - ``"avg"``: the sum, divided by the number of ranks before it is
                   rounded. Integers are rounded towards zero, and only sums of 64-bit
                   integers wrap around before the division. Not for bool.
                 - ``"band"``, ``"bor"``, ``"bxor"``: bit by bit, for bool and integers.
                 - ``"land"``, ``"lor"``, ``"lxor"``: 0 or 1 in x's type; NaN is true.
                   Not for complex numbers.
-                - ``"minloc"``, ``"maxloc"``: of pairs of a value and an index, the one
-                  with the least or greatest value; of equal values, that of the lowest
-                  index. Pairs are of a structured dtype of 8 or 16 bytes, or in two
-                  columns.
+                - ``"minloc"``, ``"maxloc"``: of pairs of a value and an index, the pair
+                  with the least or greatest value; among equal values, the pair with
+                  the lowest index. Pairs have a structured dtype of 8 or 16 bytes, or
+                  are in two columns.
                 - an MPI.Op of one of these names.
                 - a function of two scalars of the type in which x accumulates, plain or
                   decorated with ``cuda.jit(device=True)``. Its result is cast to that
-                  type. It is applied in rank order, so it need not be commutative or
-                  associative. Each function object is compiled once in each process and
-                  kept, so define it outside of loops.
+                  type. The function is applied in rank order, so it need not be
+                  commutative or associative. Each function object is compiled once in
+                  each process and kept, so define it outside of loops.
             out: the output, of equal size, dtype and order (C or Fortran); ``x`` itself
                 for a call in place. None: a new array of ordinary device memory. With
                 ``epilogue``, its dtype may be another one.
@@ -481,24 +491,25 @@ class Communicator(Persistent, OthersNames):
                 stream that the array names (torch's or CuPy's current one for their
                 arrays), else ``comm.stream``.
             algorithm: None for the fastest one, or {algorithms}
-            wire: the form in which ranks send the elements of a sum. None: the
-                elements themselves. ``"int8"``, or ``"fp8"`` (compute capability 8.9 or
-                higher): codes of one byte, in groups of 128 with a scale each. These
-                are about a quarter of the bytes of float32, and the result is
-                approximate. x is of float32, bfloat16 or float16.
+            wire: the form in which ranks send the elements of a sum. None: the elements
+                themselves. ``"int8"``, or ``"fp8"`` (compute capability 8.9 or higher):
+                codes of one byte, in groups of 128 with a scale each. Ranks then send
+                about a quarter of the bytes of float32, and the result is approximate.
+                x must be of float32, bfloat16 or float16.
             epilogue: a function of scalars that returns an element of ``out``, plain or
-                decorated with ``cuda.jit(device=True)``. It gets the reduced element,
-                rounded to x's dtype; then the row's sum, with ``row_sum``; then what
-                ``args`` have for this element. All are in the types in which their
-                dtypes accumulate. Its result is cast to that of ``out``, and rounded.
+                decorated with ``cuda.jit(device=True)``. Its arguments are the reduced
+                element, rounded to x's dtype; then, with ``row_sum``, the row's sum;
+                then the entries of ``args`` for this element. All have the types in
+                which their dtypes accumulate. The result is cast to the type in which
+                ``out`` accumulates, and rounded to that of ``out``.
             args: at most 8 device arrays in C order, and numbers, for ``epilogue`` and
-                ``row_sum``. An array has the output's shape, that of its last axis, or
-                of its rows (a last axis of length 1), or one element. It may be ``out``
-                itself. Python's floats become float32, or float64 if x accumulates in
-                float64.
-            row_sum: a function as ``epilogue``, which gets the reduced element and what
-                ``args`` have. Its results are added up over each row, that is along the
-                output's last axis, in a fixed order. x is of floats.
+                ``row_sum``. An array has the output's shape, or only its last axis, or
+                its shape with a last axis of length 1, or one element. It may be
+                ``out`` itself. Python's floats become float32, or float64 if x
+                accumulates in float64.
+            row_sum: a function like ``epilogue``, of the reduced element and the
+                entries of ``args``. Its results are added over each row, that is along
+                the output's last axis, in a fixed order. x must be of floats.
 
         Returns:
             ``out``, or the new array, of x's shape.
@@ -527,15 +538,16 @@ class Communicator(Persistent, OthersNames):
         dtypes: Sequence[Any] = ("float32",),
         ops: Sequence[Any] = ("sum",),
     ) -> None:
-        """Load the kernels that calls will need, so that these calls load none.
+        """Load the kernels that later calls need, so that these calls load none.
 
         Afterwards, such calls of any size and alignment neither compile nor load a
         kernel. There are two exceptions: calls that name an ``algorithm``, and a
         :meth:`group` with several messages from a rank to the same rank.
 
-        Not collective, but every rank should call it. Otherwise its peers wait for it
-        in the first call. The ranks of a node share the compiling. Call it before other
-        calls, because loading may wait until the GPU is idle, as in a first call.
+        Not collective, but every rank should call it. Otherwise peers wait, in the
+        first call, for a rank that still loads. The ranks of a node share the
+        compiling. Prepare before other calls, because loading may wait until the GPU is
+        idle.
 
         Args:
             *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``;
@@ -543,8 +555,8 @@ class Communicator(Persistent, OthersNames):
                 the GPU; ``"experts"`` for mixtures of experts; ``"wire_int8"`` and
                 ``"wire_fp8"`` for quantized sums; ``"signals"`` for the methods of
                 :class:`SymmetricMemory`.
-            dtypes: the dtypes of their arrays.
-            ops: the operators of those that reduce, as for :meth:`all_reduce`. An
+            dtypes: the dtypes of the calls' arrays.
+            ops: the operators of the calls that reduce, as for :meth:`all_reduce`. An
                 operator is skipped for a dtype or a call that does not accept it.
 
         Raises:
@@ -612,7 +624,7 @@ class Communicator(Persistent, OthersNames):
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
-        """Send shard r of ``x`` to rank r, and receive this rank's shard of every rank.
+        """Send shard r of ``x`` to each rank r, and receive a shard from every rank.
 
         Collective: every rank passes an array of equal shape and dtype. Asynchronous.
 
@@ -728,7 +740,7 @@ class Communicator(Persistent, OthersNames):
         Returns:
             ``out``, or the new array, of x's shape. Rank 0, which has nothing to
             reduce, gets the identity of the operator; for a sum of floats, that is
-            -0.0. The identity of a function is unknown. Then rank 0's ``out`` keeps its
+            -0.0. The identity of a function is unknown: then rank 0's ``out`` keeps its
             contents, and a new array has undefined contents.
         """
         given = invocation(EXSCAN, x, out, stream, op=op, algorithm=algorithm)
@@ -746,8 +758,8 @@ class Communicator(Persistent, OthersNames):
         """Reduce ``x`` over ranks r to size - 1, on each rank r.
 
         The arguments and errors are those of :meth:`scan`. The reduction is in rank
-        order, too. For the same in MPI, a program needs a communicator with the ranks
-        in reverse order.
+        order, too. (MPI has no such scan; there, a program needs a communicator with
+        the ranks in reverse order.)
 
         Returns:
             ``out``, or the new array, of x's shape. Rank 0 gets the bits of
@@ -833,17 +845,17 @@ class Communicator(Persistent, OthersNames):
         """Reduce ``x`` over all ranks, and give each rank a range of the result.
 
         Collective: every rank passes an array of equal count and dtype, the same
-        ``counts`` and the same ``op``. Asynchronous. It consists of one :meth:`reduce`
-        for each range.
+        ``counts`` and the same ``op``. Asynchronous. The call consists of one
+        :meth:`reduce` for each range.
 
         Args:
             x: a device array in C order, of a dtype of :meth:`all_reduce`.
             counts: the number of elements of each rank's range; their sum is the size
                 of x.
             op: as for :meth:`all_reduce`.
-            out: the output, an array of ``counts[rank]`` elements of x's type. It does
-                not overlap x, or it is this rank's range of x. None: a new array of one
-                axis.
+            out: the output, an array of ``counts[rank]`` elements of x's type. It must
+                not overlap x, unless it is this rank's range of x. None: a new array of
+                one axis.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -906,7 +918,7 @@ class Communicator(Persistent, OthersNames):
             counts: on the root, the number of elements of each rank's x. Ignored on
                 other ranks.
             displs: on the root, the index in ``out`` at which each rank's elements
-                begin; None: one rank's after another's. Ignored on other ranks.
+                begin; None: directly after the previous rank's. Ignored on other ranks.
             root: the rank that gets all arrays.
             out: on the root, the output; None: a new array of one axis. Ignored on
                 other ranks.
@@ -976,7 +988,7 @@ class Communicator(Persistent, OthersNames):
             counts: on the root, the number of elements for each rank. Ignored on other
                 ranks.
             displs: on the root, the index in ``x`` at which each rank's elements begin;
-                None: one rank's after another's. Ignored on other ranks.
+                None: directly after the previous rank's. Ignored on other ranks.
             root: the rank that has x.
             out: the output, an array of this rank's number of elements; required on all
                 ranks but the root. None on the root: a new array of one axis.
@@ -1009,20 +1021,22 @@ class Communicator(Persistent, OthersNames):
         Collective: every rank passes the same ``counts`` and dtype, or the same
         ``capacity`` and dtype. Asynchronous.
 
-        With ``capacity``, the counts are on the GPU, and the host does not wait. So
+        With ``capacity``, the counts are on the GPU, and the host does not wait, so
         each replay of a graph may have other counts. If a rank's count is negative or
         above the capacity, that rank sends nothing, and the communicator fails.
 
         Args:
             x: a device array in C order with ``counts[rank]`` elements; with
-                ``capacity``, with that many, of which the first ``counts[rank]`` are
-                sent.
+                ``capacity``, an array of ``capacity`` elements, of which the call sends
+                the first ``counts[rank]``.
             counts: the number of elements of each rank's x. With ``capacity``, a device
                 array of int64, one for each rank. The kernel reads ``counts[rank]``,
-                and stores those of the other ranks.
-            displs: the index in ``out`` at which each rank's elements begin; None: one
-                rank's after another's; with ``capacity``, at multiples of it.
-            capacity: the most elements of any rank; None: the counts are on the host.
+                and stores the other ranks' counts in the other elements.
+            displs: the index in ``out`` at which each rank's elements begin; None:
+                directly after the previous rank's, or with ``capacity`` at its
+                multiples.
+            capacity: the maximum number of elements of any rank; None: the counts are
+                on the host.
             out: the output; None: a new array of one axis. In place: x is this rank's
                 range.
             stream: as for :meth:`all_reduce`.
@@ -1056,28 +1070,27 @@ class Communicator(Persistent, OthersNames):
         ``send_counts[s]`` of rank r equals the ``recv_counts[r]`` of rank s.
         Asynchronous.
 
-        With ``capacity``, the counts are on the GPU, and the host does not wait. So
+        With ``capacity``, the counts are on the GPU, and the host does not wait, so
         each replay of a graph may have other counts. If a count is negative or above
-        the capacity, or its range is not within x, nothing is sent to that rank, and
-        the communicator fails.
+        the capacity, or its range is not within x, the call sends nothing to the
+        count's rank, and the communicator fails.
 
         Args:
             x: a device array in C order.
             send_counts: the number of elements for each rank. With ``capacity``, a
                 device array of int64, which the kernel reads.
             recv_counts: the number of elements from each rank. With ``capacity``, a
-                device array of int64, in which the kernel stores them.
+                device array of int64, in which the kernel stores these numbers.
             send_displs: the index in ``x`` at which the elements for each rank begin;
-                None: one rank's after another's. With ``capacity``, a device array of
-                int64, or None.
+                None: directly after the previous rank's. With ``capacity``, a device
+                array of int64, or None.
             recv_displs: the index in ``out`` at which the elements from each rank
-                begin; None: one rank's after another's; with ``capacity``, at multiples
-                of it.
-            capacity: the most elements that any rank sends to another one; None: the
-                counts are on the host.
-            out: the output, which does not overlap x; without ``capacity`` also x
-                itself, of which the call then sends a copy. None: a new array of one
-                axis.
+                begin; None: directly after the previous rank's, or with ``capacity`` at
+                its multiples.
+            capacity: the maximum number of elements that any rank sends to another one;
+                None: the counts are on the host.
+            out: the output, which must not overlap x. Without ``capacity``, it may be x
+                itself, which the call copies first. None: a new array of one axis.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -1108,9 +1121,9 @@ class Communicator(Persistent, OthersNames):
 
         Args:
             x: a device array in C order; those of neighbours have equal size and dtype.
-            sources: ranks to receive from. A rank, also this one, may be in the list
-                several times, and its messages match in order. None or MPI.PROC_NULL:
-                no rank; that part of out keeps its contents.
+            sources: ranks to receive from. The list may contain a rank, this one
+                included, several times; its messages match in order. None or
+                MPI.PROC_NULL: no rank; that part of out keeps its contents.
             destinations: ranks to send to; None: the sources.
             out: the output, an array of shape ``(len(sources), *x.shape)``, which does
                 not overlap x. None: a new array of ordinary device memory.
@@ -1170,9 +1183,9 @@ class Communicator(Persistent, OthersNames):
     ) -> None:
         """Send ``x`` to rank ``dst``, which calls :meth:`recv`. Asynchronous.
 
-        Calls of two ranks match in the order in which they are made. The GPU waits for
-        the receiver of a large message. So two ranks that send to each other use
-        :meth:`sendrecv`, or a :meth:`group`.
+        The calls of two ranks match in the order in which they are made. On the GPU, a
+        large message waits until the receiver reads it. So two ranks that send to each
+        other must use :meth:`sendrecv`, or a :meth:`group`.
 
         Args:
             x: a device array of any shape and dtype.
@@ -1203,15 +1216,16 @@ class Communicator(Persistent, OthersNames):
 
         Args:
             out: a device array of as many bytes as the message. With ``count``, it may
-                have more, but has the message's element type. Otherwise later calls of
-                all ranks raise CallMismatch, and out keeps its contents.
+                have more bytes, but must have the message's element type. If the number
+                of bytes is wrong, later calls of all ranks raise CallMismatch, and out
+                keeps its contents.
             src: the rank to receive from; this rank only within a group that also
                 sends the message. None or MPI.PROC_NULL: no rank; ``out`` keeps its
                 contents.
-            count: a device array of one int64, apart from out. If it is given, the
-                message may be shorter than out, and the call stores the number of
-                received elements in it. If ``src`` is None or MPI.PROC_NULL, that is 0.
-                None: the message has the size of out.
+            count: a device array of one int64, apart from out. The message may then be
+                shorter than out, and the call stores the number of received elements in
+                this array, 0 if ``src`` is None or MPI.PROC_NULL. None: the message has
+                the size of out.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -1236,15 +1250,15 @@ class Communicator(Persistent, OthersNames):
     ) -> Any:
         """Send ``x`` to rank ``dst``, and receive into ``out`` from rank ``src``.
 
-        Asynchronous. It matches :meth:`send`, :meth:`recv` and :meth:`sendrecv` of
-        other ranks.
+        Asynchronous. The call matches :meth:`send`, :meth:`recv` and :meth:`sendrecv`
+        of other ranks.
 
         Args:
             x: as for :meth:`send`.
-            dst: the rank to send to; may be this rank, if ``src`` is, too, or within a
-                group. None or MPI.PROC_NULL: no rank.
+            dst: the rank to send to. It may be this rank if ``src`` is this rank, too,
+                or within a group. None or MPI.PROC_NULL: no rank.
             out: as for :meth:`recv`; does not overlap x.
-            src: the rank to receive from; may be this rank as ``dst``. None or
+            src: the rank to receive from; it may be this rank as ``dst`` may. None or
                 MPI.PROC_NULL: no rank; ``out`` keeps its contents.
             count: as for :meth:`recv`, apart from x and out.
             stream: as for :meth:`all_reduce`; None: as for ``x``.
@@ -1270,7 +1284,8 @@ class Communicator(Persistent, OthersNames):
         Args:
             x: as for :meth:`send`. Do not write it before the request is done.
             dst: another rank. None or MPI.PROC_NULL: no rank.
-            stream: as for :meth:`all_reduce`; the message follows its work so far.
+            stream: as for :meth:`all_reduce`; the message follows the stream's earlier
+                work.
 
         Raises:
             ArgumentError: an array or a rank is wrong, the communicator has no
@@ -1286,7 +1301,7 @@ class Communicator(Persistent, OthersNames):
     ) -> Request:
         """Start to receive into ``out`` from rank ``src``, which calls :meth:`isend`.
 
-        As :meth:`isend`, it runs beside all other calls.
+        Like that of :meth:`isend`, the message runs beside all other calls.
 
         Args:
             out: as for :meth:`recv`. Do not use it before the request is done.
@@ -1306,22 +1321,23 @@ class Communicator(Persistent, OthersNames):
         """Start the calls within a ``with`` block together, at its end.
 
         Until the end of the block, no call starts, and no result may be used. Messages,
-        and the collectives made of them, proceed side by side in one kernel and on one
-        stream, in any order. So two ranks may both send first. Those collectives are
-        ``gather``, ``scatter``, ``gather_v``, ``scatter_v``, ``all_gather_v`` and
-        ``all_to_all_v``. Other collectives follow, in the order of their calls. After
-        an exception within the block, no call is started.
+        and the collectives that consist of messages, proceed side by side in one kernel
+        and on one stream, in any order. So two ranks may both send first. The
+        collectives that consist of messages are ``gather``, ``scatter``, ``gather_v``,
+        ``scatter_v``, ``all_gather_v`` and ``all_to_all_v``. Other collectives follow,
+        in the order of their calls. After an exception within the block, no call is
+        started.
 
         Not collective. Ranks may group their messages differently, because messages of
-        two ranks match in the order of their calls. But if one rank makes another
-        collective call within a group, every rank makes it within a group. A rank may
-        send to itself; the group then also receives the message.
+        two ranks match in the order of their calls. But any other collective call must
+        be within a group on every rank or on none. A rank may send to itself if the
+        same group also receives the message.
 
         Raises:
             ArgumentError: the block is within another group. A call raises it if the
                 messages are on several streams, or if there are too many between two
                 ranks (more than 16 with 8 ranks, or 64 with 2). The block's end raises
-                it if a message to this rank itself has no match, or one of another
+                it if a message to this rank itself has no match, or a match of another
                 size.
             CollectiveError, ClosedError: as for any call.
         """
@@ -1333,8 +1349,9 @@ class Communicator(Persistent, OthersNames):
 
         A block that waits keeps its place on a multiprocessor. So all blocks of a grid
         must run together if they wait for each other, such as in ``grid_barrier``.
-        Ranks that share a GPU divide it. The library's own kernels, and the program's
-        other kernels, take places too: launch fewer blocks if some run meanwhile.
+        Ranks that share a GPU divide its multiprocessors. Other kernels, the library's
+        own included, take places, too: launch fewer blocks if such kernels run
+        meanwhile.
 
         Args:
             kernel: a compiled kernel of ``numba.cuda.jit``: one with a signature, or
@@ -1369,14 +1386,14 @@ class Communicator(Persistent, OthersNames):
         """Return a 64-bit digest of an array's bits. Not collective.
 
         Arrays of equal bits in index order have equal digests, whatever their dtypes,
-        shapes, strides and addresses. Two other arrays have equal digests with a
-        probability of 2**-64. It is not a cryptographic hash: different arrays with
-        equal digests can be constructed. The host waits for the stream.
+        shapes, strides and addresses. Different arrays have equal digests with a
+        probability of 2**-64. The digest is not a cryptographic hash: one can construct
+        different arrays with equal digests. The host waits for the stream.
 
         Args:
-            x: a device array of any shape and dtype. One that is not in C order is
-                copied into memory of the communicator first.
-            stream: as for :meth:`all_reduce`; it must not be captured meanwhile.
+            x: a device array of any shape and dtype. An array that is not in C order is
+                first copied into memory of the communicator.
+            stream: as for :meth:`all_reduce`; it must not be in a capture.
 
         Returns:
             The digest, from 0 to 2**64 - 1. It is 0 for an array without elements.
@@ -1394,9 +1411,9 @@ class Communicator(Persistent, OthersNames):
         """Raise on every rank if the ranks' arrays do not have equal bits.
 
         Collective: every rank passes an array of equal shape and dtype. The hosts wait
-        for their streams and for each other. The ranks compare digests, as of
-        :meth:`digest`. If these differ, they compare those of shorter ranges until they
-        have found the first difference.
+        for their streams and for each other. The ranks compare their arrays' digests
+        (:meth:`digest`). If these differ, the ranks compare digests of shorter ranges
+        until they have found the first difference.
 
         Args:
             x: as for :meth:`digest`.
@@ -1427,10 +1444,10 @@ class Communicator(Persistent, OthersNames):
     def synchronize(self, stream: Any = None) -> None:
         """Wait for a stream, compare calls, then :meth:`check`. Not collective.
 
-        It compares this rank's calls with those that the other ranks of its island have
-        made so far, and does not wait for them. It compares the arguments that must
-        agree. It does not compare messages, collectives made of messages, or calls that
-        follow a rank's first capture into a graph.
+        The call compares the operations and arguments of this rank's calls with those
+        of the calls that the other ranks of its island have made so far. It waits for
+        none of these ranks. It does not compare messages, collectives that consist of
+        messages, or calls after a rank's first capture into a graph.
 
         Args:
             stream: the stream; None: ``comm.stream``.
@@ -1450,13 +1467,13 @@ class Communicator(Persistent, OthersNames):
         self._calls.members.compare_calls()
 
     def tag(self, text: str) -> AbstractContextManager[None]:
-        """Name this rank's calls within a ``with`` block in the record. Local.
+        """Label this rank's calls within a ``with`` block. Local.
 
-        The text is in the tables of errors, in ``numba-symm status``, in
+        The label appears in the tables of errors, in ``numba-symm status``, in
         :meth:`trace`, and in the ranges of a profiler. Blocks may be nested.
 
         Args:
-            text: the name, such as ``"step 3"``; a longer one is cut to 127 bytes.
+            text: the label, such as ``"step 3"``; a longer text is cut to 127 bytes.
 
         Raises:
             ArgumentError: ``text`` is not a str.
@@ -1473,9 +1490,9 @@ class Communicator(Persistent, OthersNames):
     def trace(self, file: str | os.PathLike[str]) -> None:
         """Write the record of calls as a Chrome trace. Local.
 
-        For each rank of this rank's island, the file contains the last 1024 calls that
-        have a number, and the last 1024 that have none. A slice lasts from a call to
-        the rank's next one.
+        For each rank of this rank's island, the file contains the last 1024 collective
+        calls, and the last 1024 other ones, such as messages. A slice of the trace
+        lasts from a call to the rank's next call.
 
         Args:
             file: the path of a JSON file, which is replaced. Perfetto
@@ -1506,8 +1523,8 @@ class Communicator(Persistent, OthersNames):
 
         Waiting kernels end within 100 ms, and waits of hosts in set-up calls within a
         second. The next call of every rank raises :class:`~numba_symm.Aborted`, with
-        this rank and the reason. If the communicator has failed before, calls raise the
-        first failure. Close the communicator on every rank afterwards.
+        this rank and the reason. If the communicator had already failed, calls raise
+        that first failure. Close the communicator on every rank afterwards.
 
         Args:
             reason: a text for the errors of all ranks.
@@ -1527,10 +1544,10 @@ class Communicator(Persistent, OthersNames):
         """Return a new communicator of the remaining ranks, after a failure.
 
         Collective over the ranks of this communicator whose processes still run. The
-        call closes this communicator on this rank, if it is still open. The new one has
-        the same GPU, timeout, stream, debug mode, requests and limit of
-        multiprocessors. Its ranks are in the same order. The program must make new
-        arrays and new child communicators.
+        call closes this communicator on this rank, if it is still open. The new
+        communicator has the same GPU, timeout, stream, debug mode, requests and limit
+        of multiprocessors, and its ranks are in the same order. The program must make
+        new arrays and new child communicators.
 
         If a process has ended, MPI must continue without it: start the job with
         ``numba-symm run --survive``. If a process ends during the call, the call begins
@@ -1553,12 +1570,12 @@ class Communicator(Persistent, OthersNames):
     def close(self) -> None:
         """Wait for this GPU's work, unmap all peers, and free unused memory.
 
-        Collective, and idempotent. Arrays of :meth:`empty` stay usable on their own
+        Collective, and idempotent. Arrays from :meth:`empty` stay usable on their own
         rank. After a failure, the call is local, and never waits for a peer.
 
         Raises:
             CollectiveError: the communicator had failed, and no call of this rank had
-                raised that yet. It is closed now.
+                reported that yet. The communicator is closed nonetheless.
         """
         lifetime.close(self._calls)
 

@@ -47,18 +47,18 @@ _INT32, _INT64, _FLOAT32 = map(np.dtype, (np.int32, np.int64, np.float32))
 class Received(NamedTuple):
     """What a rank has received: arrays on its GPU, valid until its next dispatch.
 
-    The tokens of rank ``r`` are at ``[r, :counts[r]]``, in the order of that rank. What
-    is after them is undefined.
+    The tokens from rank ``r`` are at ``[r, :counts[r]]``, in the order of that rank.
+    The contents after them are undefined.
 
     Attributes:
         tokens: the tokens, of shape (ranks, capacity, hidden).
         expert_ids: for each choice of a token, the number of the expert among those of
-            this rank; -1: the expert is on another rank, or there is none. Of int32 and
-            shape (ranks, capacity, top_k).
+            this rank; -1: the expert is on another rank, or the choice is none. Of
+            int32 and shape (ranks, capacity, top_k).
         weights: for each choice, its weight: of float32 and the same shape.
-        sources: the row of the token in its rank's array: of int32 and shape (ranks,
+        sources: the row of each token in its rank's ``x``: of int32 and shape (ranks,
             capacity).
-        counts: how many tokens each rank has sent: int64.
+        counts: how many tokens each rank has sent to this one: int64.
     """
 
     tokens: Any
@@ -69,14 +69,14 @@ class Received(NamedTuple):
 
 
 class Experts:
-    """The exchange of a mixture of experts between the ranks of a communicator.
+    """Exchanges the tokens and results of a mixture of experts between ranks.
 
-    :meth:`Communicator.experts` makes it.
+    :meth:`Communicator.experts` returns it.
 
     Attributes:
-        received: what the last dispatch has received; always the same arrays.
-        results: an array of this rank's memory, of the shape and type of the tokens.
-            :meth:`combine` need not copy results that are stored here.
+        received: the arrays that each dispatch stores and returns.
+        results: an array of the shape and type of the received tokens. :meth:`combine`
+            need not copy results that kernels have stored here.
     """
 
     received: Received
@@ -158,34 +158,35 @@ class Experts:
     ) -> Received:
         """Send each token once to each rank that has one of its experts.
 
-        Collective: every rank calls it, with any number of tokens. Nothing waits for
-        the host. In a captured graph, ``expert_ids`` and ``weights`` may have other
-        contents in each replay.
+        Collective: every rank calls it, each with its own number of tokens. The GPU
+        never waits for the host. In a captured graph, ``expert_ids`` and ``weights``
+        may have other contents in each replay.
 
-        What is received replaces that of the dispatch before. No rank stores it before
-        the work that precedes this call on the receiver's stream has ended.
+        The received tokens replace those of the previous dispatch. No rank stores them
+        before the earlier work of the receiver's stream has ended.
 
         Args:
             x: the tokens: a device array in C order of shape (tokens, hidden), of the
                 object's dtype.
             expert_ids: the experts of each token: a device array in C order of int32,
-                of shape (tokens, top_k). Rank ``r`` has the experts from ``r`` times
-                their number on each rank. -1: none.
-            weights: their weights: the same, of float32. None: each is 1.
+                of shape (tokens, top_k). With *e* experts on each rank, rank ``r`` has
+                the experts from ``r`` * *e* on. -1: none.
+            weights: the experts' weights, of the same shape, of float32. None: each is
+                1.
             wire: ``"fp8"`` or ``"int8"``: send the tokens as codes of one byte, with a
-                scale for each 128 elements; equal on all ranks. Tokens are received
-                as what the codes stand for, rounded to the object's dtype. Such a call
-                overwrites :attr:`results`. It needs a ``hidden`` of a multiple of 512.
-                None: send them as they are.
+                scale for each 128 elements; equal on all ranks. The received tokens are
+                the codes' values, rounded to the object's dtype. Such a call overwrites
+                :attr:`results`, and ``hidden`` must be a multiple of 512. None: send
+                the tokens themselves.
             stream: the stream. None: that of ``x``.
 
         Returns:
-            What this rank has received: :attr:`received`.
+            The arrays :attr:`received`.
 
         Raises:
             ArgumentError: an array has another shape, dtype or order, or overlaps
-                :attr:`received`, or :attr:`results` with ``wire``; or the tokens cannot
-                have such codes.
+                :attr:`received`, or :attr:`results` with ``wire``; or tokens of this
+                size or dtype cannot be encoded.
             CollectiveError: here or in a later call: a rank failed, or more tokens were
                 for a rank than ``capacity``, or an expert's number was wrong.
         """
@@ -206,20 +207,20 @@ class Experts:
     def combine(
         self, results: Any = None, *, out: Any = None, stream: Any = None
     ) -> Any:
-        """Return the sum of the experts' results of each token of the last dispatch.
+        """Return, for each token of the last dispatch, the sum of its experts' results.
 
-        Collective. Each rank adds up the results of all ranks in the order of the
-        ranks, in float32, so the bits are the same in every run. A token without
-        experts gets zeros.
+        Collective. Each rank adds the results from all ranks in rank order, in float32,
+        so the bits are the same in every run. For a token without experts, the sum is
+        zero.
 
         Args:
-            results: this rank's results, in the places of the tokens that they are for:
-                a device array in C order of the object's dtype. Either of the shape of
-                the received tokens: for each token the sum over the experts of this
-                rank, each times its weight. Or of shape (ranks, capacity, top_k,
-                hidden): for each choice, the result of that expert. Then this call
-                multiplies them by the received weights and adds them up, in the order
-                of the choices, in float32. None: :attr:`results`.
+            results: this rank's results, in the places of their tokens: a device array
+                in C order of the object's dtype. Its shape is that of the received
+                tokens, with the weighted sum of the results of this rank's experts for
+                each token. Or its shape is (ranks, capacity, top_k, hidden), with the
+                result of the expert for each choice. Then this call multiplies the
+                results by the received weights, and adds the products in the order of
+                the choices, in float32. None: :attr:`results`.
             out: the sums, of the shape and dtype of ``x``. None: a new array.
             stream: the stream. None: that of ``results``.
 

@@ -53,11 +53,11 @@ class Persistent:
         args: Sequence[Any] = NONE,
         row_sum: Any = None,
     ) -> Plan:
-        """Prepare an all-reduce to be called many times, as a persistent call of MPI.
+        """Return a plan of :meth:`all_reduce`, which MPI calls a persistent operation.
 
-        The arguments and errors are those of :meth:`all_reduce`. Calling the plan,
-        ``plan()`` or ``plan(stream=…)``, is collective. Making it is collective only in
-        debug mode.
+        The arguments and errors are those of :meth:`all_reduce`. To call the plan, with
+        ``plan()`` or ``plan(stream=…)``, is collective. To make it is collective only
+        in debug mode.
         """
         given = invocation(
             *(ALL_REDUCE, x, out, stream),
@@ -81,7 +81,7 @@ class Persistent:
         args: Sequence[Any] = NONE,
         row_sum: Any = None,
     ) -> Plan:
-        """Prepare an :meth:`all_gather`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`all_gather`; see :meth:`all_reduce_init`."""
         given = invocation(
             *(ALL_GATHER, x, out, stream),
             algorithm=algorithm,
@@ -99,7 +99,7 @@ class Persistent:
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Plan:
-        """Prepare an :meth:`all_to_all`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`all_to_all`; see :meth:`all_reduce_init`."""
         given = invocation(ALL_TO_ALL, x, out, stream, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
@@ -115,7 +115,7 @@ class Persistent:
         args: Sequence[Any] = NONE,
         row_sum: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`reduce_scatter`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`reduce_scatter`; see :meth:`all_reduce_init`."""
         given = invocation(
             *(REDUCE_SCATTER, x, out, stream),
             op=op,
@@ -135,7 +135,7 @@ class Persistent:
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Plan:
-        """Prepare a :meth:`scan`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`scan`; see :meth:`all_reduce_init`."""
         given = invocation(SCAN, x, out, stream, op=op, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
@@ -148,7 +148,7 @@ class Persistent:
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Plan:
-        """Prepare an :meth:`exscan`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`exscan`; see :meth:`all_reduce_init`."""
         given = invocation(EXSCAN, x, out, stream, op=op, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
@@ -161,7 +161,7 @@ class Persistent:
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Plan:
-        """Prepare a :meth:`reverse_scan`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`reverse_scan`; see :meth:`all_reduce_init`."""
         given = invocation(REVERSE_SCAN, x, out, stream, op=op, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
@@ -175,7 +175,7 @@ class Persistent:
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Plan:
-        """Prepare a :meth:`reduce`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`reduce`; see :meth:`all_reduce_init`."""
         given = invocation(
             REDUCE, x, out, stream, op=op, algorithm=algorithm, root=root
         )
@@ -189,7 +189,7 @@ class Persistent:
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Plan:
-        """Prepare a :meth:`broadcast`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`broadcast`; see :meth:`all_reduce_init`."""
         given = invocation(BROADCAST, x, x, stream, algorithm=algorithm, root=root)
         return plans.plan(self._calls, given)
 
@@ -202,7 +202,7 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`reduce_scatter_v`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`reduce_scatter_v`; see :meth:`all_reduce_init`."""
         tables = ((counts, None),)
         given = invocation(REDUCE_SHARD, x, out, stream, op=op, tables=tables)
         return plans.of_shards(self._calls, given)
@@ -215,7 +215,7 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`gather`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`gather`; see :meth:`all_reduce_init`."""
         given = invocation(GATHER, x, out, stream, root=root)
         return plans.of_collective(self._calls, given)
 
@@ -229,7 +229,7 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`gather_v`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`gather_v`; see :meth:`all_reduce_init`."""
         given = invocation(
             GATHER_V, x, out, stream, root=root, tables=((counts, displs),)
         )
@@ -243,7 +243,7 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`scatter`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`scatter`; see :meth:`all_reduce_init`."""
         given = invocation(SCATTER, x, out, stream, root=root)
         return plans.of_collective(self._calls, given)
 
@@ -257,7 +257,7 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`scatter_v`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`scatter_v`; see :meth:`all_reduce_init`."""
         given = invocation(
             SCATTER_V, x, out, stream, root=root, tables=((counts, displs),)
         )
@@ -273,7 +273,7 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare an :meth:`all_gather_v`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`all_gather_v`; see :meth:`all_reduce_init`."""
         from numba_symm.collectives import counted_forms
 
         given = counted_forms.gathering(x, counts, displs, capacity, out, stream)
@@ -291,7 +291,7 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare an :meth:`all_to_all_v`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`all_to_all_v`; see :meth:`all_reduce_init`."""
         tables = (send_counts, send_displs), (recv_counts, recv_displs)
         from numba_symm.collectives import counted_forms
 
@@ -307,7 +307,7 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`neighbor_all_gather`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`neighbor_all_gather`; see :meth:`all_reduce_init`."""
         given = invocation(
             NEIGHBOR_ALL_GATHER, x, out, stream, peers=(destinations, sources)
         )
@@ -322,7 +322,7 @@ class Persistent:
         out: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`neighbor_all_to_all`, as ``all_reduce_init`` does."""
+        """Return a plan of :meth:`neighbor_all_to_all`; see :meth:`all_reduce_init`."""
         given = invocation(
             NEIGHBOR_ALL_TO_ALL, x, out, stream, peers=(destinations, sources)
         )
@@ -335,7 +335,7 @@ class Persistent:
         dst: int | None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`send`. Neither it nor calling the plan is collective."""
+        """Return a plan of :meth:`send`. Making and calling it are local."""
         given = invocation(SEND, x, stream=stream, peers=(dst, None))
         return plans.of_messages(self._calls, given)
 
@@ -347,7 +347,7 @@ class Persistent:
         count: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`recv`. Neither it nor calling the plan is collective."""
+        """Return a plan of :meth:`recv`. Making and calling it are local."""
         given = invocation(RECV, None, out, stream, peers=(None, src), count=count)
         return plans.of_messages(self._calls, given)
 
@@ -361,20 +361,20 @@ class Persistent:
         count: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Prepare a :meth:`sendrecv`. Neither it nor calling the plan is collective."""
+        """Return a plan of :meth:`sendrecv`. Making and calling it are local."""
         given = invocation(SENDRECV, x, out, stream, peers=(dst, src), count=count)
         return plans.of_messages(self._calls, given)
 
     def group_init(self) -> AbstractContextManager[Plan]:
-        """Prepare the calls within a ``with`` block to be started together many times.
+        """Return a plan of the calls within a ``with`` block, which start together.
 
-        No call is started, neither in the block nor at its end. The plan is ``plan`` in
-        ``with comm.group_init() as plan:``, and may be called after the block. Its
-        messages are one launch. Calling it returns None. In debug mode, its calls are
-        compared when the plan is made, not when it is called.
+        No call starts, neither in the block nor at its end. The plan is ``plan`` in
+        ``with comm.group_init() as plan:``, and may be called after the block, which
+        returns None. All its messages are one launch. In debug mode, the ranks compare
+        the calls when the plan is made, not when it is called.
 
-        A plan that is called within the block is one of its calls. Otherwise, calls
-        and ranks are as for :meth:`group`.
+        If another plan is called within the block, that call is one of the block's
+        calls. The rules for calls and ranks are those of :meth:`group`.
 
         Raises:
             As :meth:`group`.

@@ -20,9 +20,9 @@ Start = Callable[..., None]
 class Plan:
     """A call whose arguments were checked and packed once.
 
-    ``comm.all_reduce_init`` and the other ``_init`` methods make it. It keeps its
-    arrays. ``plan()``, or ``plan(stream=…)``, enqueues it and returns its output array.
-    Every rank calls the plans of collectives in the same order.
+    ``comm.all_reduce_init`` and the other ``_init`` methods return plans. A plan keeps
+    its arrays alive. ``plan()``, or ``plan(stream=…)``, enqueues the call and returns
+    its output array. Every rank calls the plans of collectives in the same order.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Plan:
         return f"<Plan: {self._words()}>"
 
     def __call__(self, stream: Any = None) -> Any:
-        """Enqueue the call, and return its output array. Within a group, add it.
+        """Enqueue the call, or add it to the open group. Return its output array.
 
         Args:
             stream: the stream; None: the stream with which the plan was made.

@@ -53,9 +53,9 @@ class Done(Protocol):
 class Request:
     """A message that was started with ``isend`` or ``irecv`` of a communicator.
 
-    Its arrays may be used again when :meth:`test` has returned True, after
+    The request's arrays may be used again when :meth:`test` has returned True, after
     :meth:`synchronize`, or by work of a stream after :meth:`wait`. The communicator
-    keeps the arrays at least until then, even if the request is dropped.
+    keeps the arrays alive at least until then, even if the program drops the request.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class Request:
         """Make later work of a stream follow the message. The host does not wait.
 
         Args:
-            stream: the stream; None: the one with which the message was started.
+            stream: the stream; None: the stream with which the message was started.
 
         Returns:
-            The array that was received into, or None.
+            The array with the received message; None for a send.
 
         Raises:
             CollectiveError, ClosedError: as for any call.
@@ -110,7 +110,7 @@ class Request:
         """Wait on the host until the message is done, then check for failures.
 
         Returns:
-            The array that was received into, or None.
+            The array with the received message; None for a send.
 
         Raises:
             CollectiveError, ClosedError: as for any call.

@@ -31,12 +31,12 @@ class GPU:
     """The properties of a GPU that this process sees.
 
     Attributes:
-        ordinal: its number in this process; another process may have another one.
+        ordinal: its number in this process; other processes may number it differently.
         uuid: its name on the node.
         name: the name of the product.
         pci_bus_id: its address on the bus, as ``nvidia-smi`` prints it.
         compute_capability: major and minor number.
-        multicast: whether it supports multicast, which the library does not use.
+        multicast: whether the GPU supports multicast, which the library does not use.
         mps: whether MPS runs the kernels of several processes simultaneously. None: the
             driver does not report it.
     """

@@ -49,10 +49,11 @@ def _too_many() -> str:
 class IpcChannel:
     """Sends file descriptors between ranks. Several channels may exist.
 
-    Construction is collective. Later calls are not checked across ranks: wrap them in
-    ``exchange.agreed`` to raise a failure on every rank. Descriptors of one sender
-    arrive in the order in which they were sent. The caller closes every descriptor that
-    it receives. Child processes do not inherit them. One thread at a time.
+    Construction is collective. If a later call fails on one rank, it raises on that
+    rank only: wrap calls in ``exchange.agreed`` to raise on every rank. Descriptors
+    from one sender arrive in the order in which they were sent. The caller closes every
+    descriptor that it receives. Child processes inherit none of these. Only one thread
+    at a time may use a channel.
 
     A send or a receive waits as long as a step of ``exchange`` does.
 
@@ -119,7 +120,7 @@ class IpcChannel:
     def beside(
         self, exchange: StoreExchange, members: Sequence[int], number: int
     ) -> "IpcChannel":
-        """Return a channel of some of these ranks, over the same sockets. Local.
+        """Return a channel between some of the ranks, over the same sockets. Local.
 
         Either channel may be closed first, and threads may use both simultaneously.
 
@@ -250,7 +251,7 @@ class IpcChannel:
         return _duplicate(fd)
 
     def discard(self) -> None:
-        """Close all descriptors that have arrived and that no call returned. Local.
+        """Close all descriptors that have arrived and that no call has returned. Local.
 
         Call it after a failed collective that every rank has left, because then none is
         in transit. After ``close`` there are none.
@@ -260,9 +261,9 @@ class IpcChannel:
         self._close_stashed()
 
     def close(self) -> None:
-        """Close all descriptors that no call returned. Idempotent.
+        """Close the channel, and all descriptors that no call has returned. Idempotent.
 
-        The sockets are closed with the last channel that uses them.
+        The sockets stay open until the last channel that uses them is closed.
         """
         if self._closed:
             return

@@ -16,11 +16,11 @@ class World:
     """One rank's place among all ranks and among those of its node.
 
     Attributes:
-        rank: this process' number, 0 to size - 1.
+        rank: this process's number, from 0 to size - 1.
         size: the number of ranks.
         local_rank: its position among the ranks of its node.
         local_size: the number of ranks on that node.
-        node: the node's name in texts; equal on all ranks of one node.
+        node: the node's name in messages; equal on all ranks of one node.
     """
 
     rank: int

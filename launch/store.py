@@ -79,18 +79,19 @@ class Meeting(Protocol):
 
 
 class StoreExchange:
-    """All-gather and barrier of small values, in the same order on every rank.
+    """All-gathers of small values and barriers, in the same order on every rank.
 
-    Every message contains its store and step. If the ranks are at different steps, they
-    raise an error that names each rank's step; they never read a value of another step.
-    One thread at a time.
+    Every message contains the names of its store and step. If the ranks are at
+    different steps, they raise an error that names each rank's step; no rank ever reads
+    a value of another step. Only one thread at a time may use a store.
 
-    A rank polls for the others until ``timeout``. After a minute it warns of the ranks
-    that it waits for. A communicator that is not mpi4py's waits in its own way, until
-    the store uses the status board.
+    A rank polls for the other ranks until ``timeout``. After a minute, it logs a
+    warning that names the ranks for which it waits. With a communicator that is not
+    mpi4py's, a rank waits in that communicator's ``allgather`` until the store uses the
+    status board.
 
     Args:
-        comm: the ranks; other code may not use this communicator's messages.
+        comm: the communicator of the ranks; no other code may send messages in it.
         prefix: the store's name, the same on all ranks.
         timeout: seconds that a step waits for other ranks; 0: indefinitely. None:
             ``NUMBA_SYMM_SETUP_TIMEOUT``, else indefinitely.
@@ -224,7 +225,7 @@ class StoreExchange:
         self.all_gather(None, what)
 
     def together(self, what: str, call: Callable[[], T]) -> T:
-        """Return ``call()``, which may block until every rank makes it.
+        """Return ``call()``, which may block until every rank makes this call.
 
         Collective, once the store uses the status board. All ranks make it, or none
         does. Python's signal handlers run afterwards.
@@ -243,7 +244,7 @@ class StoreExchange:
         return call()
 
     def agree_equal(self, fact: str, what: str) -> None:
-        """Check that every rank holds the same ``fact``. Collective.
+        """Check that every rank passes the same ``fact``. Collective.
 
         Args:
             fact: the value as a text, such as ``"2048 float32"``. Equal texts mean
@@ -256,7 +257,7 @@ class StoreExchange:
         self.refuse_different(self.all_gather(str(fact), what), what)
 
     def refuse_different(self, found: Sequence[str], what: str) -> None:
-        """Raise ArgumentError, with each rank's fact, if these differ. Local.
+        """Raise ArgumentError, with each rank's fact, if the facts differ. Local.
 
         Args:
             found: the facts of :meth:`agree_equal`, which all ranks have gathered.
@@ -271,11 +272,11 @@ class StoreExchange:
 
     @contextmanager
     def agreed(self, what: str) -> Iterator[Outcomes[Any]]:
-        """Agree at the end of the block whether it succeeded on every rank.
+        """Agree at the end of a ``with`` block whether it succeeded on every rank.
 
-        Collective. The block contains local work only, because a rank that fails leaves
-        it early, and would miss an exchange in it. Each rank may set a value, which
-        all ranks have afterwards.
+        Collective. The block must contain local work only, because a rank that fails
+        leaves it early, and would miss an exchange in the block. Each rank may set a
+        value, which all ranks have afterwards.
 
         Raises:
             SymmError: on all ranks, if the block failed on any, with the text of each

@@ -19,7 +19,7 @@ class GapsError(ArgumentError):
 
 
 class ClosedError(SymmError):
-    """The communicator or memory was closed, or was given up after a failure."""
+    """The communicator or memory was closed, or abandoned after a failure."""
 
 
 class ExchangeError(SymmError):
@@ -39,7 +39,7 @@ class BackendError(SymmError):
 
 
 class ArraysDiffer(SymmError):
-    """Ranks passed arrays of different bits to ``check_equal``.
+    """The ranks passed arrays with different bits to ``check_equal``.
 
     Attributes:
         ranks: the ranks whose arrays differ from those of most ranks.
@@ -59,18 +59,19 @@ class ArraysDiffer(SymmError):
 
 
 class DriverError(BackendError):
-    """A CUDA driver call failed; the text states its name and the driver's reason."""
+    """A CUDA driver call failed; the text states the call and the driver's reason."""
 
 
 class CollectiveError(SymmError):
     """The communicator has failed on all ranks; the text states the cause.
 
-    The CUDA context is usable. Results since the last successful check are undefined.
+    The CUDA context stays usable. Results since the last successful check are
+    undefined.
 
     Attributes:
-        ranks: the ranks that the text names. After a timeout, they are the one that
-            waited and those it waited for. After a mismatch, they are the two whose
-            calls differ. If a rank left, it is that one.
+        ranks: the ranks that the text names. After a timeout: the rank that waited, and
+            those for which it waited. After a mismatch: the two ranks whose calls
+            differ. If a rank left: that rank.
         operation: the operation that the text names, such as ``"all_reduce
             (one_shot_ll)"`` or ``"zeros"``; ``""`` if it is unknown.
         hint: another possible cause; ``""`` if there is none.
@@ -104,7 +105,8 @@ class CallMismatch(CollectiveError):
 class Aborted(CollectiveError):
     """``Communicator.abort``, or ``numba-symm status --abort``, ended the communicator.
 
-    The text names the rank that called it, or the command's process, and the reason.
+    The text names the rank that called ``abort``, or the command's process, and the
+    reason.
     """
 
 

@@ -64,8 +64,8 @@ def current_device() -> Any:
 class Event:
     """A point in a stream's work, which other streams and the host can wait for.
 
-    It belongs to the device that is current at its construction. An event that was
-    never recorded is complete.
+    An event belongs to the device that is current at its construction. An event that
+    was never recorded is complete.
 
     Args:
         timing: whether to support :meth:`elapsed_time`.
@@ -104,9 +104,9 @@ class Event:
 
     @classmethod
     def from_ipc_handle(cls, handle: bytes) -> Self:
-        """Open an event of another process from the value of its :meth:`ipc_handle`.
+        """Open another process's event, from the result of its :meth:`ipc_handle`.
 
-        The other process must keep its event while this one is in use.
+        The other process must keep its event while this process uses the opened one.
 
         Args:
             handle: 64 bytes.
@@ -159,12 +159,12 @@ class Event:
         return SIMULATED or _is_done("cuEventQuery", self._handle)
 
     def synchronize(self) -> None:
-        """Wait until all work before the latest record is done."""
+        """Wait on the host until all work before the latest record is done."""
         if not SIMULATED:
             driver.call("cuEventSynchronize", self._handle)
 
     def elapsed_time(self, end: "Event") -> float:
-        """Return the milliseconds from this event's record to that of ``end``.
+        """Return the milliseconds from this event's record to the record of ``end``.
 
         Raises:
             ArgumentError: one of the events was made without timing.
@@ -187,7 +187,7 @@ class Event:
         """Return 64 bytes from which another process can open the event.
 
         Raises:
-            ArgumentError: it was not made with ``interprocess=True``.
+            ArgumentError: the event was not made with ``interprocess=True``.
         """
         if not self.interprocess:
             raise ArgumentError(
@@ -238,15 +238,15 @@ class _Owned:
 class Stream:
     """A stream of a GPU that does not wait for the legacy default stream.
 
-    Every object makes a new stream, which is destroyed with the object. All calls of
-    this library accept it, and so does any library that supports ``__cuda_stream__``.
-    Pass ``stream.core`` to Numba's launches and copies.
+    Every object makes a new stream, and destroys the stream when the object ends. All
+    calls of this library accept a ``Stream``, as does any library that supports
+    ``__cuda_stream__``. Pass ``stream.core`` to Numba's launches and copies.
 
     Args:
         device: the GPU's number; None: the current one.
-        priority: lower numbers run first; 0 is the lowest priority. A GPU's range is
-            that of ``cuCtxGetStreamPriorityRange``, such as 0 to -5, which is also the
-            simulator's.
+        priority: work of lower numbers runs first; 0 is the lowest priority.
+            ``cuCtxGetStreamPriorityRange`` returns a GPU's range, such as 0 to -5,
+            which is also the simulator's.
 
     Attributes:
         id: a number that this process never uses for another stream.
@@ -314,16 +314,16 @@ class Stream:
         return f"<Stream {self.id} of GPU {self.device_index}>"
 
     def query(self) -> bool:
-        """Return whether all its work is done."""
+        """Return whether all work of the stream is done."""
         return SIMULATED or _is_done("cuStreamQuery", self.handle)
 
     def synchronize(self) -> None:
-        """Wait until all its work is done."""
+        """Wait on the host until all work of the stream is done."""
         if not SIMULATED:
             streams.synchronize(self.handle)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record ``event``, or a new one, after its work so far; return it."""
+        """Record ``event``, or a new event, after the work so far, and return it."""
         if event is None:
             event = self._new_event()
         _checked_event(event, "record_event").record(self)

@@ -50,20 +50,20 @@ def _rank(team: Any, place: int) -> int:
 def barrier(ctx: Any, channel: int, team: Any = None) -> bool:
     """Wait until the same block of every rank has called this on ``channel``.
 
-    Every thread of one block calls it, on every rank. What any thread of these blocks
-    wrote before it is visible to all of them after it. It costs about two stores to
-    each rank, and the time until they arrive.
+    Every thread of one block of every rank calls it. What any thread of these blocks
+    wrote before the barrier is visible to all these threads after the barrier. It takes
+    about two stores to each rank, and the time until these arrive.
 
     Args:
         ctx: the memory's context.
-        channel: 0 to 127; each pair of ranks has one user of it at a time. Not checked
-            on a GPU, unless in debug mode.
+        channel: 0 to 127; between two ranks, only one block may use a channel at a
+            time. GPUs check the channel only in debug mode.
         team: a :class:`Team`, whose ranks alone call it; None: all ranks.
 
     Returns:
         False, in all threads of the block, if the deadline has passed or a rank has
-        failed. After that, store nothing that a peer may read. It is made of signals,
-        so a timeout's text names a signal.
+        failed. After that, store nothing that a peer may read. A barrier consists of
+        signals, so a timeout's text names a signal.
 
     Example:
         >>> @cuda.jit
@@ -81,8 +81,9 @@ def barrier_arrive(ctx: Any, channel: int, team: Any = None) -> bool:
     """Signal that this block has arrived at a :func:`barrier`, and do not wait.
 
     Every thread of the block calls it, and later :func:`barrier_wait` on the same
-    channel. What the block wrote before it is visible to the blocks that have waited.
-    It waits only where a rank has not yet left the barrier before on this channel.
+    channel. What the block wrote before its arrival is visible to the blocks that have
+    waited. The call waits only for ranks that have not yet left the channel's previous
+    barrier.
 
     Returns:
         What to pass to :func:`barrier_wait`.
@@ -111,10 +112,10 @@ def barrier_arrive(ctx: Any, channel: int, team: Any = None) -> bool:
 
 @device_function
 def barrier_wait(ctx: Any, channel: int, arrived: bool, team: Any = None) -> bool:
-    """Wait until the other blocks have arrived at a barrier, see :func:`barrier`.
+    """Wait until the other blocks have arrived at a :func:`barrier`.
 
     Every thread of the block calls it, after :func:`barrier_arrive`. What the other
-    blocks wrote before they arrived is visible to all threads after it.
+    blocks wrote before their arrival is visible to all threads after this call.
 
     Args:
         ctx: the memory's context.
@@ -164,20 +165,20 @@ def _words(ctx: Any, channel: int) -> int:
 def grid_barrier(ctx: Any, channel: int, team: Any = None) -> bool:
     """Wait until all blocks of all ranks have called this on ``channel``.
 
-    Every thread of the grid calls it, on every rank. Grids of different ranks may have
-    different sizes. What any thread of these grids wrote before it is visible to all of
-    them after it. It costs an atomic operation of each block in its GPU's own memory,
-    and one signal to each rank. The first block also stores a word that the other
-    blocks of its rank poll.
+    Every thread of every rank's grid calls it. Grids of different ranks may have
+    different sizes. What any thread of these grids wrote before the barrier is visible
+    to all these threads after the barrier. It takes an atomic operation of each block
+    in its GPU's own memory, and one signal to each rank. The first block also stores a
+    word that the other blocks of its rank poll.
 
-    All blocks must be able to run together: on one GPU, those of all ranks that share
-    it. Otherwise the first ones wait until the deadline for blocks that start only
-    after them. ``comm.launch_limit`` returns how many may wait.
+    All blocks must fit on the GPU at the same time, with those of ranks that share the
+    GPU. Otherwise the first blocks wait until the deadline for blocks that cannot
+    start. ``comm.launch_limit`` returns how many blocks may wait.
 
     Args:
         ctx: the memory's context.
-        channel: 0 to 127; used by no other block or kernel at the same time. Not
-            checked on a GPU, unless in debug mode.
+        channel: 0 to 127; no other block or kernel may use the channel at the same
+            time. GPUs check the channel only in debug mode.
         team: a :class:`Team`, whose ranks alone call it; None: all ranks.
 
     Returns:
@@ -205,7 +206,8 @@ def grid_barrier_arrive(ctx: Any, channel: int, team: Any = None) -> int:
     """Count this block at a :func:`grid_barrier`, and do not wait.
 
     Every thread of the grid calls it, and later :func:`grid_barrier_wait` on the same
-    channel. What the block wrote before it is visible to the blocks that have waited.
+    channel. What the block wrote before its arrival is visible to the blocks that have
+    waited.
 
     Returns:
         What to pass to :func:`grid_barrier_wait`.
@@ -249,7 +251,7 @@ def grid_barrier_arrive(ctx: Any, channel: int, team: Any = None) -> int:
 
 @device_function
 def grid_barrier_wait(ctx: Any, channel: int, token: int, team: Any = None) -> bool:
-    """Wait until all blocks have arrived at a barrier, see :func:`grid_barrier`.
+    """Wait until all blocks have arrived at a :func:`grid_barrier`.
 
     Every thread of the grid calls it, after :func:`grid_barrier_arrive`.
 

@@ -30,24 +30,24 @@ def all_reduce(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
 
     Every thread of the block calls it, on every rank, with arrays of the same size. The
     ranks' elements are reduced in rank order, so all ranks get the same bits, which are
-    those of :meth:`Communicator.all_reduce`. It takes the time in which one store to
+    those of :meth:`Communicator.all_reduce`. The call takes the time until one store to
     each rank arrives, and one or two ``syncthreads``. Each rank sends all its elements,
-    and equally many bytes of epochs, to every other rank. It does not order other
-    accesses between ranks: see :func:`barrier`.
+    and equally many bytes of epochs, to every other rank. The call does not order other
+    accesses between ranks; :func:`barrier` does.
 
     Args:
-        ws: the context of a workspace, ``comm.device_workspace(…).ctx``. One kernel at
-            a time uses it.
+        ws: the context of a workspace, ``comm.device_workspace(…).ctx``. Only one
+            kernel at a time may use it.
         x: the input and the output, a contiguous array of any number of dimensions, of
-            a dtype that :meth:`Communicator.all_reduce` takes.
+            a dtype that :meth:`Communicator.all_reduce` accepts.
         op: the name of an operator of the library, or a function of
             ``cuda.jit(device=True)`` of two elements in the accumulation type. On GPUs,
-            a constant of the kernel's source.
-        items: False: the threads of the block have one array together, in shared or
-            global memory. What they stored in it before the call is reduced, and all of
-            them see the result. True: each thread has an array of its own in registers
-            (``cuda.local.array``), all of the same size, and the arrays of each thread
-            index are reduced. On GPUs, a constant.
+            it must be a constant in the kernel's source.
+        items: False: the threads of the block pass one common array in shared or global
+            memory. The call reduces what they stored in it before, and all of them see
+            the result. True: each thread passes an array of its own in registers
+            (``cuda.local.array``), all of the same size, and the call reduces the
+            arrays of each thread index. On GPUs, it must be a constant.
 
     Returns:
         False, in all threads of the block, if the deadline has passed or a rank has
@@ -74,8 +74,8 @@ def reduce_scatter(
 ) -> bool:
     """Reduce an array over the blocks of all ranks; each rank gets its own shard.
 
-    Everything but the arrays is as for :func:`all_reduce`, and the bits are those of
-    :meth:`Communicator.reduce_scatter`.
+    The bits are those of :meth:`Communicator.reduce_scatter`. Everything else but the
+    arrays is as for :func:`all_reduce`.
 
     Args:
         ws: the context of a workspace.
@@ -137,7 +137,7 @@ def all_gather(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
 
 
 def broadcast(ws: Any, x: Any, root: int, items: bool = False) -> bool:
-    """Copy the array of rank ``root``'s block into the arrays of all others.
+    """Copy the array of rank ``root``'s block into the arrays of all other ranks.
 
     Everything but the arrays is as for :func:`all_reduce`. The other ranks send as many
     packets as the root, so consecutive calls may have different roots.

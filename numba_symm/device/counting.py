@@ -84,15 +84,16 @@ def _count(ctx: Any, owner: int, channel: int, source: int) -> int:
 def signal_add(ctx: Any, dst: int, channel: int, value: int) -> None:
     """Add ``value`` to this rank's word of ``channel`` at rank ``dst``.
 
-    Any thread calls it, also several simultaneously. Earlier writes of this thread, and
-    of threads with which it has synchronized, are visible to a thread that waits for
-    the value (release). The call waits for no peer. It costs as much as a
-    :func:`put_signal` that finds its slot empty, and needs native atomics.
+    Any thread may call it, also several threads simultaneously. Earlier writes of this
+    thread, and of threads with which it has synchronized, are visible to a thread that
+    waits for the value (release). The call waits for no peer. It takes as long as a
+    :func:`put_signal` that finds its slot empty, and needs atomic operations over the
+    link between the GPUs.
 
     Args:
         ctx: the memory's context.
         dst: the rank to signal; may be this rank.
-        channel: 0 to 127; not checked on a GPU, unless in debug mode.
+        channel: 0 to 127; GPUs check the channel only in debug mode.
         value: what to add to the word, an int64.
 
     Example:
@@ -111,8 +112,9 @@ def signal_add(ctx: Any, dst: int, channel: int, value: int) -> None:
 def signal_set(ctx: Any, dst: int, channel: int, value: int) -> None:
     """Set this rank's word of ``channel`` at rank ``dst``.
 
-    One thread calls it. Order, errors and arguments are those of :func:`signal_add`. It
-    is a store, so it needs no native atomics.
+    One thread calls it. Memory order, errors and arguments are those of
+    :func:`signal_add`. The call is a store, so it needs no atomic operations over the
+    link.
 
     Example:
         >>> @cuda.jit
@@ -130,7 +132,7 @@ def signal_set(ctx: Any, dst: int, channel: int, value: int) -> None:
 def signal_read(ctx: Any, src: int, channel: int) -> int:
     """Return rank ``src``'s word of ``channel`` at this rank.
 
-    Any thread calls it, and then sees what ``src`` wrote before the value (acquire).
+    Any thread may call it, and then sees what ``src`` wrote before the value (acquire).
     The call is a load of this rank's own memory.
 
     Example:
@@ -148,7 +150,8 @@ def signal_read(ctx: Any, src: int, channel: int) -> int:
 def test(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
     """Return whether ``src``'s word of ``channel`` satisfies a comparison.
 
-    Does not wait. The arguments and the memory order are those of :func:`wait_until`.
+    The call does not wait. Its arguments and memory order are those of
+    :func:`wait_until`.
 
     Example:
         >>> @cuda.jit
@@ -168,13 +171,13 @@ def wait_until(ctx: Any, src: int, channel: int, comparison: int, value: int) ->
     """Wait until ``src``'s word of ``channel`` satisfies a comparison with ``value``.
 
     One thread calls it, and then sees what ``src`` wrote before the word's value
-    (acquire). After a ``syncthreads``, all threads of its block see this. The call
+    (acquire). After a ``syncthreads``, all threads of its block see this, too. The call
     polls this rank's own memory.
 
     Args:
         ctx: the memory's context.
         src: the rank that signals; may be this rank.
-        channel: 0 to 127; not checked on a GPU, unless in debug mode.
+        channel: 0 to 127; GPUs check the channel only in debug mode.
         comparison: ``EQ``, ``NE``, ``GT``, ``GE``, ``LT`` or ``LE``. A count may
             already exceed ``value``, so use ``GE`` for counts that grow.
         value: the value to compare with, an int64.
@@ -214,7 +217,7 @@ def wait_until_at(
         ctx: a context of the communicator, for the deadline.
         array: an array of int32, uint32, int64 or uint64; the last one is compared as
             int64.
-        index: an int, or a tuple of ints. A GPU does not check it.
+        index: an int, or a tuple of ints. GPUs do not check it.
         comparison: ``EQ``, ``NE``, ``GT``, ``GE``, ``LT`` or ``LE``.
         value: the value to compare with.
 
@@ -246,9 +249,9 @@ def put_with_signal(
 ) -> None:
     """Copy an array into a peer's array, then add ``value`` to this rank's word there.
 
-    All threads of a block call it. What they wrote before it is visible to the thread
-    of ``dst`` that waits for the value, as is the copy. It waits for no peer: before it
-    overwrites data, wait until ``dst`` has read that.
+    All threads of a block call it. The copy, and what these threads wrote before, are
+    visible to the thread of ``dst`` that waits for the value. The call waits for no
+    peer: before it overwrites data, wait until ``dst`` has read that data.
 
     Args:
         ctx: the memory's context.

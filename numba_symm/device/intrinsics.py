@@ -24,34 +24,37 @@ _WIDTHS = {
     "u64": ("8 bytes, as an int64", "a multiple of 8"),
     "v2_u64": ("16 bytes, as two int64", "a multiple of 16"),
 }
+_INTEGERS = "int32, uint32, int64 or uint64"
 _ORDERS = {
-    "": "Weak: signals, flags or ``syncthreads`` must order it with other threads.",
-    "relaxed_sys_": "Atomic for all GPUs and the host, in units of up to 8 bytes. Does "
-    "not order\nother accesses.",
-    "acquire_sys_": "Atomic for all GPUs and the host. Writes before the release whose "
-    "value it loads\nare visible to this thread's later accesses.",
-    "release_sys_": "Atomic for all GPUs and the host. Writes that this thread made or "
-    "saw before it are\nvisible to the thread that acquires its value.",
+    "": "A weak access: signals, flags or ``syncthreads`` must order it with accesses "
+    "of other\nthreads.",
+    "relaxed_sys_": "An atomic access for all GPUs and the host, in units of up to 8 "
+    "bytes. It does not\norder other accesses.",
+    "acquire_sys_": "An atomic access for all GPUs and the host. Writes before the "
+    "release whose value it\nloads are visible to this thread's later accesses.",
+    "release_sys_": "An atomic access for all GPUs and the host. Writes that this "
+    "thread made or saw before\nit are visible to the thread that acquires its value.",
 }
 _UPDATES = {
-    "add": ("Add to", "int32, uint32, int64, uint64, float32 or float64"),
-    "min": ("Store the minimum into", "int32, uint32, int64 or uint64"),
-    "max": ("Store the maximum into", "int32, uint32, int64 or uint64"),
-    "and": ("Store the bitwise and into", "int32, uint32, int64 or uint64"),
-    "or": ("Store the bitwise or into", "int32, uint32, int64 or uint64"),
-    "xor": ("Store the exclusive or into", "int32, uint32, int64 or uint64"),
-    "exch": ("Exchange", "int32, uint32, int64 or uint64"),
-    "cas": (
-        "Store, if the old value is ``old``, into",
-        "int32, uint32, int64 or uint64",
+    "add": (
+        "Add a value to an element",
+        "int32, uint32, int64, uint64, float32 or float64",
     ),
+    "min": ("Set an element to the minimum of itself and a value", _INTEGERS),
+    "max": ("Set an element to the maximum of itself and a value", _INTEGERS),
+    "and": ("Set an element to the bitwise and of itself and a value", _INTEGERS),
+    "or": ("Set an element to the bitwise or of itself and a value", _INTEGERS),
+    "xor": ("Set an element to the exclusive or of itself and a value", _INTEGERS),
+    "exch": ("Set an element to a value", _INTEGERS),
+    "cas": ("Set an element to a value if it equals ``old``", _INTEGERS),
 }
 _ATOMIC_ORDERS = {
-    "relaxed": "It orders no other accesses.",
-    "acquire": "Writes before the release whose value it loads are visible to this "
-    "thread's later\naccesses.",
-    "release": "Writes that this thread made or saw before it are visible to the "
-    "thread that\nacquires its value. It waits until they have reached memory.",
+    "relaxed": "The call orders no other accesses.",
+    "acquire": "Writes before the release whose value the call loads are visible to "
+    "this thread's\nlater accesses.",
+    "release": "Writes that this thread made or saw before the call are visible to "
+    "the thread that\nacquires its value. The call waits until they have reached "
+    "memory.",
 }
 
 
@@ -59,14 +62,15 @@ def _atomic_text(verb: str, order: str, what: tuple[str, str]) -> str:
     """Return the docstring of an atomic operation."""
     name = atomic_function(verb, order)
     old = "1, " * (verb == "cas")
+    semantics = "" if order == "relaxed" else f" ({order})"
     return (
-        f"{what[0]} an element, atomically for all GPUs and the host.\n\n"
-        f"Any thread calls it. {_ATOMIC_ORDERS[order]}\n"
-        "An update of a peer's element takes about as long as a load of it. It needs a "
-        "link\nwith native atomics (NVLink).\n\n"
+        f"{what[0]}, atomically for all GPUs and the host{semantics}.\n\n"
+        f"Any thread may call it. {_ATOMIC_ORDERS[order]}\n"
+        "An update of a peer's element takes about as long as a load of that element. "
+        "It needs a\nlink with atomic operations (NVLink).\n\n"
         f"Args:\n    array: an array of {what[1]}, in global\n"
         "        memory: a device array, or a :func:`peer_array`.\n"
-        "    index: an int, or a tuple of ints. A GPU does not check it.\n"
+        "    index: an int, or a tuple of ints. GPUs do not check it.\n"
         + "    old: the expected value.\n"
         * (verb == "cas")
         + "    value: the value; converted to the array's type.\n\n"

@@ -58,10 +58,10 @@ _PACKETS = 32
 
 
 def mailbox_size(count: int, dtype: Any) -> int:
-    """Return the length of a mailbox, of uint64, for that many elements.
+    """Return the number of uint64 in a mailbox for ``count`` elements.
 
-    The host calls it. Each 4 bytes of data take 8, and the data is filled up to a
-    multiple of 16 bytes.
+    The host calls it. In a mailbox, each 4 bytes of data take 8 bytes, and the data is
+    padded to a multiple of 16 bytes.
 
     Example:
         >>> symm.mailbox_size(6, np.float32)
@@ -196,19 +196,19 @@ def _get(
 def put_packets(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
     """Send an array to a peer's mailbox as packets with the calling thread alone.
 
-    One thread calls it. It orders nothing and waits for nothing. A packet is twice as
-    large as its data, and needs no signal. Before it, wait until the peer has read the
-    epoch that was in this mailbox: see :func:`put_packets_block`.
+    One thread calls it. The call orders nothing and waits for nothing. A packet is
+    twice as large as its data, and needs no signal. Before the call, wait until the
+    peer has read this mailbox's previous epoch: see :func:`put_packets_block`.
 
     Args:
         ctx: the memory's context.
         mailbox: an array of one dimension of uint64 in the peer's memory, contiguous
             and aligned to 16 bytes, of at least ``mailbox_size(source.size, dtype)``
-            elements. Not checked on a GPU, unless in debug mode. It is zero at first,
-            and only this function stores there.
+            elements. GPUs check this only in debug mode. The mailbox is zero at first,
+            and only this function stores into it.
         source: an array of one or two dimensions, in memory of any kind.
         epoch: the number of the copy, from 1 on, counted for this mailbox or for all
-            mailboxes that are used in turn. It is compared modulo 2**32.
+            mailboxes that are used in turn. Receivers compare epochs modulo 2**32.
 
     Example:
         >>> @cuda.jit
@@ -229,8 +229,9 @@ def put_packets(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
 def put_packets_warp(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
     """Send an array to a peer's mailbox as packets with all threads of a warp.
 
-    Every thread of the warp calls it with the same arguments, as :func:`put_packets`.
-    Before it, call ``cuda.syncwarp()`` if other threads wrote what it sends.
+    Every thread of the warp calls it with the same arguments, those of
+    :func:`put_packets`. Before the call, call ``cuda.syncwarp()`` if other threads
+    wrote the source.
 
     Example:
         >>> @cuda.jit
@@ -253,12 +254,13 @@ def put_packets_warp(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
 def put_packets_block(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
     """Send an array to a peer's mailbox as packets with all threads of a block.
 
-    Every thread of the block calls it with the same arguments, as :func:`put_packets`.
-    Before it, call ``syncthreads`` if other threads wrote what it sends. It is fastest
-    if each thread sends at most 16 bytes.
+    Every thread of the block calls it with the same arguments, those of
+    :func:`put_packets`. Before the call, call ``syncthreads`` if other threads wrote
+    the source. The call is fastest if each thread sends at most 16 bytes.
 
-    Here, two mailboxes are used in turn. So before epoch *e* is sent, epoch *e* - 2
-    must have been read. The receiver announces that with a signal that counts.
+    The example uses two mailboxes in turn. So before the sender sends epoch *e*, the
+    receiver must have read epoch *e* - 2. The receiver reports what it has read with a
+    signal that counts.
 
     Example:
         >>> @cuda.jit
@@ -286,19 +288,20 @@ def put_packets_block(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
 def get_packets(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) -> bool:
     """Wait for packets in this rank's mailbox, and store their data in an array.
 
-    One thread calls it. It acquires nothing but this data. It polls this rank's memory.
+    One thread calls it. The call acquires nothing but this data, and polls this rank's
+    memory.
 
     Args:
         ctx: the memory's context.
-        src: the rank that sends, for the text of a failure.
-        target: an array of one or two dimensions, in memory of any kind, with as many
-            elements as were sent and of the same size.
+        src: the rank that sends; only used for the text of a failure.
+        target: an array of one or two dimensions, in memory of any kind. The number and
+            size of its elements are those of the sender's array.
         mailbox: the mailbox in this rank's memory, as for :func:`put_packets`.
         epoch: that of the sender.
 
     Returns:
         False if the deadline has passed, a rank has failed, or the sender has
-        overwritten the packets. Parts of the target may have been stored.
+        overwritten the packets. A part of the target may have been stored nonetheless.
 
     Example:
         >>> @cuda.jit
@@ -319,10 +322,10 @@ def get_packets(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) -> bo
 
 @device_function
 def get_packets_warp(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) -> bool:
-    """Wait for packets as :func:`get_packets` with all threads of a whole warp.
+    """Wait for packets, as :func:`get_packets`, with all threads of a whole warp.
 
-    Every thread of the warp calls it with the same arguments. After it, all of them see
-    the target, and may announce that they have read the mailbox.
+    Every thread of the warp calls it with the same arguments. After the call, all these
+    threads see the target, and any of them may report that the mailbox was read.
 
     Returns:
         As :func:`get_packets`; the same in all threads of the warp.
@@ -350,11 +353,11 @@ def get_packets_warp(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) 
 def get_packets_block(
     ctx: Any, src: int, target: Any, mailbox: Any, epoch: int
 ) -> bool:
-    """Wait for packets as :func:`get_packets` with all threads of a block.
+    """Wait for packets, as :func:`get_packets`, with all threads of a block.
 
-    Every thread of the block calls it with the same arguments. After it, all of them
-    see the target, and one may announce that they have read the mailbox: see
-    :func:`put_packets_block`.
+    Every thread of the block calls it with the same arguments. After the call, all
+    these threads see the target, and any of them may report that the mailbox was read:
+    see :func:`put_packets_block`.
 
     Returns:
         As :func:`get_packets`; the same in all threads of the block.

@@ -194,20 +194,20 @@ def _copy(ctx: Any, target: Any, source: Any, lane: int, lanes: int) -> None:
 def put(ctx: Any, target: Any, source: Any) -> None:
     """Copy an array into a peer's array with the calling thread alone.
 
-    One thread calls it. It orders nothing and waits for nothing. Before it, what it
-    copies must be visible to this thread, and the peer must have read what it
-    overwrites. A later :func:`put_signal` of this thread, or one after ``syncthreads``,
-    publishes the copy. It costs a load and a store for each 16 bytes of adjacent
-    elements, and another load if the alignments differ. Strided elements cost a load
-    and a store each.
+    One thread calls it. The call orders nothing and waits for nothing. Before the call,
+    the source must be visible to this thread, and the peer must have read what the call
+    overwrites. A later :func:`put_signal` of this thread, or of another thread after
+    ``syncthreads``, publishes the copy. The call takes a load and a store for each 16
+    bytes of adjacent elements, and another load if the alignments differ. Strided
+    elements take a load and a store each.
 
     Args:
         ctx: the memory's context.
         target: an array of one or two dimensions in a peer's memory, such as a part of
             a :func:`peer_array`. It may be strided.
-        source: an array of the same shape and dtype, which does not overlap with it, in
-            memory of any kind. Not checked on a GPU, unless in debug mode. Elements
-            have 1, 2, 4, 8 or 16 bytes.
+        source: an array of the same shape and dtype, in memory of any kind, which does
+            not overlap the target. GPUs check this only in debug mode. Elements have 1,
+            2, 4, 8 or 16 bytes.
 
     Example:
         >>> @cuda.jit
@@ -227,9 +227,9 @@ def put(ctx: Any, target: Any, source: Any) -> None:
 def put_warp(ctx: Any, target: Any, source: Any) -> None:
     """Copy an array into a peer's array with all threads of a warp.
 
-    Every thread of the warp calls it with the same arguments. Before it, call
-    ``cuda.syncwarp()`` if other threads wrote what it copies, and after it before one
-    thread's signal. Otherwise it is as :func:`put`.
+    Every thread of the warp calls it with the same arguments. Call ``cuda.syncwarp()``
+    before the copy if other threads wrote the source, and after the copy before one
+    thread signals. Everything else is as for :func:`put`.
 
     Example:
         >>> @cuda.jit
@@ -251,10 +251,10 @@ def put_warp(ctx: Any, target: Any, source: Any) -> None:
 def put_block(ctx: Any, target: Any, source: Any) -> None:
     """Copy an array into a peer's array with all threads of a block.
 
-    Every thread of the block calls it with the same arguments. Before it, call
-    ``syncthreads`` if other threads wrote what it copies, and after it before one
-    thread's signal. :func:`barrier` and :func:`put_with_signal` contain that. Otherwise
-    it is as :func:`put`.
+    Every thread of the block calls it with the same arguments. Call ``syncthreads``
+    before the copy if other threads wrote the source, and after the copy before one
+    thread signals. :func:`barrier` and :func:`put_with_signal` contain this
+    ``syncthreads``. Everything else is as for :func:`put`.
 
     Example:
         >>> @cuda.jit
@@ -276,16 +276,16 @@ def put_block(ctx: Any, target: Any, source: Any) -> None:
 def get(ctx: Any, target: Any, source: Any) -> None:
     """Copy an array of a peer with the calling thread alone.
 
-    One thread calls it, after it has seen what the peer wrote: after its
-    :func:`wait_signal`, or after ``syncthreads`` if another thread has waited. A thread
-    waits for what it loads from a peer, but not for what it stores there. So prefer
-    :func:`put` where either is possible.
+    One thread calls it. Before the call, the peer's data must be visible to this
+    thread: after its own :func:`wait_signal`, or after ``syncthreads`` if another
+    thread has waited. A thread waits for what it loads from a peer, but not for what it
+    stores there. So prefer :func:`put` where either is possible.
 
     Args:
         ctx: the memory's context.
         target: an array of one or two dimensions, in memory of any kind.
-        source: an array of the same shape and dtype in a peer's memory. Otherwise both
-            are as for :func:`put`.
+        source: an array of the same shape and dtype in a peer's memory. The other
+            conditions of both are those of :func:`put`.
 
     Example:
         >>> @cuda.jit
@@ -305,7 +305,7 @@ def get_warp(ctx: Any, target: Any, source: Any) -> None:
     """Copy an array of a peer with all threads of a warp.
 
     Every thread of the warp calls it with the same arguments. Call ``cuda.syncwarp()``
-    after it, before other threads read the copy. Otherwise it is as :func:`get`.
+    after the copy, before other threads read it. Everything else is as for :func:`get`.
 
     Example:
         >>> @cuda.jit
@@ -329,7 +329,7 @@ def get_block(ctx: Any, target: Any, source: Any) -> None:
     """Copy an array of a peer with all threads of a block.
 
     Every thread of the block calls it with the same arguments. Call ``syncthreads``
-    after it, before other threads read the copy. Otherwise it is as :func:`get`.
+    after the copy, before other threads read it. Everything else is as for :func:`get`.
 
     Example:
         >>> @cuda.jit

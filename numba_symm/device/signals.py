@@ -38,22 +38,22 @@ class _ContextFields(NamedTuple):
 
 
 class Context(_ContextFields):
-    """Symmetric memory for kernels, which take it as an ordinary argument.
+    """The symmetric memory that a kernel accesses, passed as an ordinary argument.
 
-    Numba passes it to kernels as a named tuple. The last three attributes are for the
-    host only. ``SymmetricMemory.ctx`` keeps the memory, as an array does.
+    Numba passes a context to kernels as a named tuple. The last three attributes are
+    for the host only. ``SymmetricMemory.ctx`` keeps the memory alive, as an array does.
 
     Attributes:
         rank: this rank.
         size: the number of ranks.
         buffers: the address of every rank's buffer in this process.
         pads: the address of every rank's signal pad in this process.
-        guard: the timeout, and where a failure is reported.
-        owner: the object that keeps the memory.
+        guard: the timeout, and the address to which a kernel reports a failure.
+        owner: the object that keeps the memory alive.
         buffer_size: the bytes of a buffer; None if they are unknown.
-        check_mapped: the simulator's device functions call it before an access. It
-            raises ClosedError if the memory was unmapped, because the access would end
-            the process. None: the memory is never unmapped.
+        check_mapped: a function that the simulator's device functions call before an
+            access. It raises ClosedError if the memory was unmapped, because the access
+            would end the process. None: the memory is never unmapped.
     """
 
     owner: Any = None
@@ -116,11 +116,12 @@ def take(ctx: Any, src: int, channel: int, operation: int) -> bool:
 
 @device_function
 def put_signal(ctx: Any, dst: int, channel: int) -> bool:
-    """Signal rank ``dst`` on ``channel``, after it has taken the previous signal.
+    """Signal rank ``dst`` on ``channel``, after ``dst`` has taken the previous signal.
 
     One thread calls it. Earlier writes of this thread, and of threads with which it has
     synchronized (``syncthreads``), are visible to the thread that takes the signal
-    (release). ``channel`` is 0 to 127. A GPU checks it and ``dst`` in debug mode only.
+    (release). ``channel`` is 0 to 127. GPUs check ``channel`` and ``dst`` only in debug
+    mode.
 
     Returns:
         False if the deadline has passed, or another rank has failed.
@@ -142,8 +143,8 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
     """Wait for rank ``src``'s signal on ``channel``, and take it.
 
     One thread calls it, and then sees what ``src`` wrote before the signal (acquire).
-    After a ``syncthreads``, all threads of its block see this. ``channel`` is 0 to 127.
-    A GPU checks it and ``src`` in debug mode only.
+    After a ``syncthreads``, all threads of its block see this, too. ``channel`` is 0 to
+    127. GPUs check ``channel`` and ``src`` only in debug mode.
 
     Returns:
         False if the deadline has passed, or another rank has failed.
@@ -166,7 +167,7 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
 def peer_address(ctx: Any, rank: int) -> int:
     """Return the address of rank ``rank``'s buffer in this process.
 
-    Any thread calls it. On a GPU, the rank is checked in debug mode only.
+    Any thread may call it. GPUs check the rank only in debug mode.
 
     Example:
         >>> @cuda.jit
@@ -185,14 +186,14 @@ def peer_address(ctx: Any, rank: int) -> int:
 def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
     """Return rank ``rank``'s buffer as a C-contiguous array.
 
-    Numba's ``cuda.atomic`` is atomic for the threads of one GPU only. It loses updates
-    of a peer's array, and of an array that a peer changes at the same time. Call
+    Numba's ``cuda.atomic`` is atomic only among the threads of one GPU. On a peer's
+    array, or on an array that a peer changes at the same time, it loses updates. Call
     :func:`atomic_add` and the other atomic operations of this module instead.
 
     Args:
         ctx: the memory's context.
         rank: the rank of the buffer.
-        shape: an int or a tuple of ints. Only in debug mode, a GPU checks that it fits.
+        shape: an int or a tuple of ints. GPUs check only in debug mode that it fits.
         dtype: a NumPy scalar type, such as ``np.float32``, or of ``ml_dtypes``:
             ``bfloat16``, and the 8-bit floats ``float8_e4m3fn`` and ``float8_e5m2``. A
             loaded 8-bit float is a float32, and needs compute capability 8.9 on a GPU.

@@ -7,15 +7,17 @@ from numba_symm.errors import ArgumentError
 
 
 class Team(NamedTuple):
-    """Some ranks, in an order that all of them agree on.
+    """Some ranks of a communicator, in an agreed order, for barriers.
 
-    The host makes it, without other ranks, by one of the methods. Kernels take it as an
-    ordinary argument. Each of its ranks makes it with equal ranks.
+    The host makes a team with one of the methods, without waiting for other ranks, and
+    passes it to kernels as an ordinary argument. All ranks of a team must make it with
+    equal arguments.
 
     Attributes:
-        place: this rank's index in the team; -1: it does not belong to it.
+        place: this rank's index in the team; -1 if the rank does not belong to the
+            team.
         size: the number of ranks in the team.
-        ranks: their numbers in the communicator, by place.
+        ranks: the team's ranks, as numbers in the communicator, by place.
 
     Example:
         >>> team = symm.Team.of(ctx, [0])
@@ -34,10 +36,11 @@ class Team(NamedTuple):
 
     @classmethod
     def of(cls, ctx: Any, ranks: Sequence[int]) -> "Team":
-        """Return the team of those ranks, in that order.
+        """Return the team of ``ranks``, in that order.
 
         Raises:
-            ArgumentError: there are none, one is not a rank, or one is there twice.
+            ArgumentError: the list is empty, or contains a number twice or one that is
+                not a rank.
         """
         found = tuple(ranks)
         known = range(ctx.size)
@@ -61,7 +64,7 @@ class Team(NamedTuple):
 
     @classmethod
     def row(cls, ctx: Any, columns: int) -> "Team":
-        """Return this rank's row of a mesh, whose rows have that many ranks.
+        """Return this rank's row of a mesh in which a row has ``columns`` ranks.
 
         Raises:
             ArgumentError: the number of ranks is not a multiple of ``columns``.
@@ -71,7 +74,7 @@ class Team(NamedTuple):
 
     @classmethod
     def column(cls, ctx: Any, columns: int) -> "Team":
-        """Return this rank's column of such a mesh; see :meth:`row`."""
+        """Return this rank's column of the mesh that :meth:`row` describes."""
         _check_mesh(ctx, columns)
         rows = ctx.size // columns
         return cls.strided(ctx, ctx.rank % columns, columns, rows)

@@ -80,8 +80,8 @@ class Block:
 class SymmetricMemoryAllocator:
     """Allocates memory that peers can map, and finds allocations by their addresses.
 
-    Its methods are not collective, except :meth:`rendezvous`. ``comm.allocator`` is the
-    allocator of a communicator. Communicators of one GPU and backend share it.
+    Only :meth:`rendezvous` is collective. ``comm.allocator`` is the allocator of a
+    communicator. Communicators with the same GPU and backend share their allocator.
 
     Source: ``SymmetricMemoryAllocator`` of PyTorch's symmetric memory.
     """

@@ -21,14 +21,15 @@ MOST_BLOCKS, MOST_THREADS, MOST_BYTES = 1 << 16, 1024, 1 << 30
 
 
 class DeviceWorkspace:
-    """The memory of collectives within kernels.
+    """The memory for collectives within kernels.
 
-    ``comm.device_workspace(…)`` makes it. It is valid until the communicator is closed.
+    ``comm.device_workspace(…)`` returns it. It is valid until the communicator is
+    closed.
 
     Attributes:
-        blocks: the most blocks of a kernel.
-        threads: the most threads of a block.
-        bytes: the most bytes that a block sends to each rank in a call.
+        blocks: the maximum number of blocks of a kernel.
+        threads: the maximum number of threads of a block.
+        bytes: the maximum number of bytes that a block sends to each rank in a call.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class DeviceWorkspace:
     def ctx(self) -> WorkspaceContext:
         """The context to pass to ``@cuda.jit`` kernels, as an ordinary argument.
 
-        Like this object, it keeps the memory until the communicator is closed.
+        Like this object, the context keeps the memory alive until the communicator is
+        closed.
 
         Raises:
             ClosedError: the communicator was closed.

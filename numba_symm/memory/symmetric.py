@@ -17,15 +17,16 @@ from numba_symm.own_arrays import Memory
 
 
 class SymmetricMemory:
-    """The buffers of all ranks, mapped in this process, and their signal pads.
+    """The buffers and signal pads of all ranks, mapped in this process.
 
-    ``comm.rendezvous(array)`` makes it. It is valid until the communicator is closed.
+    ``comm.rendezvous(array)`` returns it. It is valid until the communicator is closed.
 
     Attributes:
         rank: this rank.
         world_size: the number of ranks.
         buffer_size: the bytes from the array's beginning to the end of its allocation.
-        signal_pad_size: the bytes of a signal pad: slots, then words that count.
+        signal_pad_size: the bytes of a signal pad: slots, then words for signals that
+            count.
         buffer_ptrs: the address of every rank's buffer in this process.
         signal_pad_ptrs: the address of every rank's signal pad in this process.
 
@@ -80,7 +81,8 @@ class SymmetricMemory:
     def ctx(self) -> Context:
         """The context to pass to ``@cuda.jit`` kernels, as an ordinary argument.
 
-        Like this object, it keeps the memory until the communicator is closed.
+        Like this object, the context keeps the memory alive until the communicator is
+        closed.
 
         Raises:
             ClosedError: the communicator or the memory was closed.
@@ -103,7 +105,7 @@ class SymmetricMemory:
 
     @property
     def buffer_ptrs_dev(self) -> int:
-        """The device address of the buffers' addresses, ``world_size`` uint64.
+        """The device address of an array with the buffers' addresses, as uint64.
 
         Raises:
             ClosedError: the communicator or the memory was closed.
@@ -113,7 +115,7 @@ class SymmetricMemory:
 
     @property
     def signal_pad_ptrs_dev(self) -> int:
-        """The device address of the signal pads' addresses, ``world_size`` uint64.
+        """The device address of an array with the signal pads' addresses, as uint64.
 
         Raises:
             ClosedError: the communicator or the memory was closed.
@@ -133,8 +135,9 @@ class SymmetricMemory:
             storage_offset: elements of ``dtype`` from the buffer's start.
 
         Returns:
-            A Numba device array. Only signals order accesses of this rank and of the
-            peer. A peer's array must not be used after the communicator was closed.
+            A Numba device array. Only signals order this rank's accesses to the array
+            with the peer's. A peer's array must not be used after the communicator was
+            closed.
 
         Raises:
             ArgumentError: ``rank`` is not a rank, or the array does not fit.
@@ -182,11 +185,11 @@ class SymmetricMemory:
     ) -> None:
         """Enqueue a copy of ``x`` into rank ``rank``'s buffer, with a copy engine.
 
-        Not collective. May be captured. The target is
-        ``get_buffer(rank, x.shape, x.dtype, storage_offset)``. Announce the copy with
-        a :meth:`put_signal` or :meth:`barrier` on the same stream. The peer sees the
-        data after it has waited for that signal. Until then, ``x`` must not change, and
-        the peer must not use the target.
+        Not collective. The call may be captured. The target is ``get_buffer(rank,
+        x.shape, x.dtype, storage_offset)``. Announce the copy with a :meth:`put_signal`
+        or :meth:`barrier` on the same stream. The peer sees the data after it has
+        waited for that signal. Before that, ``x`` must not change, and the peer must
+        not use the target.
 
         Args:
             x: a device array of this rank's GPU, in C order, of any dtype.
@@ -218,9 +221,9 @@ class SymmetricMemory:
     ) -> Any:
         """Enqueue a copy from rank ``rank``'s buffer, with a copy engine.
 
-        Not collective. May be captured. The copy reads the buffer when the stream
-        reaches it. So first enqueue a :meth:`wait_signal` for a signal that ``rank``
-        puts after it has written the data.
+        Not collective. The call may be captured. The copy reads the buffer when the
+        stream reaches the copy. So first enqueue a :meth:`wait_signal` for a signal
+        that ``rank`` puts after it has written the data.
 
         Args:
             rank: the rank of the buffer; may be this rank.
@@ -270,11 +273,11 @@ class SymmetricMemory:
     def fence(self, stream: Any = None) -> None:
         """Enqueue a kernel with one fence at system scope. Not collective.
 
-        The kernel orders earlier puts of the stream before its later signals. This
-        order exists without a fence: the kernels of :meth:`put_signal` and
+        The kernel orders earlier puts of the stream before the stream's later signals.
+        This order also exists without a fence: the kernels of :meth:`put_signal` and
         :meth:`barrier` begin when earlier copies are done, and release at system scope.
-        So a fence only documents the order, at the cost of a launch. It waits for no
-        peer. To order streams, use events.
+        So a fence only documents the order, at the cost of a launch. A fence waits for
+        no peer. To order streams, use events.
         """
         self._check_open()
         pads.fence_kernel().bind(1)(streams.handle_or_default(stream))
@@ -286,7 +289,8 @@ class SymmetricMemory:
         stream after it.
 
         Args:
-            channel: 0 to 127; each pair of ranks has one user of it at a time.
+            channel: 0 to 127; between two ranks, only one operation may use a channel
+                at a time.
             stream: the stream; None: the legacy default stream.
 
         Raises:
@@ -298,11 +302,11 @@ class SymmetricMemory:
         self._launch("barrier", pads.barrier_kernel, stream, channel)
 
     def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a signal to rank ``dst``, after it has taken the previous one.
+        """Enqueue a signal to rank ``dst``, after ``dst`` has taken the previous one.
 
-        What this rank's stream wrote before the signal is visible to ``dst`` after it
-        has taken the signal. Channels, streams and errors are those of :meth:`barrier`.
-        ``dst`` may be this rank.
+        What this rank's stream wrote before the signal is visible to ``dst`` after
+        ``dst`` has taken the signal. Channels, streams and errors are those of
+        :meth:`barrier`. ``dst`` may be this rank.
         """
         pads.check_channel(channel, "put_signal")
         self._check_peer(dst, "put_signal")
@@ -312,7 +316,7 @@ class SymmetricMemory:
         """Enqueue a wait for rank ``src``'s signal, and take the signal.
 
         Channels, streams and errors are those of :meth:`barrier`. ``src`` may be this
-        rank, if it has put a signal to itself before, on this stream or another one.
+        rank, if this rank has already put a signal to itself, on any stream.
         """
         pads.check_channel(channel, "wait_signal")
         self._check_peer(src, "wait_signal")

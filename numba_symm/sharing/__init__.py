@@ -41,22 +41,23 @@ from numba_symm.sharing.sent import (
 def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
     """Return a handle with which other processes open an array without a copy.
 
-    The sharing begins with ``opens`` references. An open takes one of them, and closing
-    or dropping the opened array gives it back. The memory lives while references
-    remain, even if the array is dropped here. It is freed by the next call of this or
-    of :func:`collect`, or when an allocation of this library fails. When all references
-    were given back or cancelled, the sharing is over, and opening the handle raises.
+    The sharing begins with ``opens`` references. A call of :func:`open_shared` takes
+    one of them; closing or dropping the opened array gives it back. The memory stays
+    allocated while references remain, even if this process drops the array. Then the
+    next call of :func:`share` or :func:`collect` frees the memory, as does the library
+    when one of its allocations fails. When all references were given back or cancelled,
+    the sharing is over, and ``open_shared`` raises an error.
 
-    For an array of :func:`open_shared`, the call waits for ``stream``, and returns the
-    original handle. Numba's simulator shares arrays of ``comm.empty`` in place. There,
-    other arrays are **copied** into shared memory, in C order, and later writes to them
-    are not visible to consumers.
+    For an array that :func:`open_shared` returned, the call waits for ``stream``, and
+    returns the original handle. In the simulator, the call **copies** arrays into
+    shared memory, in C order, except those of ``comm.empty``. Consumers do not see
+    later writes to such an array.
 
     Args:
         array: any device array, strided or not, of ``cudaMalloc``, of ``comm.empty``
             or of an exportable pool. Consumers may write to it.
-        opens: how many times it will be opened, by any process; at least 1. More
-            opens are possible while references remain.
+        opens: how many times processes will open the array, at least 1. They may open
+            it more often while references remain.
         stream: the stream that has written the array; consumers' streams wait for it.
             None: the stream that the array names (torch's or CuPy's current one for
             their arrays), else the legacy default stream of the array's GPU.
@@ -65,10 +66,10 @@ def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
         A small object. Pickling, copying or dropping it has no effect.
 
     Raises:
-        ArgumentError: it is not a device array, other processes cannot map its memory,
-            or the stream is being captured.
-        ClosedError: it is a received array whose producer has ended.
-        ExchangeError: no socket can be made for consumers' requests; or it is a
+        ArgumentError: ``array`` is not a device array, other processes cannot map its
+            memory, or the stream is being captured.
+        ClosedError: ``array`` is a received array whose producer has ended.
+        ExchangeError: no socket can be made for consumers' requests; or ``array`` is a
             received array whose counters a stopped process keeps locked.
 
     Source: ``StorageSharing`` and ``CudaIPCTypes`` of PyTorch.
@@ -162,23 +163,23 @@ def _keeper(array: Any) -> Any:
 def open_shared(handle: SharedHandle, stream: Any = None) -> Any:
     """Return the array that a handle names, mapped into this process.
 
-    In the process that shared it, return a view. To give the array back, call
-    ``array.close()``, or drop it and all its views. Both wait for the work that is then
-    on ``stream``, so do neither while a stream is being captured. Afterwards the
-    producer may free or reuse the memory. An open that raises takes no reference.
+    In the process that shared the array, the result is a view of the original. To give
+    the array back, call ``array.close()``, or drop it and all its views. Both wait for
+    the work that is then on ``stream``, so do neither while a stream is being captured.
+    Afterwards the producer may free or reuse the memory. A call that raises an error
+    takes no reference.
 
     Args:
-        handle: a handle of :func:`share`; may be opened many times, by many processes.
+        handle: a handle that :func:`share` returned.
         stream: the stream that will use the array; it waits for the producer's work.
             None: the legacy default stream.
 
     Returns:
-        A Numba device array on the current GPU, which may be another one than the
-        producer's. After ``close()``, every use of it raises ClosedError.
+        A Numba device array on the current GPU, which may differ from the producer's.
+        After ``close()``, every use of the array raises ClosedError.
 
     Raises:
-        ArgumentError: it is not a handle of :func:`share`, or the stream is being
-            captured.
+        ArgumentError: ``handle`` is not a handle, or the stream is being captured.
         ClosedError: all references were given back, or the producer has ended.
         BackendError: the memory cannot be mapped here.
         ExchangeError: the producer does not answer, or a process that is stopped keeps
@@ -195,7 +196,7 @@ def open_shared(handle: SharedHandle, stream: Any = None) -> Any:
 
 
 def collect() -> bool:
-    """Free the memory of arrays that were dropped here and have no references left.
+    """Free the memory of dropped arrays that have no references left.
 
     The call also takes back the references of consumers that have ended.
 
@@ -214,14 +215,15 @@ def collect() -> bool:
 
 @dataclass(frozen=True)
 class Stats:
-    """The numbers of what this process shares and has open.
+    """What this process shares and has open, in numbers.
 
     Attributes:
-        limbo: shared arrays that were dropped here while references to them remain.
-        mappings: allocations of other processes that are mapped here.
+        limbo: shared arrays that this process has dropped, but which still have
+            references.
+        mappings: allocations of other processes that are mapped into this process.
         counters: arrays that this process shares, dropped or not.
         events: inter-process events in use, at most 1000.
-        unopened: references of this process' arrays that no open has taken yet.
+        unopened: references to this process's arrays that no ``open_shared`` has taken.
     """
 
     limbo: int

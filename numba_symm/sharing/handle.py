@@ -23,11 +23,11 @@ _EXPORT_BYTES = {"ipc": 64, "pool": 64, "vmm": 0, "host": 0, "none": 0}
 
 @dataclass(frozen=True)
 class SharedHandle:
-    """Names a shared array. It is small, and can be pickled and copied.
+    """A small value that names a shared array. It can be pickled and copied.
 
-    :func:`numba_symm.sharing.share` makes it. Dropping or pickling a handle changes no
-    reference. Unpickling may execute any code. So if others can write to the file or
-    queue through which the handle is sent, send the bytes of :meth:`to_bytes`.
+    :func:`numba_symm.sharing.share` returns it. Dropping or pickling a handle changes
+    no reference. Unpickling may execute any code. So if a process that you do not trust
+    can write to the file or queue, send the bytes of :meth:`to_bytes` instead.
 
     Attributes:
         producer: the address at which the producer answers requests.
@@ -110,13 +110,13 @@ class SharedHandle:
         return _digest(repr((self.producer.name, self.producer.token, *found)).encode())
 
     def to_bytes(self) -> bytes:
-        """Return the handle as bytes, for :meth:`from_bytes` in any process."""
+        """Return the handle as bytes, for :meth:`from_bytes` in another process."""
         text = json.dumps(self._recorded() | {"layout": self.layout.to_json()}).encode()
         return _MAGIC + _digest(text) + text
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "SharedHandle":
-        """Return the handle from the bytes of :meth:`to_bytes`.
+        """Return the handle for the bytes that :meth:`to_bytes` returned.
 
         Raises:
             ArgumentError: these are other bytes, or they were damaged.
@@ -146,10 +146,11 @@ class SharedHandle:
         return SharedHandle.from_bytes, (self.to_bytes(),)
 
     def cancel(self) -> int:
-        """Give back the references that no open has taken. Return their number.
+        """Give back the references that are not taken yet. Return their number.
 
-        These references belong to all handles of this sharing. A later open adds one
-        if other references remain, and raises if none does. Any process may cancel.
+        All handles of this sharing have these references in common. A later
+        ``open_shared`` adds a reference if others remain, and otherwise raises an
+        error. Any process may call this.
 
         Raises:
             ArgumentError: the handle was altered.

@@ -22,12 +22,12 @@ from numba_symm.sharing.sent import SentData, producer
 
 
 class ReceivedData:
-    """A shared array that this process has open, until it is dropped or closed.
+    """A shared array that this process has opened, and has not dropped or closed.
 
     Args:
         handle: a handle of the producer's :func:`~numba_symm.sharing.share`.
-        stream: the stream that uses the array. It waits for the producer's work, and
-            the reference is given back after its work.
+        stream: the stream that uses the array. It waits for the producer's work. The
+            reference is given back after the work of this stream.
 
     Raises:
         As :func:`~numba_symm.sharing.open_shared`.
@@ -60,7 +60,7 @@ class ReceivedData:
         self._memory.address, self._memory.nbytes, self._memory.owner = opened
 
     def array(self) -> Any:
-        """Return the array; its method ``close`` is this object's.
+        """Return the array, whose method ``close`` is that of this object.
 
         Raises:
             ArgumentError: Numba has no arrays of this layout.
@@ -84,7 +84,7 @@ class ReceivedData:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the array was closed."""
         return self._memory is None
 
     def close(self) -> None:
