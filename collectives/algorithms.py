@@ -112,7 +112,7 @@ def fill_in(docstring: str, algorithms: Mapping[str, Algorithm]) -> str:
     ]
     words = f"{', '.join(names[:-1])} or {names[-1]}."
     if any(made.handshake or made.ranks for made in algorithms.values()):
-        words += f' Calls that do not meet such a condition are as ``"{GENERAL}"``.'
+        words += f' Calls that do not meet such a condition use ``"{GENERAL}"``.'
     (line,) = (each for each in docstring.splitlines() if "{algorithms}" in each)
     indent = " " * (len(line) - len(line.lstrip()))
     wrapped = textwrap.fill(

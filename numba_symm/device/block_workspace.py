@@ -40,20 +40,22 @@ class _WorkspaceFields(NamedTuple):
 
 
 class WorkspaceContext(_WorkspaceFields):
-    """A workspace for kernels, which take it as an ordinary argument.
+    """The device workspace of a kernel, passed as an ordinary argument.
 
-    The last two attributes are for the host only. Like an array, it keeps the memory.
+    The last two attributes are for the host only. Like an array, the object keeps the
+    memory alive.
 
     Attributes:
         rank: this rank.
         size: the number of ranks.
         ring: the workspaces' addresses, from that of the next rank on; this rank's own
             is the last one.
-        guard: the timeout, and where a failure is reported.
-        blocks: the most blocks of a kernel.
-        threads: the most threads of a block, a multiple of 32.
-        vectors: the most vectors of 16 bytes that a thread sends to a rank in a call.
-        owner: the object that keeps the memory.
+        guard: the timeout, and the address to which a kernel reports a failure.
+        blocks: the maximum number of blocks of a kernel.
+        threads: the maximum number of threads of a block, a multiple of 32.
+        vectors: the maximum number of 16-byte vectors that a thread sends to a rank in
+            a call.
+        owner: the object that keeps the memory alive.
         check_mapped: as in :class:`Context`.
     """
 

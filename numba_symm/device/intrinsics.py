@@ -89,9 +89,9 @@ def _atomic_text(verb: str, order: str, what: tuple[str, str]) -> str:
 def _document() -> None:
     """Set the docstrings of loads, stores and functions without one."""
     texts = {
-        "fence_acq_rel_sys": "Order this thread's accesses before it with those after, "
-        "for all GPUs\nand the host: PTX's ``fence.acq_rel.sys``.",
-        "globaltimer": "Return nanoseconds of a clock that never steps back.",
+        "fence_acq_rel_sys": "Order this thread's earlier accesses before its later "
+        "ones, for all GPUs\nand the host: PTX's ``fence.acq_rel.sys``.",
+        "globaltimer": "Return the nanoseconds of a clock that never steps back.",
     }
     for width, (what, address) in _WIDTHS.items():
         for order, meaning in _ORDERS.items():

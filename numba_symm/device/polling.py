@@ -28,13 +28,13 @@ GPUs, 64 KiB by LL packets: 128 us instead of 4).
 
 
 class Guard(NamedTuple):
-    """The deadline of waits and the status board: scalars, passed by value to kernels.
+    """The timeout of a kernel's waits, and the status board for its failures.
 
     Attributes:
         board: the address of the status board, one 8-byte record for each rank.
         rank: this rank.
         size: the number of ranks.
-        timeout: the nanoseconds of a wait; 0: indefinitely.
+        timeout: the longest wait in nanoseconds; 0: indefinitely.
     """
 
     board: int

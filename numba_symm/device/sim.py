@@ -40,10 +40,11 @@ Numba's own works in the modules of kernels only.
 
 
 def device_function(function: F) -> F:
-    """Make a function callable from kernels, on GPUs by inlining it.
+    """Decorate a function so that kernels can call it; GPU code inlines it.
 
-    It can only return arrays that were passed to it. Decorate a function that returns a
-    new array with ``@cuda.jit(device=True, inline="always")`` instead.
+    The function must not return new arrays, only those that were passed to it. Decorate
+    a function that returns a new array with ``@cuda.jit(device=True, inline="always")``
+    instead.
     """
     return function
 
@@ -242,7 +243,7 @@ def griddepcontrol_launch_dependents() -> None:
 
 
 def globaltimer() -> int:
-    """Return nanoseconds of a clock that never steps back."""
+    """Return the nanoseconds of a clock that never steps back."""
     return time.monotonic_ns()
 
 
