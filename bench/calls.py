@@ -41,7 +41,7 @@ def collective(operation: Operation, *, prepared: bool) -> Callable[..., Enqueue
 
 
 def coded(wire: str, *, prepared: bool) -> Callable[..., EnqueueOn]:
-    """Return a factory of all-reduces by codes; its algorithm "plain" is without."""
+    """Return a factory of quantized all-reduces; its algorithm "plain" is without."""
 
     def make(
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None

@@ -329,7 +329,7 @@ OPERATIONS |= {
 
 
 def _largest(size: int) -> Callable[..., Array]:
-    """Return what makes inputs whose sum by codes is exact, for any number of ranks.
+    """Return what makes inputs whose quantized sum is exact, for any number of ranks.
 
     The first two ranks have the largest code, with random signs, the others zeros.
     """
@@ -357,4 +357,4 @@ OPERATIONS |= {
     )
     for wire, size in (("int8", 127), ("fp8", 448))
 }
-"""Sums by codes of one byte, and those of the elements themselves (``plain``)."""
+"""Quantized sums, and those of the elements themselves (``plain``)."""

@@ -71,7 +71,7 @@ EXPERTS = "experts"
 """The calls of a mixture of experts, of the dtypes that it can have."""
 
 CODED = {"wire_int8": "int8", "wire_fp8": "fp8"}
-"""Sums by codes, by the name of the codes."""
+"""Quantized sums, by the name of the codes."""
 
 SIGNALS = "signals"
 """The methods of ``SymmetricMemory`` that launch kernels."""
@@ -424,7 +424,7 @@ def _bind_experts(given: list[np.dtype[Any]], end: Endpoint) -> None:
 def _bind_coded(
     wire: str, given: list[np.dtype[Any]], end: Endpoint, binder: Binder
 ) -> None:
-    """Bind sums by codes, of all sizes, of the dtypes that have codes."""
+    """Bind quantized sums, of all sizes, of the dtypes that have codes."""
     from numba_symm.collectives import wires
     from numba_symm.collectives.kernels import coded_sum
 

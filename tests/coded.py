@@ -1,4 +1,4 @@
-"""The sum by codes of one byte, in NumPy: see ``docs/wires.md``."""
+"""The quantized sum, in NumPy: see ``docs/wires.md``."""
 
 import ml_dtypes
 import numpy as np

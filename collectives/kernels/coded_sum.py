@@ -1,4 +1,4 @@
-"""The kernels of a sum by codes: encode, add, decode; and decoding tokens.
+"""The kernels of a quantized sum: encode, add, decode; and decoding tokens.
 
 ``wires.py`` has the calls, which exchange the codes by other kernels. Each thread reads
 and writes codes and elements of its own. No other rank takes part, and nothing but the

@@ -1,4 +1,4 @@
-"""Scenarios of the kernels of sums by codes. Their exchanges are other calls'."""
+"""Scenarios of the kernels of quantized sums. Their exchanges are other calls'."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The kernels of sums by codes, and broken variants."""
+"""The kernels of quantized sums, and broken variants."""
 
 import pytest
 

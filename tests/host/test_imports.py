@@ -13,7 +13,7 @@ LAZY = {
     ("", "sharing"): "few programs share arrays",
     ("collectives.binder", "collectives.kernels.counted_copy"): "few have such counts",
     ("collectives.calls", "collectives.epilogues"): "few have an epilogue",
-    ("collectives.calls", "collectives.wires"): "few sum by codes",
+    ("collectives.calls", "collectives.wires"): "few quantize",
     ("collectives.communicator", "collectives.counted_forms"): "few have such counts",
     ("collectives.communicator", "collectives.equality"): "few compare their arrays",
     ("collectives.communicator", "collectives.experts"): "few have experts",
@@ -23,7 +23,7 @@ LAZY = {
         "one island is usual"
     ),
     ("collectives.islands.construction", "collectives.warm_up"): "needs a communicator",
-    ("collectives.kernel_set", "collectives.kernels.coded_sum"): "few sum by codes",
+    ("collectives.kernel_set", "collectives.kernels.coded_sum"): "few quantize",
     ("collectives.kernel_set", "collectives.kernels.digest"): "few compare arrays",
     (
         "collectives.kernel_set",
@@ -40,7 +40,7 @@ LAZY = {
     ),
     ("collectives.kernel_set", "collectives.protocols.few_tokens"): "few have experts",
     ("collectives.kernel_set", "collectives.protocols.tokens"): "few have experts",
-    ("collectives.kernel_set", "collectives.wires"): "few sum by codes",
+    ("collectives.kernel_set", "collectives.wires"): "few quantize",
     ("collectives.lifetime", "collectives.tuned"): "needs a communicator",
     ("collectives.persistent", "collectives.counted_forms"): "few have such counts",
     ("command.cli", "bench.__main__"): "`run` and `info` need none of its libraries",

@@ -1,4 +1,4 @@
-"""Sums by codes of one byte: the bits of a NumPy model, on all ranks, in every form."""
+"""Quantized sums: the bits of a NumPy model, on all ranks, in every form."""
 
 from types import SimpleNamespace
 
