@@ -1444,10 +1444,11 @@ class Communicator(Persistent, OthersNames):
     def synchronize(self, stream: Any = None) -> None:
         """Wait for a stream, compare calls, then :meth:`check`. Not collective.
 
-        The call compares the operations and arguments of this rank's calls with those
-        of the calls that the other ranks of its island have made so far. It waits for
-        none of these ranks. It does not compare messages, collectives that consist of
-        messages, or calls after a rank's first capture into a graph.
+        The ranks must have made the same calls, with equal arguments where a method
+        requires that. ``synchronize`` compares this rank's calls with those that the
+        other ranks of its island have made so far, and waits for none of these ranks.
+        It does not compare messages, collectives that consist of messages, or calls
+        after a rank's first capture into a graph.
 
         Args:
             stream: the stream; None: ``comm.stream``.
