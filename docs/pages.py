@@ -108,7 +108,8 @@ def _chosen(operation, size, element):
 
 def conditions(_):
     """What the algorithms that work on the ranks' own arrays need."""
-    rows = [["algorithm", "arrays that are symmetric on every rank", "where, and more"]]
+    first = "arrays that are symmetric on every rank"
+    rows = [["algorithm", first, "further conditions"]]
     for name, operation in operations.OPERATIONS.items():
         for algorithm, made in operation.algorithms.items():
             if made.handshake:
