@@ -249,8 +249,9 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         "--islands",
         metavar="N",
         type=at_least(1),
-        help="pretend islands of at most N ranks, between which NCCL (the engine's and "
-        "a contender's) uses its network transport; count the bytes between them",
+        help="divide each node into islands of at most N ranks, between which NCCL "
+        "(the engine's and a contender's) uses its network transport; count the bytes "
+        "between them",
     )
     add(
         "--overlap",

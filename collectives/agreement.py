@@ -1,4 +1,4 @@
-"""Whether a call may be made: by this rank's checks, in debug mode by all ranks'."""
+"""Decides whether a call may run: this rank, and in debug mode all ranks, check it."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar

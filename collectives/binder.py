@@ -1,4 +1,4 @@
-"""The binder: from a checked call to the launches that do it."""
+"""The binder: from a checked call to the launches that execute it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """The life of a call: read, check, agree, choose, remember, enqueue.
 
-``Calls`` owns the parts of a communicator: its ranks, their symmetric memory,
-the workspace and the order of streams. ``communicator.py`` has the methods that users
+``Calls`` owns the parts of a communicator: its ranks, their symmetric memory, the
+workspace and the order of streams. ``communicator.py`` contains the methods that users
 call; ``lifetime.py`` makes and closes these parts.
 """
 
@@ -56,7 +56,7 @@ class Calls:
         agreement: prepares calls, and compares them in debug mode.
         enqueuer: enqueues calls, and has those of an open group.
         descriptions: what calls are.
-        staging: contiguous memory in place of arrays with gaps.
+        staging: contiguous memory in place of strided arrays.
         requests: the messages beside all other calls; None if it has none.
         experts_made: how many objects of ``experts`` the ranks have made.
         when_dropped: releases all this if the communicator is dropped but not closed.

@@ -1,7 +1,7 @@
-"""The v forms whose counts are on the GPU: read when the kernel runs.
+"""The v forms whose counts are on the GPU, where the kernel reads them.
 
-The host knows a capacity only, the most elements of a rank for another one. So it waits
-for nothing, and a graph replays with other counts each time.
+The host knows only a capacity: the most elements that a rank sends to another one. So
+it does not wait for the GPU, and each replay of a graph may have other counts.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""What the record and debug mode know of a call: its description."""
+"""The description of a call, for the record and for debug mode."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Enqueueing: the launches of calls, those of an open group, and their failures."""
+"""Enqueues the launches of calls and of open groups, and handles their failures."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -2,9 +2,9 @@
 
 Small all-reduces have one kernel (``kernels/mailed_epilogue.py``). In all other calls,
 the call's own kernels store the reduced elements, rounded to the type of ``x``, and
-``kernels/epilogue.py`` applies the user's function to them. In between, they are in the
-output, if that has the type of ``x``, and no argument is there. Otherwise they are in
-the staging memory, which the caller's arrays do not overlap.
+``kernels/epilogue.py`` applies the user's function to them. These elements are stored
+in the output if it has the type of ``x`` and overlaps no argument, otherwise in the
+staging memory, which the caller's arrays do not overlap.
 """
 
 import inspect
@@ -218,7 +218,7 @@ def _array(view: ArrayView, shape: tuple[int, ...], what: str) -> Operand:
     if view.order != "C":
         raise ArgumentError(
             f"{what}: expected a contiguous array in C order, got one of shape "
-            f"{view.shape} with gaps or in Fortran order; pass a contiguous copy"
+            f"{view.shape} strided or in Fortran order; pass a contiguous copy"
         )
     arrays.check_aligned(view, what)
     found, last, rows = _stripped(view.shape), shape[-1:], (*shape[:-1], 1)

@@ -1,4 +1,4 @@
-"""Digests of arrays, and the comparison of the ranks' arrays by them."""
+"""Digests of arrays, with which ranks compare their arrays."""
 
 from collections import Counter
 from typing import Any

@@ -2,14 +2,14 @@
 
 The sender encodes its tokens as ``wires.py`` does, in groups of 128 elements. A
 dispatch sends these codes and scales instead of the tokens, in either form. The
-receiver decodes them into the dtype of the tokens. Who writes what before whom:
+receiver decodes them into the dtype of the tokens. The order of memory accesses:
 
 1. The sender's first kernel stores codes in memory that only the sender uses.
-2. The dispatch loads them, and stores them in the receivers' rooms for results. No rank
-   loads results there meanwhile: every combine before has ended on all ranks that load
-   (``expert_combine.py``), or its results are not loaded by other ranks.
-3. The receiver's last kernel loads them, and stores tokens in its own memory. It
-   follows the dispatch on the rank's stream, so all codes have been stored.
+2. The dispatch loads them, and stores them in the receivers' memory for results. No
+   rank loads results there meanwhile: every earlier combine has ended on all ranks that
+   load (``expert_combine.py``), or other ranks do not load its results.
+3. The receiver's last kernel loads them, and stores tokens in its own memory. This
+   kernel follows the dispatch on the rank's stream, so all codes have been stored.
 """
 
 from typing import Any

@@ -1,9 +1,9 @@
-"""Mixtures of experts: tokens to the ranks of their experts, and the results back.
+"""Mixtures of experts: send tokens to the ranks of their experts, and results back.
 
-``expert_dispatch.py`` and ``expert_combine.py`` have the kernels; for few tokens,
-``mailed_dispatch.py`` and ``mailed_combine.py``. What a rank receives is at fixed
-addresses, and all counts stay on the GPU. So nothing waits for the host, and a graph
-replays with other routings.
+``expert_dispatch.py`` and ``expert_combine.py`` contain the kernels; for few tokens,
+``mailed_dispatch.py`` and ``mailed_combine.py``. Received data has fixed addresses, and
+all counts stay on the GPU. So no kernel waits for the host, and each replay of a graph
+may have another routing.
 """
 
 from typing import Any, NamedTuple

@@ -13,7 +13,7 @@ class Invocation(NamedTuple, Generic[Kind]):
 
     The public method makes it. The checks, the agreement of the ranks, the choice of
     the algorithm, the memory of former calls and the launch read it. A step that
-    replaces an argument, such as an array with gaps, passes on a changed copy.
+    replaces an argument, such as a strided array, passes on a changed copy.
 
     Attributes:
         operation: what is called.

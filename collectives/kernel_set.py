@@ -1,8 +1,8 @@
 """The kernels that calls need, of all sizes.
 
-They are found by binding calls, as ``calls.py`` does, with arrays of many sizes and
-alignments. So they follow from the table of operations, the limits of ``select.py`` and
-the algorithms. Nothing is compiled or loaded, and no GPU is needed.
+The module binds calls, as ``calls.py`` does, with arrays of many sizes and alignments.
+So the kernels follow from the table of operations, the limits of ``select.py`` and the
+algorithms. It compiles and loads nothing, and needs no GPU.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +59,7 @@ REQUESTS = "isend", "irecv"
 """Messages that run beside all other calls."""
 
 GAPS = "gaps"
-"""Arrays with gaps, of a few axes, in any call."""
+"""Strided arrays, of a few axes, in any call."""
 
 DIGESTS = "digest", "check_equal"
 """Calls that compare arrays."""
@@ -447,7 +447,7 @@ def _bind_coded(
 
 
 def _bind_gaps() -> None:
-    """Bind copies of arrays with gaps. The last axis has the bytes of an element."""
+    """Bind copies of strided arrays. The last axis has the bytes of an element."""
     for axes in range(2, pack.MOST_AXES + 1):
         strides = [1 << 12 * n for n in range(axes - 1, 0, -1)]
         pack.bind(0, 0, (2,) * (axes - 1), strides, 8, True)

@@ -1,8 +1,8 @@
 """Requests: messages that run beside all other calls, for which programs wait later.
 
 Each direction of each pair of ranks has a stream of its own. So a request waits only
-for requests of its own direction, which match in their order anyway. They have a
-workspace of their own, too, so no other call follows them.
+for requests of its own direction, which match in their order anyway. Requests also have
+a workspace of their own, so no other call has to follow them.
 """
 
 import threading

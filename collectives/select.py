@@ -1,9 +1,9 @@
-"""The choice of the fastest algorithm: every limit, by bytes, type and ranks.
+"""The choice of the fastest algorithm: all limits, for bytes, types and ranks.
 
-The limits were measured on H200s (bench/README.md). Those for 2 ranks are of calls on
-31 multiprocessors, when that was the default. Those for more ranks were measured on all
-multiprocessors, but for those in ``ESTIMATES``. ``numba-symm tune -n N`` measures the
-limits for N ranks.
+The limits were measured on H200s (bench/README.md). Those for 2 ranks were measured on
+31 multiprocessors, the default at that time. Those for more ranks were measured on all
+multiprocessors, except for those in ``ESTIMATES``. ``numba-symm tune -n N`` measures
+the limits for N ranks.
 """
 
 import math

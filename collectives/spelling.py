@@ -1,4 +1,4 @@
-"""Errors for calls in a wrong spelling, which cost right calls nothing."""
+"""Errors for calls in another library's spelling, without a cost for correct calls."""
 
 import inspect
 from typing import Any

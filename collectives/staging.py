@@ -1,12 +1,12 @@
-"""Arrays with gaps: a call works on contiguous memory in their place.
+"""Strided arrays: a call works on contiguous memory instead.
 
 A kernel packs such an array before the call, and another one unpacks an output after
 it. An output is packed, too, because a call may not write all of it. A message may be
 shorter, ranges may leave elements out, and a call may fail.
 
-The memory is the communicator's. Its calls follow one another, also those of different
-streams, so one call after another may use the same memory. It is kept until the
-communicator is closed, because graphs may contain its address.
+The memory belongs to the communicator. Its calls follow one another, also on different
+streams, so all of them may use the same memory. It is kept until the communicator is
+closed, because graphs may contain its address.
 """
 
 from collections.abc import Callable, Iterator
@@ -114,7 +114,7 @@ BoundCall = tuple[Enqueue | None, Any, HeldStream, Description]
 
 
 class Caller(Protocol):
-    """The calls of a communicator, as arrays with gaps need them: ``Calls``."""
+    """The calls of a communicator, as strided arrays need them: ``Calls``."""
 
     gpu: GPU
     staging: Staging
@@ -140,7 +140,7 @@ K = TypeVar("K", bound=Named)
 
 
 class Staged(NamedTuple):
-    """The contiguous memory that replaces an array with gaps in a call.
+    """The contiguous memory that replaces a strided array in a call.
 
     Attributes:
         array: an array of that memory.
@@ -154,7 +154,7 @@ class Staged(NamedTuple):
 
 
 def has_gaps(array: Any, what: str) -> bool:
-    """Return whether an argument is an array with gaps."""
+    """Return whether an argument is a strided array."""
     if array is None:
         return False
     try:
@@ -166,7 +166,7 @@ def has_gaps(array: Any, what: str) -> bool:
 def stage(
     calls: Caller, array: Any, what: str, stream: int, written: bool, message: bool
 ) -> Staged:
-    """Return what replaces an array with gaps.
+    """Return what replaces a strided array.
 
     Args:
         calls: the communicator's calls.
@@ -214,7 +214,7 @@ def copied(calls: Caller, x: Any, what: str, stream: int) -> tuple[Any, Enqueue]
 
 
 class Replaced:
-    """The input and the output of a call, with contiguous memory for those with gaps.
+    """The input and the output of a call, with contiguous memory for strided ones.
 
     Attributes:
         x: the input.
@@ -279,7 +279,7 @@ def bound(
 def prepared(
     calls: C, given: Invocation[K], prepare: Callable[[C, Invocation[K]], Prepared]
 ) -> Prepared:
-    """Return ``prepare(calls, given)``; arrays with gaps are replaced.
+    """Return ``prepare(calls, given)``; strided arrays are replaced.
 
     Args:
         calls: the communicator's calls.

@@ -1,7 +1,7 @@
 """Messages that are enqueued together, and the calls of an open group.
 
-A message of a rank to itself is a copy on the stream. Those of one call or group match
-in the order of their calls.
+A message of a rank to itself is a copy on the stream. Such messages of one call or
+group match in the order of their calls.
 """
 
 from collections.abc import Callable, Sequence

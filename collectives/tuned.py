@@ -1,7 +1,7 @@
-"""The limits that ``numba-symm tune`` has measured, in place of those of ``select.py``.
+"""The limits that ``numba-symm tune`` has measured, instead of those of ``select.py``.
 
-They are in one file of the user, of one GPU model and version of the library, by
-number of ranks. Where these differ, the built-in limits are used, with a warning. Rank
+They are in one file of the user, for one GPU model and library version, by number of
+ranks. If one of these differs, the library warns, and uses the built-in limits. Rank
 0's file decides for all ranks, because two ranks that chose different algorithms would
 wait for each other.
 """

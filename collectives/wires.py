@@ -1,16 +1,16 @@
 """Sums whose elements cross the links as codes of one byte: ``all_reduce(wire=…)``.
 
 Elements are encoded in groups of 128 (``device/groups.py``), which begin at the array's
-own indices. So what an element becomes depends on its group only. The steps of a call:
+own indices. So an element's code depends only on its group. The steps of a call:
 
 1. Each rank encodes its input. Shard r, a whole number of records, is for rank r.
-2. The ranks exchange the shards by an ``all_to_all``.
+2. The ranks exchange the shards with an ``all_to_all``.
 3. Each rank adds the values of its shard's codes in rank order, and encodes the sums.
-4. The ranks exchange these codes by an ``all_gather``.
+4. The ranks exchange these codes with an ``all_gather``.
 5. Each rank decodes all of them, those of its own shard, too. So all get the same bits.
 
 The codes are in the staging memory. The exchanges are those of any other call. They
-order what a rank stores before what the others read, and its next call after that.
+order a rank's stores before the other ranks' loads, and these before its next call.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The sockets that channels for file descriptors use, and what arrives by them."""
+"""The sockets of channels for file descriptors, and the descriptors that arrive."""
 
 import os
 import socket

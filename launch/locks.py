@@ -1,7 +1,7 @@
 """Locks on bytes of a file, which show whether the process that holds them is alive.
 
 They are Linux' open-file-description locks. The Linux kernel releases them when no
-process has the description any more, so when the process ends, in whatever way. Bytes
+process has the description any more, and thus when the process ends in any way. Bytes
 beyond the end of the file can be locked, too.
 """
 

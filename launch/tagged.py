@@ -1,19 +1,19 @@
-"""The library's own messages by MPI: tables of ranks, each with its own tags.
+"""The library's own messages through MPI: tables of ranks, each with its own tags.
 
 One duplicate of the user's communicator serves a communicator, its nodes and islands,
 and their watchdog and engine. It also serves all communicators that ``split`` and
-``dup`` make of it. So MPI makes one communicator only, by a call that can be polled. To
+``dup`` make of it. So MPI makes only one communicator, in a call that can be polled. To
 make a communicator of some ranks, MPI has only calls that block. In these, ranks wait
 without a deadline for a rank that has died, and Python's signal handlers do not run.
 
 Who may use a tag: every communicator has a *number*, which each of its ranks uses for
 this communicator only. The number has one range of tags for each purpose. A rank that
-has sent a message keeps the number until the message was received. So it releases the
-number when all ranks have closed the communicator, or have given up its construction
-together. It does not release the number after a failure, nor if the communicator was
+has sent a message keeps the number until the message was received. The rank releases
+the number when all ranks have closed the communicator, or have given up its
+construction together. It keeps the number after a failure, or if the communicator was
 dropped. Therefore no later communicator receives a message that a failure left in MPI.
-If the sender is one of its ranks, its number differs, and it receives from its own
-ranks only.
+If the sender is one of the later communicator's ranks, the numbers differ. If not, the
+later communicator does not receive from that sender.
 """
 
 import threading

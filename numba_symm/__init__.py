@@ -12,8 +12,9 @@ space. Kernels then access peers' memory directly, over NVLink or PCIe::
         y = comm.all_reduce(x, op="sum")
         comm.synchronize()
 
-What is listed in ``__all__`` is the public interface; the rest may change. Importing
-starts neither MPI nor CUDA. What few programs use is imported when it is used.
+The names in ``__all__`` are the public interface; all others may change. Importing
+starts neither MPI nor CUDA. Modules that few programs use are imported at their first
+use.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -1,9 +1,9 @@
 """Reads a caller's device arrays.
 
-Numba's, torch's and CuPy's are read by their own attributes, which takes less time.
+For arrays of Numba, torch and CuPy, it reads their attributes, which takes less time.
 cuda.core reads any other array with DLPack or ``__cuda_array_interface__``. In the
-simulator, arrays are those of Numba's simulator, which have neither. No other module
-depends on the kind of array.
+simulator, arrays are those of Numba's simulator, which have neither interface. No other
+module depends on the kind of array.
 """
 
 import functools

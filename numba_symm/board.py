@@ -1,13 +1,13 @@
 """The status board: one 8-byte record for each rank, in memory that every GPU reaches.
 
-A kernel that gives up a wait stores what it waited for into every rank's record. The
-host reads its own record by a plain load, which costs nothing. Kernels that wait read
-their rank's record regularly, so all of them end soon after the first.
+A kernel that gives up a wait stores into every rank's record what it waited for. The
+host reads its own record with a plain load, which costs almost nothing. Kernels that
+wait read their rank's record regularly, so all of them end soon after the first.
 
-Only hosts use the rest of the board. It has the text of a rank that leaves, each rank's
-step in calls that all ranks make, the small values that they exchange, which kernel a
-rank is loading, and the record of its calls. So a rank that waits in such a call sees
-which rank has failed, left or ended, and need not wait in MPI.
+Only hosts use the rest of the board. It contains the text of a rank that leaves, each
+rank's step in calls that all ranks make, the small values that they exchange, which
+kernel a rank is loading, and the record of its calls. So a rank that waits in such a
+call sees which rank has failed, left or ended, and need not wait in MPI.
 """
 
 import ctypes

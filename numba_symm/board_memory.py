@@ -1,4 +1,4 @@
-"""What is where in the memory of a status board, for its ranks and for their user.
+"""The layout of a status board's memory, for its ranks and for their user.
 
 ``numba-symm status`` maps the memory of a running job's board. It reads without a lock,
 as the ranks do, and writes only a failure.

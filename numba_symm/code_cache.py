@@ -6,16 +6,16 @@ entry is found before a GPU runs the code. Without a usable entry, code is compi
 Processes that need the same code at the same time, such as the ranks of a node, share
 the work. One process locks a byte of a file in the cache's folder, and compiles. The
 Linux kernel releases the lock when the process ends. The other processes wait for the
-entry. If the lock is released and there is none, or after ``LONGEST_WAIT``, each of
-them compiles, without a lock. So does a process that cannot lock. No process loads code
+entry. If the lock is released but there is no entry, or after ``LONGEST_WAIT``, each of
+them compiles without a lock. So does a process that cannot lock. No process loads code
 on a GPU under a lock, because loading may wait for a peer that waits for the lock.
 
 A process that waits tests locks only, at growing intervals, and reads the disk when the
 wait has ended. The folder may be on another node's disk. So each node has a byte of its
 own for each key. The process that compiles locks the key's byte and that of its node;
 on another node, the first process that waits locks that of its node. The node's other
-processes test this byte only. The Linux kernel knows the locks of its own node without
-a request to the other one.
+processes test only this byte. For locks of its own node, the Linux kernel sends no
+request to the node of the disk.
 
 Ranks compile the same kernels at the same time, and Numba types device functions once a
 process. So a process that has compiled fewer kernels waits longer before it begins.

@@ -1,8 +1,9 @@
 """Releases that finalizers defer.
 
-The garbage collector runs finalizers at any moment and in any thread. A stream may be
-in a capture, which a wait for the GPU would invalidate. Peers may wait for the call in
-which it runs. Or a look-up of memory may be half done.
+The garbage collector runs finalizers at any moment and in any thread. At that moment, a
+stream may be in a capture, which a wait for the GPU would invalidate. Peers may wait
+for the call during which the finalizer runs. Or that call may be in the middle of a
+look-up of memory.
 """
 
 import warnings

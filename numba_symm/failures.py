@@ -1,4 +1,4 @@
-"""Why a communicator failed: what a record on the status board means."""
+"""Why a communicator failed: the meaning of records on the status board."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,7 @@
-"""Ranks of several islands: what one communicator of all of them needs.
+"""The ranks of a communicator of several islands.
 
 Within an island, memory and kernels work as they do in a communicator of one. An engine
-moves bytes between islands, and the ranks' hosts agree by messages of MPI.
+moves bytes between islands, and the ranks' hosts agree through messages of MPI.
 """
 
 import math

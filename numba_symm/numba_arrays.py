@@ -1,8 +1,9 @@
 """Numba's device arrays, of all types that the library reduces.
 
-Numba reads host arrays by Python's buffer protocol, which has no format for bfloat16
-and floats of 8 bits. So it can neither copy a host array of such a type to the device,
-nor to a given host array. Arrays that are made here copy their bits.
+Numba reads host arrays through Python's buffer protocol, which has no format for
+bfloat16 and floats of 8 bits. So it can copy such a type neither from a host array to
+the device, nor into a given host array. The arrays of this module copy the bits
+instead.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What uses file descriptors, for the error when there are too many of them."""
+"""The objects that use file descriptors, for errors about too many of them."""
 
 import errno
 import weakref

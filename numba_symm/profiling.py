@@ -1,4 +1,4 @@
-"""Ranges of NVTX around calls, if the program runs under a profiler."""
+"""NVTX ranges around calls, if the program runs under a profiler."""
 
 import importlib.util
 import os

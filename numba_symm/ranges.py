@@ -1,4 +1,4 @@
-"""Ranges of addresses: what lies at an address, and what was looked up in vain."""
+"""Ranges of addresses: the range at an address, and look-ups that found none."""
 
 import bisect
 from typing import Generic, TypeVar

@@ -5,11 +5,11 @@ chain of digests, what the call is, and the stream. Nobody waits for that. The c
 call *n* follows from the digests of all calls up to *n*. So two ranks have made the
 same calls if their chains of one number are equal.
 
-Only calls that all ranks make in the same order have a number. What some ranks may
-make differently, such as messages and groups, is stored in a ring of its own, with the
-number of the call before it. It is not compared.
+Only calls that all ranks make in the same order have a number. Other calls, such as
+messages and groups, are stored in a separate ring, with the number of the previous
+numbered call. They are not compared.
 
-An entry has one writer. Its first word and its last one have the call's number, and are
+An entry has one writer. Its first and its last word contain the call's number, and are
 stored first and last. A reader copies it twice, and uses it if the copies are equal and
 have that number on both sides.
 """

@@ -3,8 +3,8 @@
 Numba's own launch runs one block after another. It starts new threads for each block,
 and polls them continuously for a barrier, so that each rank occupies a core. Here all
 kernels run on the teams of ``grids.py``, so the blocks of a program's kernel run
-together where they wait. A kernel uses Numba's ``cuda`` module, except for what
-follows.
+together where they wait. A kernel uses Numba's ``cuda`` module, with the following
+exception.
 
 Several threads of a program may launch the library's kernels simultaneously, as on a
 GPU. Numba supports one kernel at a time, whose ``cuda`` object it stores in the module

@@ -1,4 +1,4 @@
-"""What kernels wait for: one table of numbers and words.
+"""What kernels wait for: one table of numbers and texts.
 
 A kernel that gives up a wait stores a record with a number of this table: see
 :func:`numba_symm.device.polling.wait_record`. :func:`numba_symm.failures.describe`

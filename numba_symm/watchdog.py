@@ -1,10 +1,11 @@
 """The watchdog: a thread that reports a communicator's failures to its other islands.
 
 Within an island, ranks see a failure on the status board. Two ranks of each island
-report a new failure to other islands by MPI, and every rank stores what it receives on
-its own board. The islands form two binomial trees, and each reports to its neighbors in
-both. So all islands know after at most 2 ⌈log₂ islands⌉ reports in a row, even if one
-gives no report. There are at most 8 reports for each island.
+report a new failure to other islands through MPI, and every rank stores the received
+failures on its own board. The islands form two binomial trees, and each reports to its
+neighbors in both. So a report reaches all islands after at most 2 ⌈log₂ islands⌉
+successive reports, even if one island sends none. There are at most 8 reports for each
+island.
 
 Each report is followed by the latest calls of the rank that sends it. The receiver
 compares them with its own, for the table of calls in errors.

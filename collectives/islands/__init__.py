@@ -1,5 +1,5 @@
 """The operations of a communicator of several islands.
 
 Each consists of steps, which are enqueued one after another: kernels within the island,
-exchanges by the engine, and kernels that combine what has arrived.
+exchanges with the engine, and kernels that combine the received data.
 """

@@ -73,8 +73,9 @@ class IslandsBinder(Binder):
             found = "; ".join(map(ranks.name_ranks, parts))
             raise ArgumentError(
                 f"{what}: expected islands of consecutive ranks for a function as op, "
-                f"because islands apply it first, got the islands {found}; split the "
-                "communicator so that they are, or pass the name of an operator"
+                "because each island applies it to its own ranks first, got the "
+                f"islands {found}; split the communicator into such islands, or pass "
+                "the name of an operator"
             )
 
     def messages(

@@ -1,4 +1,4 @@
-"""Copies of many ranges of equal length; those at equal distances are one copy."""
+"""Copies of many ranges of equal length; ranges at equal distances are one copy."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
 """All-gathers over several islands.
 
-What every rank of an island needs crosses the network once for that island, along a
-rail. The island's own kernels send it on to the other ranks.
+Data that all ranks of an island need crosses the network once for that island, along a
+rail. The island's own kernels then distribute it.
 """
 
 import itertools

@@ -1,8 +1,8 @@
-"""What ``numba-symm tune`` has measured between islands, in place of assumptions.
+"""Times between islands that ``numba-symm tune`` has measured, instead of assumed ones.
 
-It is in one file of the user, of one GPU model and version of the library, by engine.
-Rank 0's file decides for all ranks, because two ranks that chose different steps would
-wait for each other.
+They are in one file of the user, for one GPU model and library version, by engine. Rank
+0's file decides for all ranks, because two ranks that chose different steps would wait
+for each other.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""Calls between islands of one rank by the engine's own collectives.
+"""Calls between islands of one rank with the engine's own collectives.
 
-Such calls have no steps within an island. An engine's collective takes their place
-where it was measured faster than an exchange of parcels, if the result has the same
-bits: nothing is reduced, or the order of the operands does not matter.
+Such calls have no steps within an island. The engine's collective replaces an exchange
+of parcels where it was faster in measurements, if the result has the same bits: nothing
+is reduced, or the order of the operands does not matter.
 """
 
 from numba_symm.collectives.islands.site import Site

@@ -16,11 +16,12 @@ exchange with every island, but in each step with one or two:
                 parts on several times. If the base is the number of islands, each part
                 is sent once.
 
-What is passed on is what each island had at first, never a reduction of that. So every
-rank reduces it in the order of the islands, and gets the same bits.
+Ranks pass on only the islands' original data, never a reduction of it. So every rank
+reduces the data in the order of the islands, and gets the same bits.
 
-A rank stores what island i has at the i-th slot, or, where the steps need consecutive
-slots, at slot m + i of m islands. A copy moves these last ones to their places.
+A rank stores the data of island i at slot i. If the steps need consecutive slots, it
+stores some data at slot m + i, where m is the number of islands, and copies it
+afterwards.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,23 +1,23 @@
 """After a failure: a new communicator of the remaining ranks.
 
 If a rank has died, MPI continues without it only with user-level failure mitigation
-(ULFM), which the launcher switches on. Then the ranks proceed so, as often as needed:
+(ULFM), which the launcher switches on. Then the ranks repeat these steps as necessary:
 
 1. They agree that all of them have arrived.
-2. They make a communicator of MPI's of those who are left.
-3. They construct a communicator of it.
+2. They make an MPI communicator of the remaining ranks.
+3. They construct a communicator of this library from it.
 4. They agree whether that has succeeded on all. A rank that dies before it agrees makes
    all others disagree. So all have the same communicator, or all begin again with 2.
 
-They poll for agreements of MPI's, so each wait has a deadline, and a signal can end it.
-An agreement ends although ranks have died, or die meanwhile, but MPI cannot cancel it.
-So a rank that leaves a rebuild, by a signal or at a deadline, keeps its agreement and
-what it has made. It reports that to all other ranks, which leave, too. If all of them
-call ``rebuild`` again, they continue where they were.
+They poll for MPI's agreements, so each wait has a deadline, and a signal can end it. An
+agreement ends even if ranks have died, or die meanwhile, but MPI cannot cancel it. So a
+rank that leaves a rebuild, at a signal or a deadline, keeps its agreement and the
+objects that it has made. It reports that to all other ranks, which leave, too. If all
+of them call ``rebuild`` again, they continue where they were.
 
 Step 2 can only block, and would wait for a rank that has left. Therefore another
 agreement precedes it, in which each rank states whether it has stayed since it began
-the agreement before. Signals wait for the end of this one, which no rank delays.
+the previous one. Signals wait for the end of this agreement, which no rank delays.
 
 Without ULFM, all ranks must live. They take a number of tags that none of them uses, as
 ``split`` does, and construct a communicator with it. A new communicator of MPI's could

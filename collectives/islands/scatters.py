@@ -1,4 +1,4 @@
-"""Reduce-scatters over several islands: within each in rank order, then in theirs."""
+"""Reduce-scatters over several islands: in rank order, then in the order of islands."""
 
 import dataclasses
 

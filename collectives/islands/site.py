@@ -250,7 +250,7 @@ class Site:
         apart: Sequence[int],
         packing: bool = True,
     ) -> list[Enqueue]:
-        """Return the copy of elements with gaps to contiguous memory.
+        """Return the copy of strided elements to contiguous memory.
 
         Args:
             whole: the address of that memory.

@@ -1,4 +1,4 @@
-"""The sizes by which calls over several islands choose their steps."""
+"""The sizes according to which calls over several islands choose their steps."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""One file an algorithm: the kernel above, its host code below."""
+"""A file for each algorithm: the kernel, and below it the kernel's host code."""

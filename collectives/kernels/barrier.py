@@ -1,8 +1,8 @@
 """A barrier of all ranks on a stream.
 
 Memory order. The kernel runs after all earlier work of its stream. Each rank releases
-an epoch at every peer, and acquires every peer's. So what any rank's stream wrote
-before its barrier is visible to all ranks' streams after theirs.
+an epoch at every peer, and acquires every peer's. So all stores of any rank's stream
+before its barrier are visible to all ranks' streams after their barriers.
 """
 
 import functools

@@ -1,12 +1,12 @@
-"""The kernels of a quantized sum: encode, add, decode; and decoding tokens.
+"""The kernels of quantized sums: encode, add, decode; also for tokens.
 
-``wires.py`` has the calls, which exchange the codes by other kernels. Each thread reads
-and writes codes and elements of its own. No other rank takes part, and nothing but the
-previous kernel is waited for. The threads of a group only exchange their largest
-magnitudes, in registers. A rank that has failed stores no result.
+``wires.py`` contains the calls, in which other kernels exchange the codes. Each thread
+reads and writes codes and elements of its own. The kernels wait only for the previous
+kernel of the stream, and not for other ranks. The threads of a group only exchange
+their largest magnitudes, in registers. A rank that has failed stores no result.
 
-A *record* has the codes of four groups, and then their scales. So records of any number
-are an array without gaps, whose vectors are aligned.
+A *record* contains the codes of four groups, and then their scales. So any number of
+records is a contiguous array with aligned vectors.
 """
 
 import functools

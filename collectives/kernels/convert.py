@@ -1,9 +1,9 @@
 """Conversion of an array to another type, and the division of an average.
 
-Between islands, elements are carried in the type in which they accumulate. So they are
-widened before the first reduction, and finished after the last one: divided by the
-number of ranks for an average, and converted back. Each thread reads and writes
-elements of its own; no other rank takes part.
+Between islands, elements have the type in which they accumulate. So they are widened
+before the first reduction. After the last one, they are divided by the number of ranks
+for an average, and converted back. Each thread reads and writes elements of its own; no
+other rank takes part.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""All-gather, all-to-all and broadcast of the largest messages, by copy engines.
+"""All-gather, all-to-all and broadcast of the largest messages, with copy engines.
 
 Each rank copies its shards from the other ranks' arrays directly into its output.
 ``copies.py`` explains how. What the ranks copy from must be symmetric:
@@ -7,9 +7,9 @@ Each rank copies its shards from the other ranks' arrays directly into its outpu
     all_to_all   the inputs, which are not the outputs
     broadcast    the arrays of two ranks
 
-A rank for which this does not hold refuses in the handshake, and the kernel in chunks
-does the call. A broadcast to more than one rank never uses copy engines, because its
-root would send the message once for each rank.
+A rank whose arrays are not symmetric refuses the call in the handshake, and the kernel
+in chunks executes the call. A broadcast to more than one rank never uses copy engines,
+because its root would send the message once for each rank.
 """
 
 from typing import NamedTuple

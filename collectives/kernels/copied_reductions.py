@@ -1,6 +1,6 @@
-"""All-reduce and reduce by the GPUs' copy engines: for the largest messages.
+"""All-reduce and reduce with the GPUs' copy engines: for the largest messages.
 
-A rank's copies go to the other ranks' workspaces, so the arrays may be any: in place,
+A rank copies into the other ranks' workspaces, so a call accepts any arrays: in place,
 not symmetric, at any address. Each shard is divided into chunks:
 
     scatter   each rank copies its input's chunk of a shard to the shard's owner
@@ -12,21 +12,21 @@ A reduce of two ranks has one shard, which the root owns, and ends with the redu
 The kernels of the other rank have nothing to reduce.
 
 A *move* is a scatter or a gather, with the kernel that reads what has arrived. Moves
-use two sets of slots in turn, so the copies of one are under way while the kernel of
-the one before runs:
+use two sets of slots alternately, so the copies of one move run beside the kernel of
+the previous move:
 
     scatter 0, scatter 1, gather 0, scatter 2, gather 1, …
 
 Copies are on the side stream, one after another, from the next rank on, because
-simultaneous ones share the links badly. A copy's beginning costs 3 µs, so chunks are
-large. But the last chunks are shorter, because no copy hides how long the last kernel
-takes.
+simultaneous ones share the links badly. Starting a copy takes 3 µs, so chunks are
+large. But the last chunks are shorter, because no copy runs beside the last kernel.
 
 Memory order. A barrier (``barrier.py``) precedes each kernel, and another one follows
 it. A rank enters the first one after its copies of the move. So the kernel follows the
 copies of all ranks. The copies of the next but one move begin after the second barrier.
-So they follow the kernels of all ranks that read these slots, and the reduction of what
-they gather. A call ends with a barrier, so all slots are free when the next one begins.
+So they follow all ranks' kernels that read these slots, and the reductions whose
+results they gather. A call ends with a barrier, so all slots are free when the next one
+begins.
 
 In place, a rank stores shard r after rank r has gathered it, so after rank r received
 this rank's own chunk of that shard.

@@ -1,7 +1,7 @@
-"""A rank's message to itself, of which it has the number of elements on its GPU.
+"""A rank's message to itself, whose number of elements is on the rank's GPU.
 
-No other rank takes part. A count above the capacity makes the communicator fail, as in
-``transfer.py``, and stores nothing.
+No other rank takes part. If the count is above the capacity, the kernel stores nothing,
+and the communicator fails, as in ``transfer.py``.
 """
 
 import functools

@@ -1,10 +1,10 @@
-"""All-gather and all-to-all between the ranks' own arrays, by loads.
+"""All-gather and all-to-all between the ranks' own arrays, with loads.
 
 Each rank loads its shard of every other rank's input; in an all-gather, it loads the
-whole input. It stores what it has loaded in its own output, a few vectors at a time,
-and does not use the workspace. The inputs must be symmetric. ``handshake.py`` describes
-the exchange of their addresses, and the call with other inputs. Each rank offers every
-other rank the address of what that rank loads.
+whole input. It stores the loaded vectors in its own output, a few at a time, and does
+not use the workspace. The inputs must be symmetric. ``handshake.py`` describes the
+exchange of their addresses, and calls with other inputs. Each rank sends every other
+rank the address from which that rank loads.
 
 Memory order: that of ``handshake.py``, which orders the streams' earlier work before
 this kernel, and this kernel before what follows on any rank's stream. In an all-gather

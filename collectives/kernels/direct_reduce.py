@@ -1,11 +1,11 @@
 """Reduce between the ranks' own arrays: for larger messages.
 
-The ranks but the root each own a shard; of two ranks the root owns all. An owner reads
-its shard in all ranks' inputs, reduces it in rank order, and stores the result in the
-root's output, vector by vector. So a link transfers the message at most once in each
-direction, and no thread waits between the first vector and the last. The inputs and the
-root's output must be symmetric: ``handshake.py`` explains how the ranks exchange their
-addresses, and what happens otherwise.
+Each rank but the root owns a shard; of two ranks, the root owns everything. An owner
+reads its shard in all ranks' inputs, reduces it in rank order, and stores the result in
+the root's output, vector by vector. So a link transfers the message at most once in
+each direction, and no thread waits between the first vector and the last. The inputs
+and the root's output must be symmetric: ``handshake.py`` explains how the ranks
+exchange their addresses, and what happens otherwise.
 
 Memory order: as ``direct_broadcast.py``. In place, the thread that reads a vector of
 the root's input stores that vector of its output afterwards, and no other thread

@@ -18,9 +18,10 @@ this kernel, and this kernel before what follows on any rank's stream. In the ke
 thread depends on another one, not even in place:
 
 - In an all-reduce, one thread of one rank loads a vector of all inputs, and then stores
-  that vector of all outputs. No other thread accesses it, so any ranks may be in place.
-- In a reduce-scatter in place, a rank's output is its own shard of its input. Of this
-  input, the other ranks load their shards only.
+  that vector of all outputs. No other thread accesses this vector, so any ranks may be
+  in place.
+- In a reduce-scatter in place, a rank's output is its own shard of its input. The other
+  ranks load only their own shards of this input.
 
 After a refusal, the third launch may be in place, as any call through the workspace.
 

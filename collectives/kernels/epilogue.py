@@ -1,10 +1,10 @@
 """The kernels that apply an epilogue to an array that has been reduced.
 
-They are for calls whose own kernel does not apply it. Each thread loads the runs of
-elements that it then stores, and no other rank takes part. So the array, the result and
-an operand may be the same memory. The threads of a block exchange the sums of a row
-through their rank's workspace (``finishing.py``). A rank that has failed stores no
-result.
+They serve calls whose own kernel does not apply the epilogue. Each thread loads the
+runs of elements that it then stores, and no other rank takes part. So the array, the
+result and an operand may be the same memory. The threads of a block exchange the sums
+of a row through their rank's workspace (``finishing.py``). A rank that has failed
+stores no result.
 """
 
 import functools

@@ -1,18 +1,18 @@
-"""Combine: what ranks have made of a token is added up where the token is from.
+"""Combine: each rank adds up the results that all ranks have for its tokens.
 
 Each rank has a room for its results, with a place for each token that it has received.
 A rank loads the results of its tokens from the rooms of all ranks, and adds them up in
 the order of the ranks, in float32. So a result has the same bits in every run.
 
-A rank whose results are not in its room stores them there first, by a kernel of its
-own. This one also adds up the results of several experts, each times its weight, in the
-order of the token's choices.
+If a rank's results are not in its room, a separate kernel first stores them there. This
+kernel also adds up the results of several experts, each times its weight, in the order
+of the token's choices.
 
 Memory order. A call has two exchanges of flags between the blocks of one index:
 
-1. The first one precedes all loads of other ranks' rooms. What a rank's stream stored
-   in its room precedes its flags.
-2. The second one follows all loads. So what follows on a rank's stream may store other
+1. The first one precedes all loads of other ranks' rooms. A rank's flags follow all
+   stores of its stream into its room.
+2. The second one follows all loads. So later work of a rank's stream may store other
    results in its room.
 
 Source: the intranode combine of DeepEP.

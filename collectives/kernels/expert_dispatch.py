@@ -1,23 +1,23 @@
 """Dispatch: each token is stored once at each rank that has one of its experts.
 
-Tokens are the rows of an array. Each rank has memory for what it receives, with room
-for ``capacity`` tokens of each rank. The tokens of a rank are there in their order.
+Tokens are the rows of an array. Each rank has memory for the tokens that it receives,
+with room for ``capacity`` tokens of each rank, which are there in their order.
 
-A block of each rank has a range of that rank's tokens. It counts, by rank, the tokens
-before its range, and so knows where each of its own is stored. The blocks need no
-counts of each other, because each reads all expert numbers before its range.
+A block of each rank has a range of that rank's tokens. For each receiver, it counts the
+tokens before its range, which determine the places of its own tokens. The blocks need
+no counts of each other, because each reads all expert numbers before its range.
 
 Memory order. A call has two exchanges of flags between the blocks of one index:
 
-1. The first one precedes all stores into other ranks' memory. What a rank's stream did
-   before the call precedes its flags. So no token is stored while an earlier kernel of
-   the receiver still loads the tokens of the call before.
-2. The second one follows all stores. So what follows on a rank's stream follows all
-   ranks' stores there.
+1. The first one precedes all stores into other ranks' memory. A rank's flags follow all
+   earlier work of its stream. So no rank stores a token while an earlier kernel of the
+   receiver still loads tokens of the previous call.
+2. The second one follows all stores. So later work of a rank's stream follows all
+   ranks' stores into the rank's memory.
 
-A thread that fails stores nothing at other ranks, nor does its block. If more tokens
-are for a rank than its room for them, the last block finds that, and the call fails. No
-block stores a token beyond the room.
+After a thread fails, neither it nor its block stores at other ranks. If there are more
+tokens for a rank than it has room for, the last block detects that, and the call fails.
+No block stores a token beyond the room.
 
 Source: the intranode dispatch of DeepEP.
 """

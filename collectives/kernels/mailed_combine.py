@@ -1,12 +1,14 @@
-"""Combine of few tokens: each rank posts its results to the ranks of the tokens.
+"""Combine of few tokens: each rank posts its results to the tokens' senders.
 
 A call takes one latency: the ranks exchange no flags. ``few_tokens.py`` describes the
-mailboxes, and the masks that the dispatch has left. A token's rank waits for those that
-the token was for, and adds up their results as ``expert_combine.py`` does: in the order
-of the ranks, in float32, with zeros of all other ranks. So the bits are the same.
+mailboxes, and the masks that the dispatch has left. A token's sender waits for the
+ranks to which it sent the token, and adds up their results as ``expert_combine.py``
+does: in rank order, in float32, with zeros for all other ranks. So the bits are the
+same.
 
-A rank sends its results from wherever they are, and no other rank loads them. If there
-is one for each choice of a token, it adds them up first, each times its weight.
+A rank sends its results from any array, and no other rank loads that array. If there is
+a result for each choice of a token, the rank adds these up first, each times its
+weight.
 
 Source: the low-latency combine of DeepEP.
 """

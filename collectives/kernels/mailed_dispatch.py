@@ -1,16 +1,16 @@
 """Dispatch of few tokens: each vector of a token is posted to a peer's waiting thread.
 
 A call takes one latency: the ranks exchange no flags. ``few_tokens.py`` describes the
-mailboxes and the masks, by which a receiver knows what has been sent to it. A receiver
-stores tokens and what belongs to them in its own memory, where ``expert_dispatch.py``
-stores them at other ranks. So all that its stream did before precedes these stores, and
-no rank has to ask whether there is room.
+mailboxes and the masks, which show a receiver what has been sent to it. A receiver
+stores tokens with their experts and weights in its own memory, whereas
+``expert_dispatch.py`` stores them at other ranks. So these stores follow all earlier
+work of the receiver's stream, and no sender has to ask whether there is room.
 
 After the masks, a token's first vectors have two choices each: the number of an expert
 on the receiver and its weight, twice. The token itself follows.
 
-If an expert does not exist, or too many tokens are for a rank, each block of the rank
-finds that, and sends nothing.
+If an expert does not exist, or there are too many tokens for a rank, each block of the
+sender detects that, and sends nothing.
 
 Source: the low-latency dispatch of DeepEP.
 """

@@ -1,10 +1,10 @@
 """An all-reduce of a small message that applies an epilogue itself.
 
 It exchanges vectors as ``one_shot.py`` does, through the same mailboxes, whose epochs
-it continues. ``mailboxes.py`` has the order of memory accesses. A block takes *pieces*
-of the message, one after another: a row, or as many vectors as its threads exchange in
-an epoch. Each thread keeps what it has reduced in registers. It applies the epilogue to
-that after the piece's last epoch, and stores the results.
+it continues. ``mailboxes.py`` states the order of memory accesses. A block takes
+*pieces* of the message, one after another: a row, or as many vectors as its threads
+exchange in an epoch. Each thread keeps its reduced elements in registers. After the
+piece's last epoch, it applies the epilogue to them, and stores the results.
 
 In every epoch, thread 0 has a vector, because an epoch begins before the piece's end.
 So thread 0 exchanges with all ranks, both ways, as the mailboxes require.

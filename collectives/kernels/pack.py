@@ -1,4 +1,4 @@
-"""Copies between an array with gaps and contiguous memory of this rank.
+"""Copies between a strided array and contiguous memory of this rank.
 
 The kernel waits for no rank, and stores only on its own. It moves words, the largest
 that all addresses and strides are multiples of. Axes whose elements follow one another

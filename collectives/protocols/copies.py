@@ -1,21 +1,21 @@
-"""Copies by the GPUs' copy engines: what the algorithms that use them share.
+"""Code that the algorithms with copy engines share.
 
 Copy engines use more of the links' bandwidth than kernels do, and leave the
 multiprocessors free. Nothing can stop a copy that has been enqueued, so no copy may
 write another rank's array. An all-reduce copies into the other ranks' workspaces
 (``copied_reductions.py``). In an exchange, each rank copies from the other ranks'
-arrays into its own. So after a failure, a late rank changes its own output only, and
+arrays into its own. So after a failure, a late rank changes only its own output, and
 its next call raises.
 
-An exchange by copy engines is a call between the ranks' own arrays (``handshake.py``)
+An exchange with copy engines is a call between the ranks' own arrays (``handshake.py``)
 whose second launch is a series of copies. The host enqueues them, so it must know
 beforehand where the other ranks' arrays are. It assumes that they are at the same place
 of the same allocation as its own. If the handshake finds an array elsewhere, all ranks
 refuse the call. The copies run nevertheless, into the rank's own output, which the
 third launch then overwrites with the result.
 
-Memory order. In an exchange, a rank's copies begin after its handshake, so after
-everything that any rank's stream did before that rank's handshake. The third launch, in
+Memory order. In an exchange, a rank's copies begin after its handshake, and thus after
+all work that any rank's stream did before that rank's handshake. The third launch, in
 which all ranks wait for each other, begins after the copies. So no array changes while
 another rank copies from it. Copies follow one another on the call's stream, from the
 next rank on, because several simultaneous ones share the links badly.

@@ -1,7 +1,7 @@
-"""One exchange between all ranks: what a rank sends, and what it does with vectors.
+"""One exchange between all ranks: what a rank sends, and how it uses received vectors.
 
 Each operation of ``operations.py`` has an :class:`Exchange`, in which a rank sends the
-same vectors to all ranks, or a shard to each. An :class:`Output` is what it does with
+same vectors to all ranks, or a shard to each. An :class:`Output` describes how it uses
 the vectors of all ranks.
 """
 

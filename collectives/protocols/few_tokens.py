@@ -1,13 +1,13 @@
-"""Dispatches and combines of few tokens, by mailboxes: what their kernels share.
+"""Code that dispatches and combines of few tokens share: mailboxes and masks.
 
-For each token of each rank, and for each vector of it, a thread has a mailbox at every
-other rank, which only tokens that are for that rank use. The block's first thread has
-none. It exchanges a *mask* with every rank instead: a bit for each token that is for
-that rank. So the receiver knows which mailboxes to wait for. From the mask it also
-knows where to store a token: the place is the number of ones before the token's bit.
+For each vector of each token of a rank, a thread has a mailbox at every other rank,
+which is used only if the token is for that rank. The block's first thread has none. It
+exchanges a *mask* with every rank instead: a bit for each token that is for that rank.
+The mask shows the receiver for which mailboxes to wait, and where to store a token: the
+place is the number of ones before the token's bit.
 
-``mailboxes.py`` has the order of memory accesses. The first threads of the blocks of an
-index exchange in every epoch, both ways, as it requires.
+``mailboxes.py`` states the order of memory accesses. As it requires, the first threads
+of the blocks of an index exchange in every epoch, in both directions.
 
 Every block finds the masks of all tokens of its rank itself, so no block needs another
 one's. It keeps them in an *area* of its own:
@@ -18,7 +18,7 @@ one's. It keeps them in an *area* of its own:
 
 Ranks are numbered along the ring (``order.py``), and this rank itself is the last one.
 
-The area of the first block is also what ``combine`` reads.
+``combine`` reads the area of the first block, too.
 """
 
 import functools

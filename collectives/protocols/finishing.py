@@ -1,18 +1,18 @@
 """Epilogues on the GPU: a user's functions, applied to a run of reduced elements.
 
 All kernels that apply an epilogue use these functions, and Numba compiles them without
-contracting products and sums (``Kernel.rounds_each``). So their results have the same
-bits, whichever kernel it is.
+contracting products and sums (``Kernel.rounds_each``). So all these kernels give
+results with the same bits.
 
 A run is of a vector of the reduced array (``device/runs.py``). A row begins with a run.
 The order of a row's sum: thread *t* of a block adds the terms of the runs *t*, *t* +
 ``THREADS`` and so on, element by element. Then each thread adds the sums of all threads
 in ``CHAINS`` chains, and those pairwise.
 
-Who writes what before whom: a thread stores its sum in its rank's own workspace, and
-the block synchronizes. Then all threads load all of them. Two such rooms take turns.
-So a thread stores into a room again only after a synchronization that follows all loads
-from it. No other block or rank accesses a block's rooms.
+The order of memory accesses: each thread stores its sum in its rank's own workspace,
+and the block synchronizes. Then all threads load all sums. Two such rooms are used
+alternately. So a thread stores into a room again only after a synchronization that
+follows all loads from that room. No other block or rank accesses a block's rooms.
 """
 
 import functools

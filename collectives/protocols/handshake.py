@@ -1,34 +1,34 @@
-"""How kernels work on the ranks' own arrays, without the workspace in between.
+"""The handshake, after which kernels work on the ranks' own arrays, without slots.
 
 A call has three launches:
 
-1. The handshake, by one block. Each rank sends every other rank the addresses at which
-   that rank sees its arrays, in packets of mailboxes (``mailboxes.py``) with the call's
-   epoch. A rank whose array is not symmetric, or not on a 16-byte boundary, sends 0
-   instead, which refuses the call.
+1. The handshake, which one block executes. Each rank sends every other rank the
+   addresses at which that rank sees its arrays, in packets of mailboxes
+   (``mailboxes.py``) with the call's epoch. A rank whose array is not symmetric, or not
+   on a 16-byte boundary, sends 0 instead, which refuses the call.
 2. A kernel ``direct_*.py``, or copies, which work on the arrays. After a refusal, the
    kernel does nothing, and the copies' results are discarded.
 3. After a refusal, the call through the workspace. Otherwise, the ranks only wait for
    each other.
 
-Memory order. The start of the first launch makes visible to its threads what the rank's
-stream did before. A fence orders that before the packets. A fence after the packets
-have been received orders them before the second launch, which begins when the first one
-has ended. So no rank reads an array before it is written, or writes one that is in use.
-The flags of the third launch (``flags.py``) begin with a fence, so they follow all that
-the second one has stored and loaded. So what follows on a rank's stream follows the
-second launches of all ranks.
+Memory order. The start of the first launch makes all earlier work of the rank's stream
+visible to its threads. A fence orders that work before the packets. A fence after the
+packets have been received orders them before the second launch, which begins when the
+first one has ended. So no rank reads an array before its stream has written it, or
+writes one that is in use. The flags of the third launch (``flags.py``) begin with a
+fence, so they follow all loads and stores of the second one. Later work of a rank's
+stream thus follows the second launches of all ranks.
 
 A digest of the call is sent with the addresses, because a call writes other ranks'
-arrays. So ranks whose calls differ fail together, before any array is written. A rank
-that is late, after others have given up, writes nothing either, nor does a rank that
-waited for it. For that, each rank reads the board after it has sent its packets, and
-again after a long wait. A failure while the last rank's packets are in transit is found
-too late. After a failure, the third launch does nothing, either.
+arrays. So ranks whose calls differ fail together, before any array is written. After
+others have given up, a late rank writes nothing either, nor does a rank that waited for
+it: each rank reads the board after it has sent its packets, and again after a long
+wait. A failure while the last rank's packets are in transit is found too late. After a
+failure, the third launch does nothing, either.
 
 A mailbox is used again in the next call. A rank begins that call only after all others
-have read the mailbox. The third launch ends by waiting for them: by its own flags, or
-by those of the kernel that does the call.
+have read the mailbox. The third launch ends with a wait for all of them, with its own
+flags or those of the kernel that executes the call.
 """
 
 import functools

@@ -5,15 +5,15 @@ shows that it has arrived, in one of three ways:
 
 ``sentinel``: the word of 64 one bits means "empty". As floats of any width, it contains
 NaNs only. A sender clears the top bit of such a word, which leaves NaNs: every number
-keeps its bits. The sender continues with what it sent, so that all ranks have the same
-bits of a NaN, too. The receiver stores the ones again. This way is for floats only,
-because integers have no value to spare.
+keeps its bits. The sender continues with the changed word, so that all ranks have the
+same bits of a NaN, too. After reading, the receiver stores the ones again. This way is
+for floats only, because for integers, every bit pattern is a value.
 
 ``marked``: the same, but a word of 64 one bits is sent as zeros. A word of 4 bytes
-beside each vector marks which of its two words were ones. Marks that are all ones have
-not arrived. Every type arrives with all its bits, at a quarter more traffic. The
-address of the marks follows from the calling thread's index, which is that of its
-mailbox.
+beside each vector marks which of its two words were ones. If all bits of the marks are
+ones, the marks have not arrived. Every type arrives with all its bits, at a quarter
+more traffic. The address of the marks follows from the calling thread's index, which is
+that of its mailbox.
 
 ``ll``: packets with a flag, the epoch, beside each 4 bytes of data. This way is for
 every type, with twice the traffic, but without a store by the receiver. Epochs are 32
@@ -25,10 +25,10 @@ each element of a vector. So a vector and its marks may arrive in any order, and
 their words shows by itself whether it has arrived.
 
 Memory order. A mailbox belongs to (block, half, source, tile, thread); its half is the
-epoch's parity. In every epoch of a block, its thread 0 exchanges with every peer, both
-ways. A rank posts epoch k+2 into the half of epoch k only after it has received epoch
-k+1 from every peer. A peer posts epoch k+1 only after all threads of its block have
-read epoch k and stored the ones again. Either a kernel ends in between, or
+epoch's parity. In every epoch of a block, its thread 0 exchanges with every peer, in
+both directions. A rank posts epoch k+2 into the half of epoch k only after it has
+received epoch k+1 from every peer. A peer posts epoch k+1 only after all threads of its
+block have read epoch k and stored the ones again. Either a kernel ends in between, or
 ``between_epochs`` ensures the same order. So two halves suffice, however few of the
 other threads post. (A thread that receives from fewer ranks than thread 0 relies on
 what thread 0 has received. In a kernel with such threads and several epochs, thread 0

@@ -4,12 +4,12 @@ The slots are those of ``chunked_all_reduce.py``: two halves of two sets. Chunks
 of a call use one half, 2 and 3 the other one, and so on. A kernel works in stages: in
 each one, a block stores a chunk, reads an earlier one and raises its flags.
 
-Between calls, the same holds for all kernels with these slots, flags and epochs. The
+The following holds between calls of all kernels with these slots, flags and epochs. The
 half in which a call begins follows from the epoch before it, and all ranks have read
 everything in it by then. A rank stores into the other half after all ranks' flags of
 stage 0, which they raised after they had left the previous call. A call ends before a
-rank knows that the others have read the last chunk. So it counts as many epochs as make
-the next call begin in the other half.
+rank knows that the others have read the last chunk. So it advances the epoch such that
+the next call begins in the other half.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What dispatches and combines of experts share: tokens, their experts and results."""
+"""Code that all dispatches and combines share: tokens, their experts and results."""
 
 import functools
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """The symmetric memory that a communicator's kernels work in.
 
-There is one allocation a rank, at most 192 MiB, with separate state for each protocol.
+Each rank has one allocation of at most 192 MiB, with separate state for each protocol.
 So calls of any size and algorithm may follow one another, eager or replayed. A slot's
 address follows from (protocol, block, parity, source, tile, thread) and never from a
 message's size or alignment.

@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--as-mpi4py",
         action="store_true",
-        help="replace mpi4py.MPI by numba_symm.mpi, so that an unchanged mpi4py "
+        help="replace mpi4py.MPI with numba_symm.mpi, so that an unchanged mpi4py "
         "program, and the packages that it imports, can pass device arrays",
     )
     run.add_argument("-m", dest="module", action="store_true", help="run a module")
@@ -206,8 +206,8 @@ def _add_status(commands: Any) -> None:
     status = commands.add_parser(
         "status",
         help="show what the ranks of running jobs do, without stopping them",
-        description="Show for each communicator and rank the last call, for how long "
-        "the rank has made no other one, which ranks are behind, and failures. It "
+        description="Show for each communicator and rank the last call and the time "
+        "since then, which ranks are behind, and failures. It "
         "reads the memory of running jobs of the same user on this node, and does not "
         "stop them.",
         allow_abbrev=False,

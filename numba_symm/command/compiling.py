@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
         "calls",
         nargs="*",
         metavar="CALL",
-        help="a method, or what prepare() accepts besides; default: all",
+        help="a method, or another name that prepare() accepts; default: all",
     )
     for option, metavar, parse, text in (
         ("--ranks", "N", _ranks, "numbers of ranks; default: the number of GPUs"),

@@ -1,4 +1,4 @@
-"""``numba-symm doctor``: what is wrong with this machine, and what to do.
+"""``numba-symm doctor``: finds problems of this machine, and states remedies.
 
 Alone, it checks the node, and starts a job with a rank for each GPU. Under mpirun, the
 ranks check their nodes, compare them, and check each other.

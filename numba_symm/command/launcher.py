@@ -1,4 +1,4 @@
-"""Starts jobs on this node by MPI's launcher."""
+"""Starts jobs on this node with MPI's launcher."""
 
 import os
 import shutil

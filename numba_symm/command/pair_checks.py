@@ -1,7 +1,7 @@
 """What ``numba-symm doctor`` checks between the ranks of a job. Collective.
 
-Every pair of an island stores to each other's memory, from kernels and by copy engines,
-and the receiver compares what arrived. One pair at a time is measured.
+The two ranks of every pair in an island store to each other's memory, with kernels and
+copy engines, and compare the received data. One pair at a time is measured.
 """
 
 import itertools

@@ -1,7 +1,7 @@
-"""``numba-symm soak``: calls and failures for minutes, and whether all is as promised.
+"""``numba-symm soak``: makes calls and failures for minutes, and checks the promises.
 
-It starts jobs, because a rank that was killed is only replaced by another job. It looks
-at the ranks' steps. A step that outlasts its deadline is a fault, and ends the job.
+It starts several jobs, because only another job replaces a killed rank. It watches the
+ranks' steps. A step that outlasts its deadline is a fault, and ends the job.
 """
 
 import argparse
@@ -383,8 +383,8 @@ def parser() -> argparse.ArgumentParser:
         description="Make random calls of all operations on four communicators side by "
         "side, make and close communicators, and let ranks fail: they are killed and "
         "stopped, raise, are interrupted, abort, and run out of memory, of descriptors "
-        "and of shared memory. Check each result, each deadline, and what the failures "
-        "leave. The exit code is 0 if all is as promised, else 1.",
+        "and of shared memory. Check each result, each deadline, and the state after "
+        "each failure. The exit code is 0 if no promise was broken, else 1.",
         epilog="NUMBA_SYMM_TIMEOUT sets the deadline of calls, by default 5 s in the "
         "simulator and 20 s on GPUs.",
         allow_abbrev=False,
@@ -401,7 +401,7 @@ def parser() -> argparse.ArgumentParser:
         "--simulate", action="store_true", help="use the simulator instead of GPUs"
     )
     length = made.add_mutually_exclusive_group()
-    seconds = "for how long it begins rounds (default 60)"
+    seconds = "how long it begins new rounds of calls (default 60)"
     length.add_argument("--seconds", help=seconds, **number)
     length.add_argument("--calls", help="how many calls, instead of seconds", **number)
     cycles = "how many communicators to make and close meanwhile (default 20)"

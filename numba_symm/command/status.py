@@ -1,7 +1,7 @@
-"""``numba-symm status``: what the ranks of a running job do, read without stopping it.
+"""``numba-symm status``: shows what a running job's ranks do, without stopping them.
 
 A process that has a communicator has the status board's memory open. Another process of
-the same user opens it by ``/proc``, and maps it.
+the same user opens that memory through ``/proc``, and maps it.
 """
 
 import contextlib

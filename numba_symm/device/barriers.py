@@ -3,9 +3,9 @@
 Both consist of the signals in ``signals.py``: one to and one from each rank. In a
 barrier of grids, each block of a rank first adds 1 to a count in the rank's own pad.
 The last block signals for all of them, so each rank sends one signal to each other
-rank, whatever the number of blocks. The first block takes the signals, and then stores
-the next generation, for which the other blocks wait. Only the rank itself accesses
-count and generation, which follow the words of ``counting.py``.
+rank, whatever the number of blocks. The first block waits for the other ranks' signals,
+and then stores the next generation, for which the other blocks wait. Only the rank
+itself accesses count and generation, which follow the words of ``counting.py``.
 """
 
 from typing import Any

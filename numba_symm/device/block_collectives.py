@@ -1,7 +1,7 @@
 """Collectives that kernels call: block *b* of every rank exchanges data.
 
-Each function here is what the simulator runs. On GPUs, ``gpu_collectives.py`` tells
-Numba's compiler what to call instead.
+The simulator runs the functions of this module. On GPUs, ``gpu_collectives.py`` makes
+Numba's compiler call others instead.
 """
 
 import functools

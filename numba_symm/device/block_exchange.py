@@ -1,11 +1,11 @@
 """One exchange of a block with the blocks of the same index on all other ranks.
 
-It is the one-shot exchange of the library's own kernels, by packets of the LL protocol
-(``packets.py``), but may be repeated within a kernel. So it does not rely on the end of
-a kernel.
+It is the one-shot exchange of the library's own kernels, with packets of the LL
+protocol (``packets.py``), but may be repeated within a kernel. So it does not rely on
+the end of a kernel.
 
-Who writes what before whom. A thread exchanges data with the threads of its index only,
-one on every other rank. It counts the calls in which it does so: its epoch. In epoch k:
+Memory order. A thread exchanges data only with the threads of its index, one on every
+other rank. The number of its exchanges is its epoch. In epoch k:
 
 1. It stores k as its epoch, and posts its vectors to every other rank, into the half of
    k's parity. All packets contain k.
@@ -14,9 +14,10 @@ one on every other rank. It counts the calls in which it does so: its epoch. In 
 
 A thread posts k + 2 into the half of k only after it has received k + 1 from every
 rank. Each of them has posted k + 1 after it had received everything of k. So no packet
-is overwritten before it was read, however often a kernel repeats that. It needs that
-each two ranks exchange at least one vector, both ways, in every epoch. In a broadcast,
-the ranks without data send a vector that says which root they expect.
+is overwritten before it was read, however often a kernel repeats that. This requires
+that in every epoch, each pair of ranks exchanges at least one vector in both
+directions. In a broadcast, the ranks without data send a vector with the root that they
+expect.
 
 Epochs overflow after 2**32 calls: of a microsecond each, after 72 minutes. Then a
 mailbox that few calls use could hold a packet of 2**32 epochs ago. So a thread clears

@@ -1,10 +1,10 @@
-"""Functions whose code is that of a compiled one, but for the functions that they call.
+"""Functions whose code differs from a compiled one only in what they call.
 
-Device functions are constants of those that call them. So there are many functions that
-differ only in them: for each element type, operator and transport. Numba knows of a
-callee only the type of its result. So the LLVM code of such functions differs only in
-the names of callees, and one of them is a model: the others are its text with other
-names.
+Device functions are constants of the functions that call them. So there are many
+functions that differ only in these constants: for each element type, operator and
+transport. Numba knows of a callee only the type of its result. So the LLVM code of such
+functions differs only in the names of callees, and one of them is a model: the others
+are its text with other names.
 
 A function cannot be a model in three cases, because its code may then differ in more
 than names: it passes a callee to a function, it also calls a callee by a global name,

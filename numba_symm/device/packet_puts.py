@@ -1,14 +1,15 @@
-"""Copies by packets, for what must arrive soon: ``put_packets`` and ``get_packets``.
+"""Copies with packets, for a short latency: ``put_packets`` and ``get_packets``.
 
-A packet has 4 bytes of data and the epoch, and arrives whole (``packets.py``). So the
-receiver waits for the data itself, and there is neither a flag nor a fence. A mailbox
-is a row of packets in the receiver's memory, and each epoch of it is one copy.
+A packet contains 4 bytes of data and the epoch, and arrives as a whole
+(``packets.py``). So the receiver waits for the data itself, and there is neither a flag
+nor a fence. A mailbox is a row of packets in the receiver's memory, and each epoch of
+it is one copy.
 
-Who writes what before whom. Only the sender writes a mailbox. It stores epoch *e* into
-it after the receiver has read what was there before. The receiver announces that by
-``signal_set`` (release), after all its threads have read, and the sender waits for it
-by ``wait_until`` (acquire). That is the credit. With several mailboxes, which epochs
-use in turn, the sender is as many epochs ahead, so no copy waits for a credit in
+Memory order. Only the sender writes a mailbox. It stores epoch *e* into it after the
+receiver has read the previous packets. The receiver reports that with ``signal_set``
+(release), after all its threads have read, and the sender waits for it with
+``wait_until`` (acquire). This signal is the credit. If epochs use several mailboxes
+alternately, the sender may be as many epochs ahead, so no copy waits for a credit in
 transit. Mailboxes are never emptied: a packet of another epoch has not arrived.
 
 A receiver that finds a later epoch than it waits for reports that the sender did not

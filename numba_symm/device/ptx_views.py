@@ -1,4 +1,4 @@
-"""What copies and collectives need to know of arrays, as intrinsics of Numba.
+"""Properties of arrays that copies and collectives need, as intrinsics of Numba.
 
 ``sim_views.py`` has the same names for the simulator.
 """

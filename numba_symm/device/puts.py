@@ -10,8 +10,8 @@ The bytes before the first whole vector of a row and after the last one are copi
 element by element, and so are short rows and strided elements. A copy accesses no byte
 outside of its arrays.
 
-Accesses are weak: what a copy needs, and what needs it, is ordered by signals, barriers
-and ``syncthreads`` around it. None of these functions synchronizes.
+Accesses are weak: signals, barriers and ``syncthreads`` around a copy order it against
+other accesses. None of these functions synchronizes.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """Runs: a few consecutive elements of several arrays of different types.
 
-A run of one array is a vector of 16 bytes, and the run of another one has as many
-elements, so another number of bytes. A thread holds the runs of all arrays as words of
-8 bytes in a local array, whose indices are constants. So they are in registers.
+A run is a vector of 16 bytes in one of the arrays. In each other array, it has as many
+elements, but may have another number of bytes. A thread holds the runs of all arrays as
+words of 8 bytes in a local array, whose indices are constants. So they are in
+registers.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What copies and collectives need to know of arrays, in the simulator.
+"""Properties of arrays that copies and collectives need, in the simulator.
 
 ``ptx_views.py`` has the same names.
 """

@@ -1,11 +1,11 @@
-"""What the simulator does in place of a thread's loops over vectors: NumPy slices.
+"""NumPy slices, which the simulator uses instead of a thread's loops over vectors.
 
 In the loops of kernels that move bulk data, a thread accesses vectors at equal
 distances: its own of each tile, or of each block's share. On a GPU, such a loop is a
-device function. The simulator calls another function in its place, made of what is
-here. It accesses the same vectors of the same arrays, each as one slice. Who waits
-before whom stays the same, because it replaces nothing that waits, signals or
-synchronizes. Tests compare both forms.
+device function. Instead, the simulator calls another function, made of the functions of
+this module. That function accesses the same vectors of the same arrays, each as one
+slice. The order of waits stays the same, because it replaces no code that waits,
+signals or synchronizes. Tests compare both forms.
 
 ``vectors`` is a ``range``: the indices of the vectors in an array.
 """

@@ -1,4 +1,4 @@
-"""The deadline of exchanges that the GPU waits in, and the host does not.
+"""The deadline of exchanges in which the GPU waits, and the host does not.
 
 Kernels of another library wait without a deadline, also in the replay of a graph, which
 the host does not see. So a kernel stores an exchange's number into a word of host

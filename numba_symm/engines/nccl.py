@@ -1,8 +1,8 @@
 """The engine of NCCL, through nccl4py: its kernels move the bytes, in stream order.
 
 Its communicator is *non-blocking*: a call of NCCL's returns before it is done, and the
-host asks for its state. So a rank that is late, or has ended, is noticed while NCCL
-connects to it, and the watchdog can abort NCCL at any moment.
+host asks for its state. So the library detects a rank that is late or has ended while
+NCCL connects to it, and the watchdog can abort NCCL at any moment.
 """
 
 import functools

@@ -80,7 +80,7 @@ def not_sent(envelope: Envelope) -> MPIError:
 
 
 def items_of(envelope: Envelope, into: buffers.Items) -> int | None:
-    """Return how many items with gaps a message has, or refuse it; None: no gaps."""
+    """Return how many strided items a message has, or refuse it; None: no gaps."""
     if envelope.nbytes > into.nbytes:
         raise refusal(
             MPI.ERR_TRUNCATE,

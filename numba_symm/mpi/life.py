@@ -1,4 +1,4 @@
-"""What changes in the life of a communicator, and whether its ranks still take part."""
+"""The changing state of a communicator, and whether its ranks have left or ended."""
 
 import time
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Messages of device arrays: envelopes by MPI, which matches them, and data by copies.
+"""Messages of device arrays: MPI matches their envelopes, and copies move their data.
 
 A send copies its data to memory of its process (``rooms.py``), and waits for that copy.
-Above a limit of what was not received, it copies later (``postponed.py``).
-Then it sends an envelope with the data's place by MPI, with the tag of the message. So
+Above a limit of bytes that were not received, it copies later (``postponed.py``). Then
+it sends an envelope with the data's place through MPI, with the tag of the message. So
 source, tag, order and wildcards are MPI's. The receive copies the data from there, on a
 stream of its own, so it may run beside the program's kernels. When the copy is done, it
 sends a receipt, after which the sender reuses the memory. To a rank of another island,

@@ -1,8 +1,8 @@
-"""Kernels on the arrays of one rank: items with gaps, and reductions of two arrays.
+"""Kernels on the arrays of one rank: strided items, and reductions of two arrays.
 
-Items whose runs are on regular axes, as of vectors and subarrays, are moved by the
-library's kernel for arrays with gaps. The other kernels wait for no rank, so they are
-plain ``cuda.jit`` kernels.
+Items at regular distances, as in vectors and subarrays, are moved by the library's
+kernel for strided arrays. The other kernels wait for no rank, so they are plain
+``cuda.jit`` kernels.
 """
 
 import functools

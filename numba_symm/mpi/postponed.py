@@ -3,8 +3,8 @@
 The sender sends their envelopes immediately, so MPI's order of messages holds. It
 copies the data to memory of its process when a receive has matched the envelope, or
 when enough earlier messages were received. So it waits at most for the matching
-receive, as MPI's standard send may do. Then it sends the place of the data, by the
-channel of data. Who does what before whom:
+receive, as MPI's standard send may do. Then it sends the place of the data, through the
+channel of data. The order of steps:
 
 1. The sender starts the envelope's synchronous send. MPI ends it after a receive has
    matched.

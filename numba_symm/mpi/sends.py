@@ -1,4 +1,4 @@
-"""Sends of device arrays: to memory of this process, then by an envelope of MPI."""
+"""Sends of device arrays: a copy to memory of this process, then an envelope of MPI."""
 
 import functools
 import threading

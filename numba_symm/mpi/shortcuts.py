@@ -1,7 +1,7 @@
 """Blocking calls that are one call of the communicator on the caller's own arrays.
 
-Such a call is known by its arguments. The next one with arrays at the same places does
-not read its specifications again.
+The module remembers such a call by its arguments. The next call with arrays at the same
+places does not read the specifications again.
 """
 
 from typing import Any, NamedTuple

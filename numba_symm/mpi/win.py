@@ -4,7 +4,7 @@ Puts and gets are copies between this rank's memory and the target's, enqueued o
 stream of the origin's array. Before each call that synchronizes the window, the host
 waits for these streams. Before those that let other ranks access this rank's memory, it
 also waits for the streams of the communicator and of the window's array. Then it calls
-the same method of a window of mpi4py, which has the epochs, locks and errors.
+the same method of a window of mpi4py, which implements epochs, locks and errors.
 Accumulates hold a lock of their own on the target (``window_locks.py``), so they are
 atomic among each other, for all types and operators.
 """

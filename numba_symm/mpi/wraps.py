@@ -1,8 +1,8 @@
 """The object of this package for a communicator of mpi4py, stored as its attribute.
 
 So a second call of ``Comm`` with the same communicator finds the first one's object.
-MPI drops the reference when the communicator of mpi4py is freed. The object stays open
-then, because to close it is collective.
+MPI drops the reference when the communicator of mpi4py is freed. The object then stays
+open, because closing it is collective.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""An array's place in its memory, strided or not, and arrays made from that."""
+"""An array's place in its memory, strided or not, and arrays made from this place."""
 
 import dataclasses
 import math

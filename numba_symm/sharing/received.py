@@ -1,4 +1,4 @@
-"""Opening an array of another process, and giving it back."""
+"""Opens an array of another process, and gives the reference back."""
 
 import weakref
 from typing import Any
