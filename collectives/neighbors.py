@@ -1,7 +1,7 @@
-"""Collectives between neighbours: each rank names those it sends to and receives from.
+"""Collectives between neighbours: each rank names its destinations and its sources.
 
-They consist of messages, as the v forms. Messages of two ranks match in the order of
-their lists.
+They consist of messages, as the v forms do. The messages of two ranks match in the
+order of the ranks' lists.
 """
 
 from typing import Any

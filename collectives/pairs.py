@@ -1,4 +1,4 @@
-"""Reductions of pairs of a value and an index: which rank, or place, has the least.
+"""Reductions of pairs of a value and an index, which find the place of an extreme.
 
 A pair of 8 bytes is reduced as one integer, and one of 16 bytes as two words, so all
 algorithms apply to them. The operator takes the pairs apart.

@@ -1,8 +1,8 @@
 """New arrays of the library of a caller's array: CuPy's or torch's.
 
-An output is allocated by that library, in the order of the call's stream. So it is an
-array of the caller's kind, and the library reuses its memory as that of all others.
-Symmetric memory is this library's own; an array of the other library only views it.
+CuPy or torch allocates an output, in the order of the call's stream. So the output is
+an array of the caller's kind, and that library reuses its memory as it does for all
+arrays. Symmetric memory is numba_symm's own; an array of CuPy or torch only views it.
 """
 
 import functools

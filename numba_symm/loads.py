@@ -1,9 +1,9 @@
 """Which kernels a program loads, and when.
 
 To load a kernel, the driver waits until the GPU has no work. Kernels there may wait for
-another rank, and that rank's host for this one. So kernels are loaded while a
-communicator is constructed, before anything waits: those that an earlier start of the
-program has loaded. A file in the kernel cache lists them.
+another rank, and that rank's host for this one. So the construction of a communicator,
+before any kernel waits, loads the kernels that an earlier run of the program has
+loaded. A file in the kernel cache lists these.
 
 A load within a call is counted, logged, and noted on the status boards while it lasts.
 So if ranks wait for each other, their errors name the cause.

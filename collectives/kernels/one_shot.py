@@ -6,11 +6,11 @@ things. A rank sends the same vectors to all ranks, or a shard to each. It store
 vectors of all ranks, or reduces them in rank order.
 
 ``mailboxes.py`` explains why that needs no barrier, and the order of memory accesses.
-In every epoch, thread 0 of each block exchanges with all ranks, both ways. Otherwise
-the mailboxes could not be used again. Where a rank needs no data of another one, thread
-0 receives a digest of that rank's call. It fails if the digest differs, or arrives
-instead of data. Otherwise, ranks with different roots would fill mailboxes that no rank
-empties.
+In every epoch, thread 0 of each block exchanges with all ranks, in both directions.
+Otherwise the mailboxes could not be used again. From a rank whose data it does not
+need, thread 0 receives a digest of that rank's call. The call fails if the digest
+differs, or if it arrives instead of data. Otherwise, ranks with different roots would
+fill mailboxes that no rank empties.
 
 Calls may be in place, because a thread has loaded whatever it overwrites.
 

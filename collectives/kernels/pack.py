@@ -1,9 +1,9 @@
 """Copies between a strided array and contiguous memory of this rank.
 
-The kernel waits for no rank, and stores only on its own. It moves words, the largest
-that all addresses and strides are multiples of. Axes whose elements follow one another
-are one axis. One kernel moves words of all sizes, in both directions, so few kernels
-have to be loaded.
+The kernel waits for no rank, and stores only in its own rank's memory. It moves words
+of the largest size that divides all addresses and strides. Axes whose elements follow
+one another are treated as one axis. One kernel moves words of all sizes, in both
+directions, so few kernels have to be loaded.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """The reduction of several shards in this rank's memory into one of them.
 
-In calls over several islands, ranks receive the shards from the other islands, and
-reduce them in the order of the islands. Each thread reads and writes vectors of its
-own. No other rank takes part.
+In calls over several islands, ranks receive the shards from other islands, and reduce
+them in the order of the islands. Each thread reads and writes vectors of its own. No
+other rank takes part.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Messages between pairs of ranks: any number at a time, of any sizes, by one kernel.
+"""Messages between pairs of ranks: any number at a time, of any sizes, in one kernel.
 
 Sends and receives, their groups, and the collectives whose ranks send different amounts
 consist of messages.
@@ -13,13 +13,13 @@ e % DEPTH at the receiver:
                 raises the slot's flag: e, and how many bytes the message has
     receiver    waits for the flag, copies the slot into its array, gives credit for e
 
-A receiver may permit shorter messages. It does not know then which channels the message
-uses. But every message has a chunk in channel 0. So the block of that channel learns
-the bytes from the first flag. It passes them on to the receiver's other blocks of the
-pair, through a word of the workspace for each block and message. Each block clears its
-word before the launch ends. A block waits only for a block before it, never for a later
-one. At launch, the host knows only the unit of the message's length. So the kernel
-accesses the end of an array element by element.
+A receiver may permit shorter messages. Then it does not know which channels the message
+uses. But every message has a chunk in channel 0. So the block of that channel reads the
+number of bytes from the first flag. It passes the number to the receiver's other blocks
+of the pair, through a word of the workspace for each block and message. Each block
+clears its word before the launch ends. A block waits only for earlier blocks, never for
+a later one. At launch, the host knows only the unit of the message's length. So the
+kernel accesses the end of an array element by element.
 
 A sender may have the number of elements on its GPU. Every block of the pair reads it
 when the launch starts. If it is more than the capacity, which is the most that the
@@ -35,8 +35,8 @@ whole block's loads, and the sender's acquire precedes its next stores into the 
 Each end counts chunks in its own workspace. Only the block of that channel accesses the
 count, in one launch after the other.
 
-Requests have a workspace of their own, but a failure of the rank is marked in that of
-all other calls. So a request stores nothing after the failure of another call, and
+Requests have a workspace of their own, but a rank's failure is marked in the workspace
+of all other calls. So a request stores nothing after the failure of another call, and
 other calls store nothing after that of a request.
 
 Source: the point-to-point kernels of NCCL.

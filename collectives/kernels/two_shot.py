@@ -1,15 +1,16 @@
 """All-reduce in two phases: each rank reduces a shard, and sends the result to all.
 
-For medium messages. The input is divided into one shard a rank. Every thread posts a
-vector of every shard to that shard's owner (scatter). It reduces what it receives of
-its own rank's shard, and posts the result to every other rank. It stores the results
-that it receives (gather). ``mailboxes.py`` explains why that needs no barrier, and the
-order of memory accesses: both phases of an epoch are exchanges of each pair, both ways.
+For medium messages. The input is divided into one shard for each rank. Every thread
+posts a vector of every shard to that shard's owner (scatter). It reduces the vectors
+that it receives for its own rank's shard, and posts the result to every other rank. It
+stores the results that it receives (gather). ``mailboxes.py`` explains why that needs
+no barrier, and the order of memory accesses: in both phases of an epoch, each pair
+exchanges in both directions.
 
 Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
 rank without an output, in a reduction to one rank, stores nothing.
 
-Source: the all-reduce of MSCCL++ in two phases, by packets.
+Source: the all-reduce of MSCCL++ in two phases, with packets.
 """
 
 import functools

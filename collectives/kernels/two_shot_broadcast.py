@@ -6,8 +6,8 @@ posts it to all other owners (relay), which store it. So the root sends the mess
 once, and each other rank receives it once.
 
 ``mailboxes.py`` explains why that needs no barrier, and the order of memory accesses.
-In the scatter, thread 0 of each block exchanges with all ranks, both ways, as in
-``one_shot.py``. Where no data is due, it receives a digest of the call.
+In the scatter, thread 0 of each block exchanges with all ranks, in both directions, as
+in ``one_shot.py``. From ranks that send it no data, it receives a digest of the call.
 
 Calls may be in place, because the root only reads its array, and the others only store
 in theirs.

@@ -1,1 +1,1 @@
-"""Device code that kernels share, and what binds a kernel to a call."""
+"""Device code that kernels share, and the binding of a kernel to a call."""

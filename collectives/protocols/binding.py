@@ -1,4 +1,4 @@
-"""What binds a kernel to a call: a rank's end, the arguments, and the launch."""
+"""The binding of a kernel to a call: a rank's end, the arguments, and the launch."""
 
 import zlib
 from collections.abc import Callable

@@ -22,16 +22,15 @@ expect.
 Epochs overflow after 2**32 calls: of a microsecond each, after 72 minutes. Then a
 mailbox that few calls use could hold a packet of 2**32 epochs ago. So a thread clears
 all its mailboxes in the last epoch of each half. A peer stores there next two epochs
-later. Two fences order that: of the thread that has cleared, before it posts the next
-epoch, and of the peer, after it has received that epoch. The calls may be of different
-kernels.
+later. Two fences order these: the clearing thread's, before it posts the next epoch,
+and the peer's, after it has received that epoch. The calls may be of different kernels.
 
-The block synchronizes where its threads use what others of them have stored, and to
-agree whether a thread has failed. After a failure, every thread of the block keeps
-``FAILED`` as its epoch. All blocks of the rank find the failure in their marks. So no
-later call posts or stores anything, in this kernel or in the next one.
+The block synchronizes where its threads use data that other threads of the block have
+stored, and to agree whether a thread has failed. After a failure, every thread of the
+block keeps ``FAILED`` as its epoch. All blocks of the rank find the failure in their
+marks. So no later call posts or stores anything, in this kernel or in the next one.
 
-Next kernels continue with the epochs and the mailboxes. For that, what a kernel stored
+Later kernels continue with the epochs and the mailboxes. For that, a kernel's stores
 must be visible to the stream's later kernels: ``starts_see`` in docs/architecture.md.
 """
 

@@ -2,7 +2,7 @@
 
 A workspace has these parts on each rank, one after another:
 
-- for each block a word, not 0 once the rank has failed;
+- for each block, a word that is 0 until the rank fails;
 - for each thread of each block its last epoch, a uint32;
 - for each half, other rank, vector, block and thread a mailbox: two packets.
 

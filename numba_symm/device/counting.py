@@ -1,8 +1,8 @@
 """Signals that count: a 64-bit word for each channel and source rank.
 
-The words follow the slots of a signal pad, at ``size * channel + source``. Only
-the source rank adds to a word or sets it, and the owner of the pad reads it. Nothing
-else changes a word, so the next launch continues with the last value.
+The words follow the slots of a signal pad, at ``size * channel + source``. Only the
+source rank adds to a word or sets it, and the owner of the pad reads it. So the next
+launch continues with the last value.
 """
 
 from typing import Any

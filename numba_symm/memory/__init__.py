@@ -1,6 +1,6 @@
 """Symmetric memory: allocate, export, exchange, map, validate, close.
 
-``allocator`` has this process' allocations, found from any pointer into them. ``heap``
-is a communicator's: which allocations are mapped on all its ranks, and when all have
-dropped one. ``symmetric`` is what a rendezvous returns.
+``allocator`` contains this process' allocations, and finds them by any pointer into
+them. ``heap`` contains those of a communicator: which are mapped on all its ranks, and
+which all ranks have dropped. ``symmetric`` is the result of a rendezvous.
 """

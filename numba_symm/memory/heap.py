@@ -1,4 +1,4 @@
-"""The symmetric memory of a communicator: what all its ranks have mapped."""
+"""The symmetric memory of a communicator: allocations that all ranks have mapped."""
 
 import math
 import weakref

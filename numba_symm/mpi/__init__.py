@@ -8,8 +8,8 @@ A program of mpi4py changes its import and one line::
 
 Its device arrays then stay on the GPUs, and its host arrays go to mpi4py. Names that
 are not here are those of ``mpi4py.MPI``. Importing this module starts MPI, as importing
-``mpi4py.MPI`` does. :func:`install` puts it in the place of ``mpi4py.MPI``, for
-programs and packages that nobody edits.
+``mpi4py.MPI`` does. :func:`install` replaces ``mpi4py.MPI`` with it, for programs and
+packages that cannot be edited.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
 """Buffers of host types over memory of the GPU, such as ``MPI.memory.fromaddress``.
 
-A program makes one of a pointer, for a library without an interface for its arrays. Its
-type does not say where its memory is, so the driver is asked. MPI would read the
-address from the host.
+A program makes such a buffer from a pointer, for a library whose arrays have no
+interface. The buffer's type does not show whether its memory is on the GPU, so this
+module asks the driver. MPI would read the memory as the host's.
 """
 
 import array

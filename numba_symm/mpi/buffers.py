@@ -1,10 +1,10 @@
 """Buffer specifications, as mpi4py takes them, of device arrays.
 
 A specification is an array ``x`` or a list or tuple: ``[x, type]``, ``[x, count]``,
-``[x, (count, displ)]``, ``[x, count, type]``, ``[x, (count, displ), type]`` or
-``[x, count, displ, type]``; the vector forms have a count and a displacement for each
-rank. As in mpi4py, counts and displacements are numbers of items of the type, and what
-is left out follows from the array.
+``[x, (count, displ)]``, ``[x, count, type]``, ``[x, (count, displ), type]`` or ``[x,
+count, displ, type]``; the vector forms have a count and a displacement for each rank.
+As in mpi4py, counts and displacements are numbers of items of the type, and omitted
+values follow from the array.
 """
 
 import functools

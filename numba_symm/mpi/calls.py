@@ -1,4 +1,4 @@
-"""What was started and is waited for later: its state, and its status."""
+"""Calls that were started and are waited for later: their states and statuses."""
 
 import time
 from collections.abc import Callable, Sequence

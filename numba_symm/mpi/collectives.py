@@ -1,8 +1,8 @@
 """The collectives of mpi4py, as calls of a communicator on device arrays.
 
-Each function has the arguments of mpi4py's method, and returns the job that does the
-call, or None if its arrays are on the host. ``forms.py`` makes the blocking, the
-nonblocking and the persistent method of it.
+Each function has the arguments of mpi4py's method, and returns the job that executes
+the call, or None if its arrays are on the host. ``forms.py`` makes the blocking, the
+nonblocking and the persistent method from it.
 """
 
 import itertools

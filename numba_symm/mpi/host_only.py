@@ -1,4 +1,4 @@
-"""Classes with methods that take host memory only, and refuse device arrays here.
+"""Classes with methods that take only host memory, and here refuse device arrays.
 
 MPI would read their addresses as those of host memory. mpi4py's constants, such as
 ``MPI.INT`` and ``MPI.SUM``, are objects of these classes here.

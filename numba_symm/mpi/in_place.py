@@ -1,8 +1,8 @@
-"""Puts this package in the place of ``mpi4py.MPI``, for programs that nobody edits.
+"""Replaces ``mpi4py.MPI`` with this package, for programs that cannot be edited.
 
-Modules of C get mpi4py's own objects: they read the handles in them, and may make calls
-of MPI that this library does not see. While such a module is loaded, ``mpi4py.MPI`` is
-therefore mpi4py's, and a line on rank 0's standard error names the package.
+Extension modules in C get mpi4py's own objects, because they read the handles in them,
+and may make calls of MPI without this library. So while such a module is loaded,
+``mpi4py.MPI`` is mpi4py's, and a line on rank 0's standard error names the package.
 """
 
 import sys
