@@ -25,9 +25,9 @@ def transposed(array):
     """Return a view: Numba's own ``T`` copies an array of two axes."""
     if SIMULATED or isinstance(array, np.ndarray):
         return array.T
-    found = array.__cuda_array_interface__
-    facts = {name: found[name][::-1] for name in ("shape", "strides")}
-    view = SimpleNamespace(__cuda_array_interface__=found | facts, array=array)
+    facts = {"shape": array.shape[::-1], "strides": array.strides[::-1]}
+    found = array.__cuda_array_interface__ | facts
+    view = SimpleNamespace(__cuda_array_interface__=found, array=array)
     return cuda.as_cuda_array(view)
 
 
