@@ -44,8 +44,13 @@ def _cupy(cupy: Any) -> Library:
         if stream == cupy.cuda.get_current_stream().ptr:
             return cupy.empty(shape, like.dtype, order)
         # CuPy gives memory to later arrays of the stream that was current here.
-        with cupy.cuda.ExternalStream(stream):
+        with other(stream):
             return cupy.empty(shape, like.dtype, order)
+
+    def other(stream: int) -> Any:
+        if hasattr(cupy.cuda.Stream, "from_external"):  # from CuPy 14 on
+            return cupy.cuda.Stream.from_external(_ExternalStream(stream))
+        return cupy.cuda.ExternalStream(stream)
 
     def over(memory: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         place = cupy.cuda.UnownedMemory(memory.address, memory.nbytes, memory)
@@ -86,6 +91,16 @@ def _torch(torch: Any) -> Library:
         return hasattr(torch, dtype.name)
 
     return Library("torch", empty, over, knows)
+
+
+class _ExternalStream:
+    """A stream, for libraries that read ``__cuda_stream__``."""
+
+    def __init__(self, handle: int):
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle  # the protocol's version, and the stream
 
 
 class _Exported:

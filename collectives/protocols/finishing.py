@@ -27,6 +27,7 @@ from numba_symm.device import runs
 from numba_symm.device.intrinsics import (
     device_function,
     ld_v2_u64,
+    st_u32,
     st_u64,
     word_of,
 )
@@ -313,26 +314,40 @@ def make_row_sum(
     kind, room = source.accumulate.type, partial_bytes()
     of_sums = Element(source.accumulate, source.accumulate)
     bits, number = make_bits(of_sums, "sum", 1), number_of(of_sums)
-    mask = (1 << 8 * of_sums.itemsize) - 1 if of_sums.itemsize < 8 else -1
+    width = 4 if of_sums.itemsize == 4 else 8  # narrow integers have sums of 8 bytes
+    store = st_u32 if width == 4 else st_u64
+
+    if width == 4:
+
+        @device_function
+        def load_four(at: int, all_four: bool) -> Any:
+            low, high = ld_v2_u64(at)
+            least = 0xFFFFFFFF
+            return low & least, low >> 32 & least, high & least, high >> 32 & least
+
+    else:
+
+        @device_function
+        def load_four(at: int, all_four: bool) -> Any:
+            a, b = ld_v2_u64(at)
+            c, d = ld_v2_u64(at + VECTOR) if all_four else (a, b)
+            return a, b, c, d
 
     @device_function
     def row_sum(
         own: int, block: int, parity: int, thread: int, mine: Any, failed: bool
     ) -> Any:
         at = own + partials + (2 * block + parity) * room
-        st_u64(at + 8 * thread, word_of(bits(mine)))
+        store(at + width * thread, word_of(bits(mine)))
         # Orders the sums of all threads before the loads. It also orders the loads from
         # the other room before the next row's sums, which are stored there.
         failed = workspace.sync_block_or(failed)  # explore: partials
         a, b, c, d = kind(0), kind(0), kind(0), kind(0)
         for first in range(0, THREADS, CHAINS):
-            low, high = ld_v2_u64(at + 8 * first)
-            a = kind(a + number(low & mask))
-            b = kind(b + number(high & mask))
+            s = load_four(at + width * first, first + 2 < THREADS)
+            a, b = kind(a + number(s[0])), kind(b + number(s[1]))
             if first + 2 < THREADS:  # a constant; the explorer's blocks are smaller
-                low, high = ld_v2_u64(at + 8 * first + VECTOR)
-                c = kind(c + number(low & mask))
-                d = kind(d + number(high & mask))
+                c, d = kind(c + number(s[2])), kind(d + number(s[3]))
         return kind(kind(a + b) + kind(c + d)), failed
 
     return row_sum

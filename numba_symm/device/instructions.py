@@ -13,11 +13,13 @@ Sources: `ld
 
 from typing import NamedTuple
 
-NONE, LOADS, STORES, UPDATES = "none", "loads", "stores", "updates"
+NONE, CLOCK, LOADS, STORES, UPDATES = "none", "clock", "loads", "stores", "updates"
 ORDERS, MEETS, ENDS = "orders", "meets", "ends"
 """The effects of an instruction.
 
-- ``NONE``: its result follows from its operands, or is a clock.
+- ``NONE``: its result follows from its operands, so a compiler may move, repeat or
+  drop it.
+- ``CLOCK``: its result is the time.
 - ``LOADS``, ``STORES``, ``UPDATES``: it accesses the memory at its first operand, or
   both loads and stores there as one access.
 - ``ORDERS``: it orders accesses of its thread.
@@ -160,7 +162,7 @@ _add("griddepcontrol_wait", "griddepcontrol.wait;", "void", ORDERS)
 _START_NEXT = "griddepcontrol.launch_dependents;"
 _add("griddepcontrol_launch_dependents", _START_NEXT, "void", ORDERS)
 _add("exit_thread", "exit;", "void", ENDS)
-_add("globaltimer", "mov.u64 $0, %globaltimer;", "s64")
+_add("globaltimer", "mov.u64 $0, %globaltimer;", "s64", CLOCK)
 
 # Conversions between bits and numbers.
 _add("f32_of_bits", "mov.b32 $0, $1;", "f32 = u32")

@@ -25,6 +25,7 @@ from numba_symm.device.instructions import (
     ATOMIC_ORDERS,
     ATOMICS,
     MEETS,
+    NONE,
     TABLE,
     Instruction,
     atomic_name,
@@ -147,17 +148,22 @@ def _type_of(scalars: tuple[str, ...]) -> Any:
     return kind if len(scalars) == 1 else types.UniTuple(kind, len(scalars))
 
 
+_ATTRIBUTES = {MEETS: ("convergent",), NONE: ("nounwind", "readnone")}
+"""What LLVM is told of a statement, by the effect of its instruction."""
+
+
 def statement(found: Instruction) -> Callable[..., Any]:
     """Return a function of a builder and scalars that adds one inline PTX statement.
 
-    Each one is marked to have side effects and to clobber memory. So the compiler does
-    not drop it, repeat it, or move it across other memory accesses.
+    If it has an effect, it is marked to have side effects and to clobber memory. So the
+    compiler does not drop it, repeat it, or move it across other memory accesses.
     """
+    effective = found.effect != NONE
     results = [_TYPES[each] for each in found.result]
     inputs = [_TYPES[each] for operand in found.operands for each in operand]
-    attributes = ("convergent",) if found.effect == MEETS else ()
+    attributes = _ATTRIBUTES.get(found.effect, ())
     constraints = [f"={_CONSTRAINT[t]}" for t in results]
-    constraints += [_CONSTRAINT[t] for t in inputs] + ["~{memory}"]
+    constraints += [_CONSTRAINT[t] for t in inputs] + ["~{memory}"] * effective
     returned = [_LLVM[t] for t in results]
     if not returned:
         llvm_result: Any = ir.VoidType()
@@ -169,7 +175,7 @@ def statement(found: Instruction) -> Callable[..., Any]:
 
     def add(builder: Any, values: list[Any]) -> Any:
         asm = ir.InlineAsm(
-            function, found.template, ",".join(constraints), side_effect=True
+            function, found.template, ",".join(constraints), side_effect=effective
         )
         return builder.call(asm, values, attrs=attributes)
 

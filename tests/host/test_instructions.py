@@ -7,6 +7,7 @@ from explore import intrinsics
 
 from numba_symm.device import ptx, sim
 from numba_symm.device.instructions import (
+    CLOCK,
     ENDS,
     LOADS,
     MEETS,
@@ -48,5 +49,7 @@ def wanted_effect(template):
     effects |= {"bar": MEETS, "shfl": MEETS}
     if template == "exit;":
         return ENDS
+    if "timer" in template:
+        return CLOCK
     words = re.findall(r"([a-z]+)\.\w", template)
     return next((effects[word] for word in words if word in effects), NONE)

@@ -47,8 +47,8 @@ def streams():
     return []
 
 
-@pytest.fixture
-def cupy(monkeypatch, streams):
+@pytest.fixture(params=[13, 14])
+def cupy(monkeypatch, streams, request):
     current = SimpleNamespace(ptr=CURRENT)
 
     @contextlib.contextmanager
@@ -68,9 +68,14 @@ def cupy(monkeypatch, streams):
     made.cuda = SimpleNamespace(
         get_current_stream=lambda: current,
         ExternalStream=external,
+        Stream=SimpleNamespace(),
         UnownedMemory=lambda address, nbytes, owner: (address, nbytes, owner),
         MemoryPointer=lambda memory, offset: (memory, offset),
     )
+    if request.param > 13:
+        of_protocol = lambda stream: external(stream.__cuda_stream__()[1])  # noqa: E731
+        made.cuda.Stream.from_external = of_protocol
+        del made.cuda.ExternalStream  # deprecated
     return known(monkeypatch, made)
 
 
