@@ -26,7 +26,9 @@ from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, partial_
 from numba_symm.device import runs
 from numba_symm.device.intrinsics import (
     device_function,
+    ld_u32,
     ld_v2_u64,
+    ld_v4_u32,
     st_u32,
     st_u64,
     word_of,
@@ -321,9 +323,10 @@ def make_row_sum(
 
         @device_function
         def load_four(at: int, all_four: bool) -> Any:
-            low, high = ld_v2_u64(at)
-            least = 0xFFFFFFFF
-            return low & least, low >> 32 & least, high & least, high >> 32 & least
+            if all_four:
+                return ld_v4_u32(at)
+            a, b = ld_u32(at), ld_u32(at + 4)
+            return a, b, a, b
 
     else:
 

@@ -126,6 +126,7 @@ for _verb, _kinds in ATOMICS.items():
 
 # Data, ordered by the flags around it.
 _add("ld_v2_u64", "ld.global.v2.u64 {$0,$1}, [$2];", _LOADED, LOADS)
+_add("ld_v4_u32", "ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "u32x4 = s64", LOADS)
 _add("st_v2_u64", "st.global.v2.u64 [$0], {$1,$2};", _STORED, STORES)
 _add("ld_u64", "ld.global.u64 $0, [$1];", "s64 = s64", LOADS)
 _add("st_u64", "st.global.u64 [$0], $1;", _LONG, STORES)

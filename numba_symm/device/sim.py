@@ -21,6 +21,7 @@ import ml_dtypes
 import numpy as np
 
 from numba_symm.arguments import refuse_misaligned
+from numba_symm.device.host_arrays import array_at as array_at  # for kernels
 from numba_symm.device.host_atomics import function as host_atomic
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.device.links import atomic_function
@@ -91,24 +92,31 @@ ld_relaxed_sys_u64, ld_acquire_sys_u64 = map(_load, 2 * [ctypes.c_int64])
 st_relaxed_sys_u64, st_release_sys_u64 = map(_store, 2 * [ctypes.c_uint64])
 
 
-_pair_at = (ctypes.c_int64 * 2).from_address
+_Pair = ctypes.c_int64 * 2
+
+
+def _pair_at(address: int) -> Any:
+    if address % 16:
+        refuse_misaligned(address, 16)
+    return _Pair.from_address(address)
 
 
 def ld_v2_u64(address: int) -> tuple[int, int]:
     """Load two 8-byte words, each atomically."""
-    if address % 16:
-        refuse_misaligned(address, 16)
     pair = _pair_at(address)
     return pair[0], pair[1]
 
 
+def ld_v4_u32(address: int) -> tuple[int, ...]:
+    """Load four 4-byte words, each atomically."""
+    words = ld_v2_u64(address)
+    return tuple(word >> at & 0xFFFFFFFF for word in words for at in (0, 32))
+
+
 def st_v2_u64(address: int, words: tuple[int, int]) -> None:
     """Store two 8-byte words, each atomically, the first one first."""
-    if address % 16:
-        refuse_misaligned(address, 16)
     pair = _pair_at(address)
-    pair[0] = int(words[0])
-    pair[1] = int(words[1])
+    pair[0], pair[1] = int(words[0]), int(words[1])
 
 
 ld_relaxed_sys_v2_u64, st_relaxed_sys_v2_u64 = ld_v2_u64, st_v2_u64
@@ -478,23 +486,3 @@ def poll_pause(polls: int) -> None:
     team = getattr(thread, "_manager", None)
     if team is not None:
         team.check()
-
-
-def array_at(address: int, shape: Any, dtype: Any) -> Any:
-    """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
-    if not isinstance(shape, int | np.integer | tuple):
-        raise ArgumentError(
-            f"expected shape to be an int or a tuple of ints, got {shape!r}"
-        )
-    scalar = isinstance(dtype, type) and issubclass(dtype, np.generic)
-    if not scalar and not isinstance(dtype, np.dtype):
-        raise ArgumentError(
-            "expected dtype to be a NumPy scalar type such as np.float32, got "
-            f"{dtype!r}"
-        )
-    dtype = np.dtype(dtype)
-    if address % dtype.alignment:
-        refuse_misaligned(address, dtype.alignment)
-    nbytes = int(np.prod(shape)) * dtype.itemsize
-    memory = (ctypes.c_char * nbytes).from_address(address)
-    return np.frombuffer(memory, dtype).reshape(shape)

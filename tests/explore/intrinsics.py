@@ -102,6 +102,11 @@ def ld_v2_u64(address: int) -> Generator[int, None, tuple[int, int]]:
     return low, word_of(_load(address + 8, 8, WEAK))
 
 
+def ld_v4_u32(address: int) -> Generator[int, None, tuple[int, ...]]:
+    yield STEP
+    return tuple(_load(address + at, 4, WEAK) for at in range(0, 16, 4))
+
+
 def st_v2_u64(address: int, words: Any) -> Generator[int, None, None]:
     yield STEP
     _store(address, 8, words[0], WEAK)
