@@ -283,7 +283,7 @@ def _of_a_job(
         number, ["-m", "numba_symm.command.doctor"], mpirun, ()
     )
     environ = launcher.job_environment(os.environ, simulate=simulate)
-    with subprocess.Popen(  # waits for it, and closes its pipes, in any case
+    with launcher.started(  # waits for it, and closes its pipes, in any case
         command,
         env=environ,
         stdout=subprocess.PIPE,

@@ -1,5 +1,6 @@
 """Starts jobs on this node with MPI's launcher."""
 
+import ctypes
 import os
 import shutil
 import signal
@@ -8,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from numba_symm.errors import SymmError
 
@@ -112,6 +114,29 @@ def check_sessions(environ: Mapping[str, str]) -> None:
         )
 
 
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+def started(command: Sequence[str], **options: Any) -> "subprocess.Popen[Any]":
+    """Start mpirun, which ends when this process ends, in any way.
+
+    A process cannot forward SIGKILL. So the kernel sends SIGTERM to mpirun, which then
+    ends its ranks and removes its files.
+
+    Args:
+        command: mpirun and its arguments.
+        options: for ``subprocess.Popen``.
+    """
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def bind() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before
+            os._exit(1)
+
+    return subprocess.Popen(command, preexec_fn=bind, **options)
+
+
 _FORWARDED = {
     signal.SIGINT,
     signal.SIGTERM,
@@ -124,7 +149,7 @@ _OF_KERNEL = 0x80  # SI_KERNEL
 
 def code_of(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run mpirun, forward signals to it, and return its exit code."""
-    with subprocess.Popen(command, env=dict(environ)) as job:
+    with started(command, env=dict(environ)) as job:
         waited = {*_FORWARDED, signal.SIGCHLD}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
         try:

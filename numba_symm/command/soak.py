@@ -205,7 +205,7 @@ def _play(
     log = marks.folder / "output"
     with (
         log.open("w") as output,
-        subprocess.Popen(
+        launcher.started(
             command,
             env=environ,
             stdin=subprocess.DEVNULL,

@@ -331,3 +331,17 @@ def test_a_job_that_is_waited_for_leaves_the_signals_as_they_were():
     program = [sys.executable, "-c", "raise SystemExit(3)"]
     assert launcher.code_of(program, os.environ) == 3
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
+def test_a_job_ends_with_a_command_that_is_killed():
+    job = "import time; print('begun', flush=True); time.sleep(9); print('not ended')"
+    program = (
+        "import os, sys; from numba_symm.command import launcher; "
+        f"launcher.code_of([sys.executable, '-c', {job!r}], os.environ)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as command:
+        assert command.stdout.readline() == "begun\n"
+        command.kill()
+        assert command.stdout.read() == ""  # to the end of the job, which has the pipe
