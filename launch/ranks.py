@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from numba_symm import forks
 from numba_symm.arguments import shown
 from numba_symm.environment import warn_once
-from numba_symm.errors import ArgumentError, RankLeft
+from numba_symm.errors import ArgumentError, CollectiveError, RankLeft
 
 
 class Comm(Protocol):
@@ -221,9 +221,25 @@ def mpi() -> Any:
 
 @contextmanager
 def living(rank: int) -> Iterator[None]:
-    """Raise RankLeft if MPI raises in the block: messages to a rank that has died."""
+    """Name ``rank`` if MPI raises in the block, which has messages with that rank.
+
+    Raises:
+        RankLeft: the rank has ended, as MPI reports.
+        CollectiveError: MPI reports another error.
+    """
     try:
         yield
     except mpi().Exception as error:
-        text = f"rank {rank} has ended, as MPI reports ({error})"
-        raise RankLeft(text, ranks=(rank,)) from error
+        if is_of_ended_process(error):
+            text = f"rank {rank} has ended, as MPI reports ({error})"
+            raise RankLeft(text, ranks=(rank,)) from error
+        text = f"MPI has failed in a message with rank {rank} ({error})"
+        raise CollectiveError(text, ranks=(rank,)) from error
+
+
+def is_of_ended_process(error: Any) -> bool:
+    """Return whether an exception of MPI's states that a process has ended."""
+    # mpi4py gives a class that the MPI library does not have the number of another one.
+    names = "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING"
+    classes = {getattr(mpi(), name, None) for name in names} - {mpi().ERR_UNKNOWN}
+    return error.Get_error_class() in classes

@@ -167,8 +167,9 @@ class FakeMPI:
 
     UNDEFINED = -7
     TAG_UB = 5
+    ERR_UNKNOWN, ERR_PROC_FAILED = 14, 75
+    Exception = type("Exception", (RuntimeError,), {"Get_error_class": lambda _: 75})
     finalized = False
-    Exception = RuntimeError
 
     class Comm(Alone):
         begun = None

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from numba_symm.errors import ArgumentError
+from numba_symm.errors import ArgumentError, CollectiveError, RankLeft
 from numba_symm.launch import ranks, tagged
 from numba_symm.launch.tagged import TAGS, Purpose
 from tests.threads import ThreadComm, run_ranks
@@ -30,6 +30,30 @@ def mpi(monkeypatch):
     found.Is_finalized = lambda: found.finalized
     monkeypatch.setattr(ranks, "mpi", lambda: found)
     return found
+
+
+class Failed(Exception):
+    """What mpi4py raises, with an error class."""
+
+    def Get_error_class(self):
+        return self.args[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "text"),
+    [
+        (75, RankLeft, r"rank 3 has ended, as MPI reports \(75\)"),
+        (15, CollectiveError, r"MPI has failed in a message with rank 3 \(15\)"),
+        (14, CollectiveError, r"MPI has failed in a message with rank 3 \(14\)"),
+    ],
+)
+def test_an_error_of_mpi_names_the_rank_and_how_mpi_has_failed(mpi, code, kind, text):
+    mpi.Exception, mpi.ERR_UNKNOWN, mpi.ERR_PROC_FAILED = Failed, 14, 75
+    mpi.ERR_PROC_FAILED_PENDING = 14  # in an MPI library without this class
+    with pytest.raises(CollectiveError, match=text) as error, ranks.living(3):
+        raise Failed(code)
+    assert type(error.value) is kind
+    assert error.value.ranks == (3,)
 
 
 def alone(mask):
