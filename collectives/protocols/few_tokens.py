@@ -114,9 +114,10 @@ def area_words(size: int) -> int:
 def make_mail(size: int, operation: int) -> tuple[int, mailboxes.Mailboxes]:
     """Return where the epochs are, and the device functions of the mailboxes."""
     region = workspace.layout(size).one_shot_marked
+    epochs = workspace.layout(size).one_shot_marked.epochs  # explore: epochs
     protocol = workspace.ONE_SHOT[TRANSPORT]
     given = size, TRANSPORT, region, protocol, 1, operation
-    return region.epochs, mailboxes.make_mailboxes(*given)
+    return epochs, mailboxes.make_mailboxes(*given)
 
 
 @device_function

@@ -182,6 +182,12 @@ class FewTokens(Experts):
         for base in self.areas:
             self.kept |= set(range(base, base + nbytes, 4))
 
+    def call(self):
+        """Add them, and perhaps a call of another kind, by the same mailboxes."""
+        super().call()
+        if self.random.random() < 0.5:
+            self.mailed("marked", self.random.randrange(1, 4))
+
     def _share(self, grid, vectors):
         """Return how calls share vectors: in one epoch or several, of some tiles."""
         few, threads = self.code.few_tokens, self.code.workspace.THREADS
@@ -291,6 +297,15 @@ FEW_BROKEN = {
     "an epoch changed before all have read it": (
         2,
         removed("mailed_combine", "resumed"),
+    ),
+    # Only calls of another kind, which have other epochs then, find it.
+    "epochs of their own": (
+        2,
+        replaced(
+            "few_tokens",
+            "epochs",
+            "epochs = workspace.layout(size).one_shot_sentinel.epochs",
+        ),
     ),
     "a mailbox of two vectors": (
         2,
