@@ -2,11 +2,13 @@
 
 import functools
 import sys
+from contextlib import suppress
 from typing import Any
 
+from numba_symm.errors import RankLeft, left
 from numba_symm.launch import tagged, waiting
 from numba_symm.launch.ranks import Comm, checked, is_mpi
-from numba_symm.launch.tagged import TaggedComm
+from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait, begin
 
 _begun: list[list[tuple[Any, Any]]] = []  # Idup's results, of each communicator
@@ -92,3 +94,71 @@ def claim(comm: Any) -> None:
             each.clear()
             _begun[:] = [other for other in _begun if other is not each]
     waiting.drop_finished()
+
+
+@functools.cache
+def _given_up_key() -> int:
+    """Return the key of a communicator's attribute: what :func:`give_up` notes."""
+    return int(sys.modules["mpi4py.MPI"].Comm.Create_keyval())
+
+
+def give_up(
+    comm: Comm, mine: Comm | TaggedComm, error: BaseException | None = None
+) -> None:
+    """Note how the use of a duplicate has ended. Local.
+
+    After an error, MPI may still have messages for the duplicate, so it is kept. Until
+    the next one is used, a rank reports by it that it does not begin that one.
+
+    Args:
+        comm: the communicator that was duplicated.
+        mine: what :func:`duplicate` returned.
+        error: the error; None: nobody gives it up.
+    """
+    if isinstance(mine, TaggedComm):
+        kept = None
+        if error is not None and not mine.released:
+            kept = mine.part(range(mine.size), Purpose.GIVEN_UP), str(error)
+        comm.Set_attr(_given_up_key(), kept)  # type: ignore[attr-defined]
+
+
+def leave(comm: Comm, cause: BaseException, what: str) -> None:
+    """Report to ranks that wait for the next duplicate that this one leaves. Local.
+
+    Args:
+        comm: the communicator that is duplicated.
+        cause: the exception by which this rank leaves.
+        what: the call that it leaves.
+    """
+    reports, _ = _given_up(comm)
+    if reports is None:
+        return
+    text = f"rank {reports.rank} {left(cause, what)}"
+    error = RankLeft(text, ranks=(reports.rank,), operation=what)
+    for rank in range(reports.size):
+        if rank != reports.rank:
+            there = reports.ranks[rank], reports.tag
+            with suppress(sys.modules["mpi4py.MPI"].Exception):  # it has ended
+                begin(waiting.unfinished, reports.mpi.isend, error, *there)
+
+
+def look(comm: Comm) -> None:
+    """Raise the error of a rank that has left, see :func:`leave`. Local."""
+    reports, why = _given_up(comm)
+    if reports is None:
+        return
+    source, tag = sys.modules["mpi4py.MPI"].ANY_SOURCE, reports.tag
+    while reports.mpi.iprobe(source, tag):
+        receive = functools.partial(reports.mpi.recv, None, source, tag)
+        error = waiting.undisturbed(receive)
+        # A rank that left the duplicate itself has been named by then.
+        if str(error) not in why:
+            raise error
+
+
+def _given_up(comm: Comm) -> tuple[TaggedComm | None, str]:
+    """Return the messages of the duplicate that was given up, and the error's text."""
+    found = None
+    if is_mpi(comm):
+        found = comm.Get_attr(_given_up_key())  # type: ignore[attr-defined]
+    return found or (None, "")

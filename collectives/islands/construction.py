@@ -45,19 +45,31 @@ def begin(
 def _made(
     comm: ranks.Comm, device: int | None, timeout: float | None, options: Options
 ) -> Calls:
-    with waiting.watching(_watch_of_open(comm)):
+    look = functools.partial(duplicates.look, comm)
+    with waiting.watching(_watch_of_open(comm)), waiting.watching(look):
         while True:
             continued = duplicates.has_begun(comm)
             wait = Wait(WHAT, comm.rank, patience())
-            mine = duplicates.duplicate(comm, wait)
             try:
-                return made_of(mine, device, timeout, options)
-            except CollectiveError:
+                mine = duplicates.duplicate(comm, wait)
+            except BaseException as error:
+                if not isinstance(error, SymmError):
+                    duplicates.leave(comm, error, WHAT)
+                raise
+            try:
+                made = made_of(mine, device, timeout, options)
+            except BaseException as error:
+                duplicates.give_up(comm, mine, error)
                 # The call that began the duplicate was interrupted on this rank. Others
                 # had it by then, and have given it up; they begin another one, too.
                 refused = isinstance(mine, TaggedComm) and mine.refused
-                if not (continued and refused):
-                    raise
+                if continued and refused and isinstance(error, CollectiveError):
+                    continue
+                if continued and not isinstance(error, SymmError):
+                    duplicates.leave(comm, error, WHAT)  # they wait for that one
+                raise
+            duplicates.give_up(comm, mine)
+            return made
 
 
 def _watch_of_open(comm: ranks.Comm) -> Callable[[], None]:
