@@ -7,7 +7,7 @@ On one rank test_one_rank.py does.
 
 NUMBA_SYMM_TEST_RANKS     the numbers of ranks, such as "4" or "1,2,8"
 NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take; default 240, on GPUs
-                          1200; more on a loaded machine
+                          1800; more on a loaded machine
 """
 
 import contextlib
@@ -27,10 +27,11 @@ from tests.patience import patient
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
 TOGETHER = [
-    ("operations", "messages"),
-    ("all_reduce",),
-    ("communicators", "misuse", "test_set_up_calls.py"),
-    ("memory", "mpi", "test_launch.py"),
+    ("operations", "messages", "all_reduce"),
+    (
+        *("communicators", "misuse", "test_set_up_calls.py"),
+        *("memory", "mpi", "test_launch.py"),
+    ),
     ("test_bench.py", "test_doctor.py", "test_prepare.py", "islands"),
 ]
 """Files and folders of tests/ranks, by jobs of about the same length.
@@ -120,7 +121,7 @@ def deadline_of(environ):
     """Return the seconds a job may take: on GPUs more, where kernels are compiled."""
     if DEADLINE:
         return float(DEADLINE)
-    return patient(240 if environ.get("NUMBA_ENABLE_CUDASIM") == "1" else 1200)
+    return patient(240 if environ.get("NUMBA_ENABLE_CUDASIM") == "1" else 1800)
 
 
 def environment(ranks):

@@ -20,7 +20,7 @@ from numba_symm.collectives import tuned
 from numba_symm.collectives.operations import ALL_REDUCE, Operation
 from numba_symm.collectives.select import ALL, Choice, Step
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import bits, get, of_one_island, put
+from tests.ranks.helpers import bits, get, of_one_island, on_few_numbers, put
 
 SMALL = ["-n", "2", "-w", "1", "-G", "2", "--against", "mpi"]
 
@@ -102,6 +102,7 @@ def test_a_small_run_is_right_and_recorded(world, folder, shown):
             assert 0 < record["issue"]["median"] <= record["done"]["median"]
 
 
+@on_few_numbers
 def test_what_crosses_between_islands_is_counted(world, folder, shown, monkeypatch):
     if world.size == 1:
         pytest.skip("needs two islands")
@@ -124,6 +125,7 @@ def test_what_crosses_between_islands_is_counted(world, folder, shown, monkeypat
         assert record.get("sent") == (None if record["column"] == "mpi" else 1024)
 
 
+@on_few_numbers
 def test_each_algorithm_has_a_column_and_may_refuse_a_type(world, shown):
     names = OPERATIONS["all_reduce"].algorithms
     words = ["-b", 64, "-e", 64, "-d", "int32", *SMALL, "--algorithm", "all"]
@@ -138,6 +140,7 @@ def test_each_algorithm_has_a_column_and_may_refuse_a_type(world, shown):
         assert (cell == "-") == (f"# Skipped {name}, int32 sum: " in text.out)
 
 
+@on_few_numbers
 def test_a_window_of_messages_is_right(world, shown):
     words = ["sendrecv", "-b", 64, "-e", 64, *SMALL, "--window", 3]
     assert bench.main([*map(str, words)]) == 0
@@ -158,6 +161,7 @@ def test_a_barrier_is_timed(shown):
     assert float(row[4]) > 0 < float(row[8])
 
 
+@on_few_numbers
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name[-2:] == "_v"])
 def test_v_forms_are_right(name, shown):
     words = [name, "-b", 256, "-e", 256, *SMALL]
@@ -167,6 +171,7 @@ def test_v_forms_are_right(name, shown):
     assert "Skipped" not in text.out
 
 
+@on_few_numbers
 @pytest.mark.parametrize("name", ["reduce", "all_to_all", "scan", "broadcast"])
 def test_mpi_is_right_in_place_too(name, folder, shown, world):
     file = folder / "r.json"
@@ -178,6 +183,7 @@ def test_mpi_is_right_in_place_too(name, folder, shown, world):
     assert mpi == {False: 0, True: 0}
 
 
+@on_few_numbers
 def test_missing_contenders_are_reported(world, shown, monkeypatch):
     monkeypatch.setattr("numba_symm.bench.contenders.SIMULATED", True)
     assert run("-b", 16, "-e", 16, *SMALL[:-1], "nccl,torch") == 0
@@ -186,6 +192,7 @@ def test_missing_contenders_are_reported(world, shown, monkeypatch):
     assert "# torch: missing, needs GPUs" in text.out
 
 
+@on_few_numbers
 @pytest.mark.parametrize("in_place", [False, True])
 def test_one_wrong_element_on_one_rank_fails_the_run_on_all(
     world, shown, monkeypatch, in_place
@@ -202,6 +209,7 @@ def test_one_wrong_element_on_one_rank_fails_the_run_on_all(
     assert f"sum {other}: " not in text.out
 
 
+@on_few_numbers
 def test_calls_beside_a_product_are_right(world, folder, shown, monkeypatch):
     if SIMULATED:  # its times mean nothing, so one product is beside each graph
         monkeypatch.setattr(overlap.Overlap, "_typical", lambda *given: 1.0)
@@ -230,6 +238,7 @@ def test_calls_beside_a_product_are_right(world, folder, shown, monkeypatch):
             assert 0 < record[name]["min"] <= record[name]["median"]
 
 
+@on_few_numbers
 def test_first_calls_are_right_and_recorded(world, folder, shown, monkeypatch):
     monkeypatch.setattr("numba_symm.bench.cold.CALLS", 20)
     before = os.environ.get("XDG_CACHE_HOME")
@@ -251,6 +260,7 @@ def test_first_calls_are_right_and_recorded(world, folder, shown, monkeypatch):
     assert all(each["wrong"] == 0 < each["milliseconds"] for each in found["calls"])
 
 
+@on_few_numbers
 def test_a_wrong_first_call_fails_the_run_on_all(world, shown, monkeypatch):
     monkeypatch.setattr("numba_symm.bench.cold.CALLS", 10)
     spoil(monkeypatch, world, lambda *words: True)
@@ -258,6 +268,7 @@ def test_a_wrong_first_call_fails_the_run_on_all(world, shown, monkeypatch):
     assert "# Out of bounds values : 1 FAILED" in shown()[0].out
 
 
+@on_few_numbers
 def test_shuffled_calls_are_right(shown):
     assert run("--shuffle", 24, "-b", 1, "-e", 2000) == 0
     assert "# 24 calls, wrong results: 0 OK" in shown()[0].out
@@ -275,6 +286,7 @@ def test_shuffled_calls_of_every_operation_are_right(turn, world, shown):
     assert "# 3 calls, wrong results: 0 OK" in shown()[0].out
 
 
+@on_few_numbers
 def test_one_wrong_shuffled_call_fails_the_run_on_all(world, shown, monkeypatch):
     done = []
 
@@ -289,6 +301,7 @@ def test_one_wrong_shuffled_call_fails_the_run_on_all(world, shown, monkeypatch)
     assert "# 12 calls, wrong results: 1 FAILED" in text.out
 
 
+@on_few_numbers
 def test_the_seed_determines_the_calls(world, monkeypatch, shown):
     spoil(monkeypatch, world, lambda *words: True)
     found = []
@@ -311,6 +324,7 @@ def test_wrong_usage_is_shown_by_one_rank_and_exits_all_with_code_2(shown):
         assert all(text.err == "" for text in others)
 
 
+@on_few_numbers
 def test_the_host_s_time_is_shown_for_each_kind_of_array(world, shown, monkeypatch):
     monkeypatch.setattr("numba_symm.bench.contenders.SIMULATED", True)
     assert host.main(["--calls", "1", "--samples", "1"]) == 0
@@ -329,6 +343,7 @@ def test_the_host_s_time_is_shown_for_each_kind_of_array(world, shown, monkeypat
     assert plan.split()[-5] == call.split()[-4] == "1.00"
 
 
+@on_few_numbers
 def test_blocking_calls_are_compared(world, shown):
     assert blocking.main(["--bytes", "64", "--calls", "1", "--samples", "1"]) == 0
     first, *others = (text.out for text in shown())
@@ -380,6 +395,7 @@ def gpu_of(world):
         return comm.device.name
 
 
+@on_few_numbers
 @of_one_island
 def test_rank_0s_measured_limits_are_used(world, folder, shown, monkeypatch):
     if world.size == 1:

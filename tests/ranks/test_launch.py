@@ -14,7 +14,14 @@ from numba_symm.collectives.protocols.workspace import HELD
 from numba_symm.environment import SIMULATED
 from numba_symm.kernels import Kernel
 from tests.expected import expected
-from tests.ranks.helpers import array_of, check_works, get, of_one_island, refused
+from tests.ranks.helpers import (
+    array_of,
+    check_works,
+    get,
+    of_one_island,
+    on_few_numbers,
+    refused,
+)
 
 MULTIPROCESSORS = "NUMBA_SYMM_MULTIPROCESSORS"
 
@@ -127,6 +134,7 @@ def check_messages(comm, count):
 
 
 @of_one_island
+@on_few_numbers
 @pytest.mark.parametrize("most", [1, 3])
 def test_every_call_keeps_to_the_multiprocessors(world, bound, most):
     # Of several rounds; copy engines take it. More blocks run in other tests, too.

@@ -9,7 +9,7 @@ from numba_symm.collectives import kernel_set
 from numba_symm.engines import deadline
 from numba_symm.environment import SIMULATED
 from tests.kernels import named
-from tests.ranks.helpers import ordinary, wait_for_all
+from tests.ranks.helpers import on_few_numbers, ordinary, wait_for_all
 
 COUNTS = (1, 3, 4, 16, 100, 128, 333, 1024, 4096, 5001)
 
@@ -46,6 +46,7 @@ def every_size(comm, new):
         comm.sendrecv(x, dst=right, out=new(count, np.float32), src=left)
 
 
+@on_few_numbers
 def test_calls_of_all_sizes_bind_prepared_kernels(comm, world, prepared, monkeypatch):
     names = ("all_reduce", "broadcast", "all_gather", "sendrecv")
     comm.prepare(*names, dtypes=("float32", np.int16), ops=["sum", "max"])

@@ -10,6 +10,7 @@ from numba_symm.environment import SIMULATED
 
 COUNT = 125_000  # 1 MB of float64
 MOST = 0.1  # seconds of a rank's processor time, because others may load the cores
+TIMED = 2  # ranks, at most; more have too few cores
 
 
 def test_a_megabyte_of_each_rank_takes_a_tenth_of_a_second(comm):
@@ -33,11 +34,11 @@ def test_a_megabyte_of_each_rank_takes_a_tenth_of_a_second(comm):
     }
     for name, (call, result, expected) in calls.items():
         took = []
-        for _ in range(3):
+        for _ in range(3 if size <= TIMED else 1):
             result[:] = -1
             comm.Barrier()
             before = time.process_time()
             call()
             took.append(time.process_time() - before)
             np.testing.assert_array_equal(result.copy_to_host(), expected)
-        assert not SIMULATED or size > 2 or min(took) < MOST, (name, took)
+        assert not SIMULATED or size > TIMED or min(took) < MOST, (name, took)
