@@ -127,10 +127,9 @@ def agreed_settings(members: Members, options: Options) -> Settings:
             sharers = devices.sharers(members.gpus)[members.gpu.uuid]
             limit = max(1, limit // sharers)
         given = f"multiprocessors={asked}, debug={debug}, requests={requests}"
-        each.mine = given, limit
-    facts, limits = zip(*each.all, strict=True)
-    exchange.refuse_different(facts, "Communicator")
-    return Settings(debug, requests, min(limits))
+        each.mine, each.usual = limit, given
+    exchange.refuse_different(each.usuals, "Communicator")
+    return Settings(debug, requests, min(each.all))
 
 
 def joined(

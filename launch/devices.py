@@ -5,12 +5,12 @@ every rank. A UUID names the same GPU in all processes.
 """
 
 import functools
+import itertools
 import operator
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
-from itertools import starmap
+from dataclasses import astuple, dataclass, replace
 
 from numba_symm import driver
 from numba_symm.environment import (
@@ -52,7 +52,7 @@ class GPU:
 
 def bind(
     exchange: StoreExchange, device: int | None = None
-) -> tuple[GPU, tuple[GPU, ...]]:
+) -> tuple[GPU, tuple[GPU, ...], Matrix]:
     """Assign every rank a GPU of its own and make it current. Collective.
 
     Args:
@@ -61,8 +61,10 @@ def bind(
             context, else the GPU of this rank's number, else any.
 
     Returns:
-        This rank's GPU, current for Numba and cuda.core in the calling thread, and by
-        rank, its GPU.
+        This rank's GPU, current for Numba and cuda.core in the calling thread; by rank,
+        its GPU; and which rank's GPU can access which other's memory, a row for each
+        rank. ``matrix[r][s]``: whether rank r's GPU can access rank s's. None if rank
+        r's process does not see the other GPU, so that the driver cannot answer.
 
     Raises:
         DeviceError: on all ranks: no GPU, MIG slices only, or too few GPUs although
@@ -71,46 +73,33 @@ def bind(
     """
     with exchange.agreed("finding GPUs") as each:
         gpus = visible_gpus()
-        # Not an object, whose class would be sent for each rank.
-        visible = [gpu.uuid for gpu in refuse_mig(gpus)]
+        # No object, whose class would be sent for each rank.
+        visible = tuple(gpu.uuid for gpu in refuse_mig(gpus))
         each.mine = visible, _preferred(gpus, device), allow_overlapping_devices()
     seen, preferred, share = zip(*each.all, strict=True)
     uuids = assign(seen, preferred, share=all(share))
     with exchange.agreed("binding GPUs") as each:
         gpu = next(gpu for gpu in gpus if gpu.uuid == uuids[exchange.rank])
         _make_current(gpu.ordinal)
-        each.mine = astuple(gpu)
-    return gpu, tuple(starmap(GPU, each.all))
+        ordinals = {seen.uuid: seen.ordinal for seen in gpus}
+        peers = [uuid for uuid in uuids if uuid != gpu.uuid]
+        access = [_access(gpu.ordinal, ordinals.get(uuid)) for uuid in peers]
+        # What is usually equal on all ranks: a process sees all GPUs, or its own one.
+        same = access[0] if len(set(access)) == 1 else access
+        each.mine = astuple(replace(gpu, uuid="")), same
+    found = [
+        (replace(GPU(*facts), uuid=uuid), _row(same, uuid, uuids))
+        for uuid, (facts, same) in zip(uuids, each.all, strict=True)
+    ]
+    return gpu, tuple(gpu for gpu, _ in found), [row for _, row in found]
 
 
-def check_peer_access(exchange: StoreExchange, gpu: GPU, gpus: Sequence[GPU]) -> Matrix:
-    """Return the matrix of :func:`peer_access`. Collective.
-
-    Raises:
-        PeerAccessError: on all ranks; the text names the pairs without access.
-    """
-    matrix = peer_access(exchange, gpu, gpus)
-    refuse_missing_access(matrix, [each.uuid for each in gpus])
-    return matrix
-
-
-def peer_access(exchange: StoreExchange, gpu: GPU, gpus: Sequence[GPU]) -> Matrix:
-    """Return which rank's GPU can access which other's memory. Collective.
-
-    Args:
-        exchange: the ranks, all of one node.
-        gpu: this rank's GPU.
-        gpus: by rank, its GPU.
-
-    Returns:
-        A row for each rank. ``matrix[r][s]``: whether rank r's GPU can
-        access rank s's. None if rank r's process does not see the other GPU, so that
-        the driver cannot answer.
-    """
-    with exchange.agreed("checking peer access") as each:
-        ordinals = {seen.uuid: seen.ordinal for seen in visible_gpus()}
-        each.mine = [_access(gpu.ordinal, ordinals.get(peer.uuid)) for peer in gpus]
-    return each.all
+def _row(
+    same: bool | list[bool | None] | None, uuid: str, uuids: Sequence[str]
+) -> list[bool | None]:
+    """Return which ranks' GPUs a GPU can access, from what its rank has sent."""
+    peers = iter(same) if isinstance(same, list) else itertools.repeat(same)
+    return [True if each == uuid else next(peers) for each in uuids]
 
 
 def assign(
@@ -299,7 +288,7 @@ def _simulated_gpu() -> GPU:
     # Random, because each process simulates a device of its own.
     return GPU(
         0,
-        f"simulator-{secrets.token_hex(8)}",
+        f"simulator-{secrets.token_hex(6)}",
         "Numba CUDA simulator",
         "",
         (0, 0),
@@ -365,7 +354,7 @@ def _current_ordinal() -> int | None:
 
 
 def _access(ordinal: int, peer: int | None) -> bool | None:
-    return None if peer is None else peer == ordinal or _can_access(ordinal, peer)
+    return None if peer is None else _can_access(ordinal, peer)
 
 
 def _can_access(ordinal: int, peer: int) -> bool:

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 from numba_symm.errors import ArgumentError
@@ -41,13 +42,13 @@ class World:
             )
 
 
-NodeKey = tuple[str, str]
-"""The boot id of the Linux kernel, and the host name."""
+NodeKey = tuple[bytes, str]
+"""The first bytes of the boot id of the Linux kernel, and the host name."""
 
 
 def here() -> NodeKey:
     """Return the node that this process runs on."""
-    return _boot_id(), socket.gethostname()
+    return _boot_id()[:8], socket.gethostname()
 
 
 def place(rank: int, seen: Sequence[NodeKey]) -> tuple[World, tuple[str, ...]]:
@@ -60,10 +61,10 @@ def place(rank: int, seen: Sequence[NodeKey]) -> tuple[World, tuple[str, ...]]:
         rank: the rank.
         seen: by rank, what :func:`here` returned.
     """
-    names: dict[str, str] = {}
+    names: dict[bytes, str] = {}
     for boot_id, host in seen:
         # The first rank's host name, so that containers of one node agree on it.
-        names.setdefault(boot_id, f"{host} ({boot_id[:8]})")
+        names.setdefault(boot_id, f"{host} ({boot_id.hex()[:8]})")
     boot_id = seen[rank][0]
     local = [other for other, each in enumerate(seen) if each[0] == boot_id]
     world = World(
@@ -89,8 +90,8 @@ def refuse_too_many(size: int) -> None:
         )
 
 
-def _boot_id() -> str:
+def _boot_id() -> bytes:
     try:
-        return BOOT_ID.read_text().strip()
+        return bytes.fromhex(BOOT_ID.read_text().replace("-", ""))
     except OSError:  # in a sandbox that hides /proc
-        return socket.gethostname()
+        return blake2b(socket.gethostname().encode()).digest()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 from numba_symm import environment, forks, open_files
@@ -24,13 +25,13 @@ from numba_symm.launch.waiting import Wait
 T = TypeVar("T")
 
 
-_MARK = "numba_symm"
-
-_Contribution = tuple[str, str, int, str, Any]
-"""The mark, the store's name, its step, the step's name, and a rank's value.
+_Contribution = tuple[bytes, Any]
+"""The digest of a rank's place, which has the store's name and the step, and its value.
 
 Not a class of its own, whose name would be sent for each rank.
 """
+
+_DIGEST = 8  # bytes
 
 
 @dataclass
@@ -40,10 +41,15 @@ class Outcomes(Generic[T]):
     Attributes:
         mine: this rank's, which the block may set; anything small that can be pickled.
         all: every rank's, in rank order, after the block.
+        usual: another value, which is usually equal on all ranks. Otherwise the end of
+            the block takes one more step, because only its digest is sent first.
+        usuals: every rank's, in rank order, after the block.
     """
 
     mine: T | None = None
     all: list[T] = field(default_factory=list)
+    usual: Any = None
+    usuals: list[Any] = field(default_factory=list)
 
 
 class Failed(Protocol):
@@ -54,13 +60,13 @@ class Failed(Protocol):
 
 
 class Meeting(Protocol):
-    """Exchanges bytes between ranks that see each other's failures.
+    """Exchanges values between ranks that see each other's failures.
 
     Within an island, that is the status board.
     """
 
-    def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
-        """Return every rank's bytes, or raise CollectiveError. Collective."""
+    def all_gather(self, value: T, wait: Wait) -> list[T]:
+        """Return every rank's value, or raise CollectiveError. Collective."""
 
     def gate(self, wait: Wait) -> Failed | None:
         """Wait for every rank. Return why none continues; None: all do. Collective."""
@@ -81,9 +87,10 @@ class Meeting(Protocol):
 class StoreExchange:
     """All-gathers of small values and barriers, in the same order on every rank.
 
-    Every message contains the names of its store and step. If the ranks are at
-    different steps, they raise an error that names each rank's step; no rank ever reads
-    a value of another step. Only one thread at a time may use a store.
+    Every message has a digest of its store and step. If the ranks are at different
+    steps, they exchange the names of both, and raise an error that names each rank's
+    step; no rank ever reads a value of another step. Only one thread at a time may use
+    a store.
 
     A rank polls for the other ranks until ``timeout``. After a minute, it logs a
     warning that names the ranks for which it waits. With a communicator that is not
@@ -197,28 +204,40 @@ class StoreExchange:
         """
         if self._refusal:  # do not wait for others, which may have given up
             raise ExchangeError(self._refusal)
-        mine = _MARK, self.prefix, self._step, what, value
+        mine = f"{what!r} ({self.prefix}, step {self._step})"
+        place = _digest(mine)
         self._step += 1
+        wait = wait or self.wait(what)
         try:
-            messages = self._gathered(mine, wait or self.wait(what))
+            messages = self._gathered((place, value), wait)
+            if not all(_is_ours(each) and each[0] == place for each in messages):
+                self._refuse_astray(messages, mine, wait)
         except BaseException as error:
             if not isinstance(error, SymmError):  # only this rank raises it
                 self.leave(error)
             raise
-        places = dict(zip(self.names, map(_place, messages), strict=True))
-        if len(set(places.values())) > 1:
-            self._refusal = (
-                f"{sentence(places, 'is at', 'are at')}: "
-                "every rank must make the same calls in the same order"
-            )
-            raise ExchangeError(self._refusal)
-        return [message[-1] for message in messages]
+        return [value for _, value in messages]
 
-    def _gathered(self, mine: _Contribution, wait: Wait) -> list[Any]:
+    def _refuse_astray(self, messages: list[Any], mine: str, wait: Wait) -> None:
+        """Raise ExchangeError, now and in later steps, with each rank's place.
+
+        Collective, unless a rank runs other code. Then the others' texts are unknown.
+        """
+        if all(map(_is_ours, messages)):
+            found = self._gathered(mine, wait)
+        else:
+            found = [_place(each, mine) for each in messages]
+        places = dict(zip(self.names, found, strict=True))
+        self._refusal = (
+            f"{sentence(places, 'is at', 'are at')}: "
+            "every rank must make the same calls in the same order"
+        )
+        raise ExchangeError(self._refusal)
+
+    def _gathered(self, mine: T, wait: Wait) -> list[T]:
         if self._meeting is None:
             return waiting.all_gather(self._comm, mine, wait)
-        packed = self._meeting.all_gather(pickle.dumps(mine), wait)
-        return [pickle.loads(each) for each in packed]
+        return self._meeting.all_gather(mine, wait)
 
     def barrier(self, what: str) -> None:
         """Return when every rank has reached this step. Collective."""
@@ -254,7 +273,15 @@ class StoreExchange:
         Raises:
             ArgumentError: on all ranks, with each rank's fact, if they differ.
         """
-        self.refuse_different(self.all_gather(str(fact), what), what)
+        text = str(fact)
+        digests = self.all_gather(_digest(text), what)
+        self.refuse_different(self._usuals(text, digests, what), what)
+
+    def _usuals(self, mine: T, digests: Sequence[Any], step: str) -> list[T]:
+        """Return every rank's value, whose digests all ranks have. Collective."""
+        if len(set(digests)) == 1:
+            return [mine] * self.size
+        return self.all_gather(mine, f"{step}: values")
 
     def refuse_different(self, found: Sequence[str], what: str) -> None:
         """Raise ArgumentError, with each rank's fact, if the facts differ. Local.
@@ -275,8 +302,8 @@ class StoreExchange:
         """Agree at the end of a ``with`` block whether it succeeded on every rank.
 
         Collective. The block must contain local work only, because a rank that fails
-        leaves it early, and would miss an exchange in the block. Each rank may set a
-        value, which all ranks have afterwards.
+        leaves it early, and would miss an exchange in the block. Each rank may set
+        values, which all ranks have afterwards.
 
         Raises:
             SymmError: on all ranks, if the block failed on any, with the text of each
@@ -292,26 +319,26 @@ class StoreExchange:
         except Exception as error:
             if isinstance(error, CollectiveError) and self._meeting is not None:
                 raise  # the status board reports it to all
-            reports, _ = self._outcomes((_report(error), None), step)
+            reports, *_ = self._outcomes((_report(error), None, None), step)
             raise _common_error(what, reports, self.names) from error
         except BaseException as error:
             self._reported = error
             # Raise the first error even if other ranks do not reach this step.
             look = _for_others(_OUTCOMES, error)
             with suppress(SymmError), waiting.watching(look):
-                self._outcomes((_report(error), None), step)
+                self._outcomes((_report(error), None, None), step)
                 error.__dict__[_MET_BY] = self._comm
             raise
-        reports, outcomes.all = self._outcomes((None, outcomes.mine), step)
+        usual = None if outcomes.usual is None else _digest(outcomes.usual)
+        mine = None, outcomes.mine, usual
+        reports, outcomes.all, digests = self._outcomes(mine, step)
         if any(reports):
             raise _common_error(what, reports, self.names)
+        outcomes.usuals = self._usuals(outcomes.usual, digests, what)
 
-    def _outcomes(
-        self, mine: tuple[Any, Any], step: str
-    ) -> tuple[list[Any], list[Any]]:
-        """Return every rank's report of an error, or None, and every rank's value."""
-        found = self.all_gather(mine, step)
-        return [report for report, _ in found], [value for _, value in found]
+    def _outcomes(self, mine: tuple[Any, Any, Any], step: str) -> Iterator[list[Any]]:
+        """Return every rank's report of an error, or None, its value, and a digest."""
+        return map(list, zip(*self.all_gather(mine, step), strict=True))
 
     def is_everybodys(self, error: BaseException | None) -> bool:
         """Return whether every rank raises ``error`` at this step, or none an error.
@@ -340,14 +367,21 @@ def _for_others(seconds: float, cause: BaseException) -> Callable[[], None]:
     return look
 
 
+def _digest(value: object) -> bytes:
+    return blake2b(pickle.dumps(value), digest_size=_DIGEST).digest()
+
+
 def _is_ours(message: object) -> TypeGuard[_Contribution]:
-    return isinstance(message, tuple) and message[:1] == (_MARK,)
+    match message:
+        case (bytes(place), _) if len(place) == _DIGEST:
+            return isinstance(message, tuple)
+    return False
 
 
-def _place(message: object) -> str:
+def _place(message: object, mine: str) -> str:
+    """Return where a rank is, beside others that run other code; ``mine``: this one."""
     if _is_ours(message):
-        _, prefix, step, what, _ = message
-        return f"{what!r} ({prefix}, step {step})"
+        return mine if message[0] == _digest(mine) else "another call of numba_symm's"
     return f"a call that is not numba_symm's ({type(message).__name__})"
 
 

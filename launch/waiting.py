@@ -7,6 +7,7 @@ messages. A wait can have a deadline, and can name the ranks that it waits for.
 import copy
 import math
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -14,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ from numba_symm.errors import (
     RankLeft,
     left,
 )
-from numba_symm.launch import trees
+from numba_symm.launch import ranks, trees
 from numba_symm.launch.ranks import Comm, living, name_ranks
 from numba_symm.launch.tagged import TaggedComm
 
@@ -170,7 +170,7 @@ def drop_finished() -> None:
         request = each[1] if isinstance(each, tuple) else each
         try:
             ended = request.Test()
-        except sys.modules["mpi4py.MPI"].Exception:  # it has failed
+        except ranks.mpi().Exception:  # it has failed
             ended = True
         if ended:
             with suppress(ValueError):  # another thread has dropped it
@@ -207,7 +207,7 @@ def all_gather(
         return step.run()
     except BaseException as error:
         step.give_up()
-        if not sys.modules["mpi4py.MPI"].Is_finalized():
+        if not ranks.mpi().Is_finalized():
             _refuse(comm, _error_of_others(comm, error, wait.what, error_for))
         raise
 
@@ -238,20 +238,21 @@ class _Step:
 
     def run(self) -> list[Any]:
         """Return all ranks' values."""
-        mpi, parent = sys.modules["mpi4py.MPI"], self._parent
+        mpi, parent = ranks.mpi(), self._parent
         up = [] if parent is None else [parent]
         self._await(self._children, beside=up)
         whole = trees.merged(self._parts[rank] for rank in sorted(self._parts))
         if parent is not None:
-            self._send([parent], whole)
+            self._send([parent], whole.packed())
             self._await([parent])
             whole = self._parts[parent]
-        self._send(self._children, whole)
+        if self._children:
+            self._send(self._children, whole.packed())
         # This rank has all values, so the step has succeeded. A rank that has received
         # this one's value may be past the step, and may have failed since.
         sent = False
         with suppress(CollectiveError, ExchangeError, mpi.Exception):
-            while not (sent := mpi.Request.testall(self._sends)[0]):
+            while not (sent := mpi.Request.Testall(self._sends)):
                 if self._wait.pause(()):
                     break
         if not sent:
@@ -261,8 +262,8 @@ class _Step:
     def give_up(self) -> None:
         """Keep the requests that MPI may still serve."""
         unfinished.extend(self._sends)
-        for requests in self._receives.values():
-            unfinished.extend(requests)
+        for each in self._receives.values():
+            unfinished.extend(each[1:])
 
     def _await(self, peers: Sequence[int], beside: Sequence[int] = ()) -> None:
         """Wait for the values of neighbours.
@@ -287,7 +288,7 @@ class _Step:
                 self._sent = absent
                 others = [*beside, *self._children]
                 others = [peer for peer in others if peer not in missing]
-                self._send(others, trees.Waiting(absent))
+                self._send(others, pickle.dumps(trees.Waiting(absent)))
 
     def _reported(self, missing: Sequence[int]) -> bool:
         """Return whether neighbors have sent for whom they wait, or will not do so."""
@@ -318,11 +319,11 @@ class _Step:
             own = trees.merged(self._parts[each] for each in sorted(self._parts))
             self._parts[peer] = trees.merged([before, own, after])
 
-    def _send(self, peers: Sequence[int], message: Any) -> None:
+    def _send(self, peers: Sequence[int], data: bytes) -> None:
         comm = self._comm
         for peer in peers:
             with living(peer):
-                begin(self._sends, comm.mpi.isend, message, comm.ranks[peer], comm.tag)
+                begin(self._sends, comm.mpi.Isend, data, comm.ranks[peer], comm.tag)
 
 
 def undisturbed(call: Callable[[], T]) -> T:
@@ -441,15 +442,10 @@ def _refuse(comm: TaggedComm, error: CollectiveError) -> None:
     """
     parent = trees.parent(comm.rank)
     peers = trees.children(comm.rank, comm.size)
+    data = pickle.dumps(trees.Refusal(error))
     for peer in peers if parent is None else [parent, *peers]:
-        there = comm.ranks[peer]
-        with suppress(sys.modules["mpi4py.MPI"].Exception):  # it has ended
-            begin(unfinished, comm.mpi.isend, _Refusal(error), there, comm.tag)
-
-
-@dataclass(frozen=True)
-class _Refusal:
-    error: CollectiveError
+        with suppress(ranks.mpi().Exception):  # it has ended
+            begin(unfinished, comm.mpi.Isend, data, comm.ranks[peer], comm.tag)
 
 
 class GivenUp(ExchangeError):
@@ -466,20 +462,23 @@ def _received(
     """Return a rank's message, by rank; empty if it has not arrived.
 
     The receive of a long message only begins here, because its sender may die before
-    MPI has all of it. Its request is in ``receives`` meanwhile.
+    MPI has all of it. Its bytes and request are in ``receives`` meanwhile.
     """
-    requests = receives.setdefault(rank, [])
     with living(rank):
-        if not requests:
-            message = comm.mpi.improbe(comm.ranks[rank], comm.tag)
+        if rank not in receives:
+            status = ranks.mpi().Status()
+            message = comm.mpi.Improbe(comm.ranks[rank], comm.tag, status)
             if message is None:
                 return {}
-            begin(requests, message.irecv)
-        arrived, found = requests[0].test()
-    if not arrived:
-        return {}
-    del receives[rank]
-    if isinstance(found, _Refusal):
+            receives[rank] = [bytearray(status.Get_count())]
+            begin(receives[rank], message.Irecv, receives[rank][0])
+        if not receives[rank][1].Test():
+            return {}
+    data = bytes(receives.pop(rank)[0])
+    if data.startswith(trees.MARK):
+        return {rank: trees.unpacked(data)}
+    found = pickle.loads(data)
+    if isinstance(found, trees.Refusal):
         comm.refused = True
         raise found.error
     return {rank: found}

@@ -13,11 +13,12 @@ call sees which rank has failed, left or ended, and need not wait in MPI.
 import ctypes
 import mmap
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from numba_symm import call_table, driver, environment, forks, loads, waits
 from numba_symm.backends.host import mapped, memory_file
@@ -35,6 +36,8 @@ from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from numba_symm.record import Record
+
+T = TypeVar("T")
 
 _LOCKS = 1 << 40  # beyond the file's end: one byte for each rank, locked while it lives
 _UNSURE = 0.01  # seconds after which a waiting rank checks whether the others live
@@ -229,12 +232,17 @@ class Board:
         failures = [self.failure(), *map(self._failure_of, range(self._size))]
         return next(failure for failure in failures if failure is not None)
 
-    def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
-        """Return every rank's bytes, in rank order. Collective.
+    def all_gather(self, value: T, wait: Wait) -> list[T]:
+        """Return every rank's value, in rank order. Collective.
+
+        Args:
+            value: anything that can be pickled.
+            wait: the wait.
 
         Raises:
             CollectiveError: a rank did not arrive in time, has left, or has ended.
         """
+        data = pickle.dumps(value)
         room = PIECE - 8
         gathered = [b""] * self._size
         longest, start = 1, 0
@@ -254,7 +262,7 @@ class Board:
                 longest = max(longest, total)
             self._turn ^= 1
             start += room
-        return gathered
+        return [pickle.loads(each) for each in gathered]
 
     def _place(self, rank: int) -> int:
         return (self._turn * self._size + rank) * PIECE

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from numba_symm.backends.peers import choose_backend
@@ -12,6 +13,7 @@ from numba_symm.errors import PeerAccessError
 from numba_symm.failures import Failure
 from numba_symm.launch import devices, nodes, ranks, tagged
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.nodes import NodeKey
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.members import Members
@@ -22,14 +24,18 @@ class Apart(PeerAccessError):
 
     ``comm`` is then not released, because the ranks use its messages to make several
     islands. It is released only if they are a part of a communicator.
+
+    Attributes:
+        seen: by rank, the node that it runs on.
     """
+
+    def __init__(self, text: str, seen: Sequence[NodeKey]):
+        super().__init__(text)
+        self.seen = seen
 
 
 class Island(Members):
     """The ranks of one node, which access each other's memory."""
-
-    def _check(self) -> None:
-        pass
 
     def _make(self, device: int | None) -> None:
         exchange = self.exchange
@@ -53,12 +59,13 @@ class Island(Members):
                 self.channel.discard()
             raise
         exchange.meet_at(self.board)
-        self.gpu, self.gpus = devices.bind(exchange, device)
+        self.gpu, self.gpus, self.peer_access = devices.bind(exchange, device)
         try:
-            given = exchange, self.gpu, self.gpus
-            self.peer_access = devices.check_peer_access(*given)
+            devices.refuse_missing_access(
+                self.peer_access, [each.uuid for each in self.gpus]
+            )
         except PeerAccessError as error:
-            raise Apart(str(error)) from error
+            raise Apart(str(error), self.seen) from error
         links.note_missing(devices.without_atomics(self.gpu, self.gpus))
         with exchange.agreed("letting the GPU reach the status board"):
             self.board.register()
@@ -76,10 +83,12 @@ class Island(Members):
             found = dict(enumerate(self.nodes))
             raise Apart(
                 f"expected the ranks of an island on one node, and "
-                f"{ranks.sentence(found, 'is on', 'are on')}"
+                f"{ranks.sentence(found, 'is on', 'are on')}",
+                self.seen,
             )
         if self._most is not None and self._most < self.world.size:
-            raise Apart(f"NUMBA_SYMM_ISLAND_SIZE={self._most} divides the ranks")
+            text = f"NUMBA_SYMM_ISLAND_SIZE={self._most} divides the ranks"
+            raise Apart(text, self.seen)
 
     @property
     def island(self) -> "Island":

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import TypeVar
 
 from numba_symm import engines, environment, waits
 from numba_symm.engines.protocol import Engine
@@ -23,11 +24,14 @@ from numba_symm.failures import Failure
 from numba_symm.island import Island
 from numba_symm.launch import devices, ranks, waiting
 from numba_symm.launch.division import Parts, Places, described, divide
+from numba_symm.launch.nodes import NodeKey
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.members import Members
 from numba_symm.watchdog import Watchdog, neighbors
+
+T = TypeVar("T")
 
 
 class Islands(Members):
@@ -41,6 +45,7 @@ class Islands(Members):
         device: as for :class:`Members`.
         timeout: as for :class:`Members`.
         part: as for :class:`Members`.
+        seen: as for :class:`Members`.
         parts: the islands; None: they are found.
         parent: several islands with all these ranks, and their numbers there. Its
             sockets and locks within this rank's island are used here, too.
@@ -64,6 +69,7 @@ class Islands(Members):
         device: int | None,
         timeout: float | None,
         part: bool = False,
+        seen: Sequence[NodeKey] = (),
         parts: Parts | None = None,
         parent: tuple[Members, Sequence[int]] | None = None,
     ):
@@ -71,16 +77,13 @@ class Islands(Members):
         self.watchdog: Watchdog | None = None
         self._shared = ExitStack()  # what all ranks free together
         self.operation = "Communicator"
-        super().__init__(comm, undo, device, timeout, part, parent=parent)
-
-    def _check(self) -> None:
-        _refuse_one_thread()
-        self.shown = environment.show_islands() and self.comm.rank == 0
+        super().__init__(comm, undo, device, timeout, part, parent=parent, seen=seen)
 
     def _make(self, device: int | None) -> None:
         exchange = self.exchange
         rank = self.world.rank
         exchange.nodes = self.nodes
+        self.shown = environment.show_islands() and rank == 0
         self.parts = self._bind(device)
         self.places = Places(self.parts)
         self.index, self.local = self.places.of[rank]
@@ -102,6 +105,7 @@ class Islands(Members):
                     part=True,
                     names=mine,
                     nodes=[self.world.node] * len(mine),
+                    seen=[self.seen[rank] for rank in mine],
                     parent=parent,
                 )
             except BaseException as error:
@@ -164,8 +168,7 @@ class Islands(Members):
             local = StoreExchange(comm, "node", exchange.timeout, here)
             try:
                 local.call, local.nodes = exchange.call, [self.world.node] * len(here)
-                self.gpu, self.gpus = devices.bind(local, device)
-                reach = devices.peer_access(local, self.gpu, self.gpus)
+                self.gpu, self.gpus, reach = devices.bind(local, device)
             except BaseException as error:
                 # Otherwise the ranks of this node would wait for this one indefinitely.
                 if not (clean := local.is_everybodys(error)):
@@ -174,6 +177,7 @@ class Islands(Members):
             finally:
                 if clean:  # otherwise messages may be left
                     comm.release()
+            _refuse_one_thread()  # here, because no rank of the node waits any more
             self.peer_access = reach
             if self.world.local_rank == 0 and self._known is None:
                 each.mine = divide(here, reach, self._most)
@@ -312,15 +316,15 @@ def _refuse_one_thread() -> None:
 
 
 class _Across:
-    """Exchanges bytes between all ranks by MPI, until the communicator fails."""
+    """Exchanges values between all ranks by MPI, until the communicator fails."""
 
     def __init__(self, islands: Islands):
         self._islands = islands
 
-    def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
-        """Return every rank's bytes, or raise CollectiveError. Collective."""
+    def all_gather(self, value: T, wait: Wait) -> list[T]:
+        """Return every rank's value, or raise CollectiveError. Collective."""
         try:
-            return gather(self._islands, data, wait)
+            return gather(self._islands, value, wait)
         except CollectiveTimeout as error:
             self._islands.fail(error)
             raise
@@ -401,14 +405,14 @@ _ANSWERED = 1.0
 _UNSURE = 0.01  # seconds between two checks whether the ranks of this island live
 
 
-def gather(islands: Islands, data: bytes, wait: Wait) -> list[bytes]:
-    """Return every rank's bytes, in rank order; raise after a failure. Collective.
+def gather(islands: Islands, value: T, wait: Wait) -> list[T]:
+    """Return every rank's value, in rank order; raise after a failure. Collective.
 
     A process of this island that has ended is a failure. Its island informs the others.
     """
     islands.look()
     with waiting.watching(_looking(islands, wait, islands.look)):
-        return waiting.all_gather(islands.comm, data, wait)
+        return waiting.all_gather(islands.comm, value, wait)
 
 
 def _looking(

@@ -22,6 +22,7 @@ from numba_symm.launch import nodes, ranks, tagged, waiting
 from numba_symm.launch.devices import GPU
 from numba_symm.launch.division import Parts
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.nodes import NodeKey
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
@@ -63,10 +64,13 @@ class Members(ABC):
         parent: an island with these ranks, of several with those of this rank's island;
             and the numbers there. Its sockets and locks are used here, too. None: new
             ones are made.
+        seen: the attribute of a larger communicator, or of an island that raised, where
+            these ranks have agreed on their settings; empty: they agree now.
 
     Attributes:
         timeout: the seconds, checked.
         comm: the ranks, by messages of their own.
+        seen: by rank, the node that it runs on.
         world: this rank's place.
         nodes: by rank, the name of its node.
         parts: the ranks of each island.
@@ -111,6 +115,7 @@ class Members(ABC):
         names: Sequence[int] | None = None,
         nodes: Sequence[str] = (),
         parent: "tuple[Members, Sequence[int]] | None" = None,
+        seen: Sequence[NodeKey] = (),
     ):
         self.closed = False
         self.why_closed = "the communicator was closed; make a new one"
@@ -124,7 +129,7 @@ class Members(ABC):
         self.exchange = StoreExchange(self.comm, "communicator", patience(), names)
         self.exchange.call, self.exchange.nodes = "Communicator", nodes
         try:
-            self._agree(timeout)
+            self._agree(timeout, seen)
             self._make(device)
             forks.watch(self)
             # Last, but here: an interrupt may follow before the caller has this object.
@@ -135,29 +140,33 @@ class Members(ABC):
             self.give_up(error)
             raise
 
-    def _agree(self, timeout: float | None) -> None:
+    def _agree(self, timeout: float | None, seen: Sequence[NodeKey]) -> None:
         """Find this rank's place, and check the settings that must be equal."""
         exchange = self.exchange
-        with exchange.agreed("Communicator") as each:
-            self._check()
-            environment.chosen_setup_timeout()
-            environment.requested_engine()
-            environment.show_islands()
-            environment.message_limit()
-            environment.records_calls()
-            self.timeout = environment.chosen_timeout(timeout)
-            if not self._part:
-                # A communicator of fewer ranks is made in many programs, too.
-                self._most = environment.island_size(tagged.of_job(self.comm))
-            size = f", NUMBA_SYMM_ISLAND_SIZE={self._most}" if self._most else ""
-            each.mine = nodes.here(), f"timeout={self.timeout:g}{size}"
-        seen, facts = zip(*each.all, strict=True)
-        exchange.refuse_different(facts, "Communicator")
+        if seen:
+            self._choose(timeout)
+        else:
+            with exchange.agreed("Communicator") as each:
+                environment.chosen_setup_timeout()
+                environment.requested_engine()
+                environment.show_islands()
+                environment.message_limit()
+                environment.records_calls()
+                self._choose(timeout)
+                most = self._most
+                size = f", NUMBA_SYMM_ISLAND_SIZE={most}" if most else ""
+                each.mine, each.usual = nodes.here(), f"timeout={self.timeout:g}{size}"
+            exchange.refuse_different(each.usuals, "Communicator")
+            seen = each.all
+        self.seen = seen
         self.world, self.nodes = nodes.place(exchange.rank, seen)
 
-    @abstractmethod
-    def _check(self) -> None:
-        """Check what this rank needs, before the ranks agree. Local."""
+    def _choose(self, timeout: float | None) -> None:
+        """Set the settings that must be equal. Local."""
+        self.timeout = environment.chosen_timeout(timeout)
+        if not self._part:
+            # A communicator of fewer ranks is made in many programs, too.
+            self._most = environment.island_size(tagged.of_job(self.comm))
 
     @abstractmethod
     def _make(self, device: int | None) -> None:

@@ -143,16 +143,20 @@ def check(world, division):
 
     engine.begin = counted
     rank, ranks = world.rank, world.size
-    run, steps = waiting._Step.run, Counter()
+    run, steps, received = waiting._Step.run, Counter(), Counter()
 
     def counted_step(step):
-        steps[step._comm.size] += 1
-        return run(step)
+        found, size = run(step), step._comm.size
+        steps[size] += 1
+        received[size] += sum(len(part.data) for part in step._parts.values())
+        return found
 
     waiting._Step.run = counted_step
     with made(world, division, 60) as comm:
         waiting._Step.run = run
-        assert steps[ranks] == 14, steps  # as in bench/laboratory/scale.py
+        assert steps[ranks] == 12, steps  # as in bench/laboratory/scale.py
+        few = 60 * ranks + 360 * (ranks - 1).bit_length()
+        assert rank or received[ranks] < few, received  # bytes of its children
         job = ScheduledJob(comm.islands, DEFAULT)
         # Only schedules depend on whether neighbors are in different islands.
         mixed = division.endswith("x")

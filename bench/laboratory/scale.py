@@ -90,14 +90,14 @@ def sizes(name: str) -> list[int]:
     return [each for each in SIZES if each <= most] or [0]
 
 
-STEPS = 11, 3
+STEPS = 10, 2
 """Steps of a construction between all ranks, and between those of a node."""
 
 PAUSE = 1e3
 """Microseconds for which a rank sleeps at most before it looks for a message."""
 
-PER_RANK, PACKED, MERGED, VALUE = 0.6, 0.07, 0.18, 122
-"""Microseconds of a step for each rank, and for each value to pack it or to merge it;
+PER_RANK, PACKED, UNPACKED, MERGED, VALUE = 1.0, 0.9, 0.7, 0.4, 27
+"""Microseconds of a step for each rank, and for each value to pack, unpack or merge it;
 and its bytes. Measured with 8000 ranks and 1000 values: see bench/README.md."""
 
 OF_NODES = 2
@@ -107,16 +107,16 @@ OF_NODES = 2
 def construction(of: Nodes) -> float:
     """Return the microseconds of the library's own steps of a construction.
 
-    Each step goes up a binomial tree of ranks, and down again. A rank packs what it
-    sends for one child after another. The set-up of MPI, of NCCL and of a GPU's memory
-    is not included.
+    Each step goes up a binomial tree of ranks, and down again. On the way up, a rank
+    has half of the values of the rank above it. On the way down, it forwards a message.
+    The set-up of MPI, of NCCL and of a GPU's memory is not included.
     """
     ranks = of.number * of.gpus
     depth, within = (ranks - 1).bit_length(), (of.gpus - 1).bit_length()
     hops = 2 * (STEPS[0] * depth + STEPS[1] * within)
     sends = depth * (depth + 1) // 2  # one after another, to the rank that is last
-    packed = sends * (PACKED + VALUE / NETWORK.bandwidth) + depth * PACKED
-    values = OF_NODES * of.number * (packed + 2 * MERGED)
+    handled = 2 * (PACKED + UNPACKED + MERGED) + UNPACKED
+    values = OF_NODES * of.number * (handled + sends * VALUE / NETWORK.bandwidth)
     return hops * (of.link(0) + PAUSE) + STEPS[0] * ranks * PER_RANK + values
 
 

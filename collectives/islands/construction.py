@@ -148,6 +148,7 @@ def made_of(
                 lambda undo: Island(mine, undo, device, timeout), options
             )
         except Apart as error:
+            seen = error.seen
             if not isinstance(mine, TaggedComm):
                 raise PeerAccessError(
                     f"{error}; between several islands, expected an mpi4py "
@@ -155,7 +156,7 @@ def made_of(
                 ) from error
         from numba_symm.collectives.islands import several
 
-        calls, shown = several.begin(mine, device, timeout, options)
+        calls, shown = several.begin(mine, device, timeout, options, seen)
         if shown:
             _show(f"numba-symm: islands: {calls.members.described()}")
         return calls

@@ -15,19 +15,25 @@ from numba_symm.collectives.protocols.workspace import layout
 from numba_symm.errors import ArgumentError
 from numba_symm.islands import Islands
 from numba_symm.launch.division import Parts, described
+from numba_symm.launch.nodes import NodeKey
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.undo import Undo
 from numba_symm.memory.heap import Heap
 
 
 def begin(
-    comm: TaggedComm, device: int | None, timeout: float | None, options: Options
+    comm: TaggedComm,
+    device: int | None,
+    timeout: float | None,
+    options: Options,
+    seen: Sequence[NodeKey],
 ) -> tuple[Calls, bool]:
     """Return the calls of a new communicator, and whether to show its islands.
 
-    Collective.
+    Collective. ``seen`` is what :class:`Apart` has.
     """
-    calls = _begin(lambda undo: Islands(comm, undo, device, timeout), options)
+    given = device, timeout
+    calls = _begin(lambda undo: Islands(comm, undo, *given, seen=seen), options)
     assert isinstance(calls.members, Islands)
     return calls, calls.members.shown
 

@@ -158,12 +158,12 @@ class Surroundings(NamedTuple):
     """Where a rank runs.
 
     Attributes:
-        machine: the boot id of its Linux kernel.
+        machine: the boot id of its Linux kernel, or its first bytes.
         namespaces: by kind, the namespace.
         gpus: the UUIDs of the GPUs that it sees.
     """
 
-    machine: str
+    machine: bytes
     namespaces: dict[str, str]
     gpus: tuple[str, ...]
 

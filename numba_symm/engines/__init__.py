@@ -68,8 +68,8 @@ def choose(islands: Joined, multiprocessors: int) -> Engine:
         uuids = [gpu.uuid for gpu in islands.gpus]
         shared = len(set(uuids)) < len(uuids)
         fact = f"NUMBA_SYMM_ENGINE={asked}"
-        each.mine = fact, installed, shared, reads_gpu_memory()
-    facts, founds, sharing, direct = zip(*each.all, strict=True)
+        each.usual = fact, installed, shared, reads_gpu_memory()
+    facts, founds, sharing, direct = zip(*each.usuals, strict=True)
     exchange.refuse_different(facts, "Communicator")
     if asked != "mpi" and uses_nccl(asked, founds, any(sharing)):
         return _start_nccl(islands, multiprocessors)

@@ -142,7 +142,7 @@ class Machine:
 def bound(n, device=None):
     def play(comm):
         own = device(comm.rank) if device else None
-        gpu, gpus = devices.bind(StoreExchange(comm, "test"), own)
+        gpu, gpus, _ = devices.bind(StoreExchange(comm, "test"), own)
         assert gpus[comm.rank] == gpu
         return gpu
 
@@ -244,20 +244,19 @@ def test_a_gpu_that_cannot_be_made_current_fails_all(machine, monkeypatch):
         assert "rank 1: RuntimeError: Cannot switch CUDA-context." in str(error)
 
 
-def peers(n, play_as=None):
+def reach(n, device=None):
     def play(comm):
-        own = (play_as or (lambda rank: gpu(rank, f"GPU-{rank}")))(comm.rank)
-        exchange = StoreExchange(comm, "test")
-        gpus = exchange.all_gather(own, "GPUs")
-        return devices.check_peer_access(exchange, own, gpus), gpus
+        own = device(comm.rank) if device else None
+        _, gpus, matrix = devices.bind(StoreExchange(comm, "test"), own)
+        return matrix, [gpu.uuid for gpu in gpus]
 
     return outcomes(n, play)
 
 
 def test_the_peer_matrix_is_that_of_the_driver(machine):
-    for matrix, gpus in peers(3):
-        assert matrix == [[True] * 3] * 3
-        assert [gpu.uuid for gpu in gpus] == ["GPU-0", "GPU-1", "GPU-2"]
+    machine.apart = {(0, 2), (2, 1)}
+    matrix = [[True, True, False], [True] * 3, [True, False, True]]
+    assert reach(3) == [(matrix, ["GPU-0", "GPU-1", "GPU-2"])] * 3
 
 
 def test_gpus_that_a_process_does_not_see_are_left_open(machine, monkeypatch):
@@ -265,16 +264,17 @@ def test_gpus_that_a_process_does_not_see_are_left_open(machine, monkeypatch):
 
     def own(rank):
         process.gpu = gpu(0, f"GPU-{rank}")
-        return process.gpu
+        return 0
 
     monkeypatch.setattr(devices, "visible_gpus", lambda: [process.gpu])
-    assert [matrix for matrix, _ in peers(2, own)] == [[[True, None], [None, True]]] * 2
+    matrix = [[True, None], [None, True]]
+    assert reach(2, own) == [(matrix, ["GPU-0", "GPU-1"])] * 2
 
 
-def test_ranks_on_one_gpu_reach_each_other(machine):
-    machine.apart = {(0, 0)}
-    found = peers(2, lambda rank: gpu(0, "GPU-0"))
-    assert [matrix for matrix, _ in found] == [[[True, True]] * 2] * 2
+def test_ranks_on_one_gpu_reach_each_other(machine, monkeypatch):
+    monkeypatch.setenv(SHARING, "1")
+    machine.names, machine.apart = machine.names[:1], {(0, 0)}
+    assert reach(2) == [([[True, True]] * 2, ["GPU-0"] * 2)] * 2
 
 
 @pytest.mark.parametrize(
@@ -344,9 +344,12 @@ def test_the_driver_reports_whether_mps_is_on(monkeypatch, value, mps):
     assert devices._mps(3) is mps
 
 
-def test_pairs_without_access_are_named_on_all_ranks(machine):
+def test_pairs_without_access_are_named(machine):
     machine.apart = {(0, 2), (2, 0)}
-    text = only(peers(3), PeerAccessError)
+    matrix, uuids = reach(3)[0]
+    with pytest.raises(PeerAccessError) as caught:
+        devices.refuse_missing_access(matrix, uuids)
+    text = str(caught.value)
     assert "  rank 0 (GPU-0) to rank 2 (GPU-2)\n  rank 2 (GPU-2) to rank 0" in text
     assert "rank 1" not in text
     assert "nvidia-smi topo -p2p r" in text

@@ -214,9 +214,9 @@ def test_slow_links(monkeypatch):
 
 def test_ranks_of_one_machine_in_several_containers():
     one = doctor.Surroundings(
-        "machine", {"net": "net:[1]", "ipc": "ipc:[1]"}, ("GPU-0",)
+        b"machine", {"net": "net:[1]", "ipc": "ipc:[1]"}, ("GPU-0",)
     )
-    assert doctor.of_places([one, one, one._replace(machine="other", gpus=())]) == []
+    assert doctor.of_places([one, one, one._replace(machine=b"other", gpus=())]) == []
     apart = one._replace(namespaces={"net": "net:[2]", "ipc": "ipc:[1]"})
     (found,) = doctor.of_places([one, apart])
     assert found.text.endswith(

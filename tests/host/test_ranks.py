@@ -9,7 +9,7 @@ import pytest
 
 from numba_symm import environment
 from numba_symm.errors import ArgumentError, CollectiveError, CollectiveTimeout
-from numba_symm.launch import duplicates, nodes, ranks, tagged, waiting
+from numba_symm.launch import duplicates, nodes, ranks, tagged, trees, waiting
 from numba_symm.launch.division import among, divide
 from numba_symm.launch.nodes import World
 from numba_symm.launch.store import StoreExchange
@@ -47,7 +47,7 @@ class Elsewhere(Alone):
 
     def allgather(self, obj):
         *place, (boot_id, _) = obj
-        seen = [(boot_id, "a"), ("f" * 36, "far"), (boot_id, "b"), ("f" * 36, "far")]
+        seen = [(boot_id, "a"), (b"f" * 8, "far"), (boot_id, "b"), (b"f" * 8, "far")]
         return [(*place, value) for value in seen]
 
 
@@ -170,6 +170,7 @@ class FakeMPI:
     ERR_UNKNOWN, ERR_PROC_FAILED = 14, 75
     Exception = type("Exception", (RuntimeError,), {"Get_error_class": lambda _: 75})
     finalized = False
+    Status = staticmethod(lambda: SimpleNamespace(Get_count=lambda: 0))
 
     class Comm(Alone):
         begun = None
@@ -317,25 +318,24 @@ def test_a_step_succeeds_once_a_rank_has_all_values(mpi, monkeypatch, ends):
     def failed():
         raise CollectiveError("a later call")
 
-    class Pending:
-        @staticmethod
-        def testall(_):
-            return False, None
-
     class Peers(FakeMPI.Comm):
         size, arrived = 2, False
 
-        def isend(self, *_):
+        def Isend(self, *_):
             return "send"
 
-        def improbe(self, *_):
-            return SimpleNamespace(irecv=lambda: self)
+        def Improbe(self, *_):
+            return self
 
-        def test(self):
-            return self.arrived, "its value"
+        def Irecv(self, data):
+            data[:] = trees.gathered("its value").packed()
+            return self
+
+        def Test(self):
+            return self.arrived
 
     comm = tagged.whole(Peers("world"), owned=False)
-    monkeypatch.setattr(mpi, "Request", Pending)
+    monkeypatch.setattr(mpi, "Request", SimpleNamespace(Testall=lambda _: False))
     wait = Wait("a call", 0, 0.01)
     with waiting.watching(failed if ends == "report" else lambda: False):
         with pytest.raises(CollectiveError):
@@ -350,10 +350,10 @@ def test_a_send_to_a_rank_that_mpi_knows_to_have_died_raises_our_error(mpi):
     class Peers(FakeMPI.Comm):
         rank, size = 1, 2
 
-        def isend(self, *_):
+        def Isend(self, *_):
             raise mpi.Exception("Process Failure")
 
-        def improbe(self, *_):
+        def Improbe(self, *_):
             return None
 
     comm = tagged.whole(Peers("world"), owned=False)

@@ -78,11 +78,14 @@ def test_a_message_of_other_code_raises():
         if comm.rank == 1:
             comm.allgather("mine")
         else:
-            StoreExchange(comm, "test").barrier("close")
+            StoreExchange(comm, "test").barrier("open" if comm.rank else "close")
 
-    error, _ = outcomes(2, play)
-    assert isinstance(error, ExchangeError)
-    assert "rank 1 is at a call that is not numba_symm's (str)" in str(error)
+    error, _, other = outcomes(3, play)
+    assert {type(error), type(other)} == {ExchangeError}
+    found = "rank 0 is at 'close' (test, step 0), rank 1 is at a call that is not "
+    found += "numba_symm's (str), rank 2 is at another call of numba_symm's"
+    assert found in str(error)
+    assert "rank 2 is at 'open' (test, step 0)" in str(other)
 
 
 def test_two_stores_count_their_own_steps():
@@ -193,6 +196,24 @@ def test_ranks_that_went_astray_never_wait_for_each_other_again():
     nothing, error = on_ranks(2, body)
     assert nothing is None
     assert "rank 0 is at 'close'" in str(error)
+
+
+def test_usual_values_are_sent_only_if_they_differ():
+    sent = []
+
+    def body(exchange):
+        gathered = exchange._gathered
+        exchange._gathered = lambda *given: sent.append(given[0]) or gathered(*given)
+        found = []
+        for value in ("x" * 999, "x" * 999 + "y" * (exchange.rank == 1)):
+            with exchange.agreed("settings") as each:
+                each.mine, each.usual = exchange.rank, value
+            found.append([*zip(each.all, map(len, each.usuals), strict=True)])
+        return found
+
+    equal, different = [(0, 999), (1, 999)], [(0, 999), (1, 1000)]
+    assert on_ranks(2, body) == [[equal, different]] * 2
+    assert sum(len(str(each)) > 999 for each in sent) == 2
 
 
 def test_equal_facts_pass_and_differing_ones_raise_on_all():

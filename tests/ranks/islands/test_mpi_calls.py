@@ -56,5 +56,5 @@ def test_no_call_of_mpi_blocks(world, monkeypatch, most):
         assert called.pop("Free") == 1
         waits.pop(True, 0)
     assert not blocking()
-    assert {"Idup", "isend", "improbe", "irecv", "test"} <= {*called}
+    assert {"Idup", "Isend", "Improbe", "Irecv", "Test"} <= {*called}
     assert waits[False] > 0

@@ -84,7 +84,7 @@ def test_islands_exchange_one_after_another(world, monkeypatch):
         pytest.skip("needs an island of two ranks, and two others")
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "2")
     if world.rank == world.size - 1:
-        monkeypatch.setattr(nodes, "_boot_id", lambda: "elsewhere")
+        monkeypatch.setattr(nodes, "_boot_id", lambda: b"elsewhere")
     count = 1751 * world.size
     one = np.arange(count) % 1009
     with ns.Communicator(world, timeout=60) as comm:

@@ -156,7 +156,7 @@ def test_ranks_on_two_nodes_are_two_islands(world, last, monkeypatch):
     with monkeypatch.context() as patch:
         patch.delenv("NUMBA_SYMM_ISLAND_SIZE", raising=False)
         if last:
-            patch.setattr(nodes, "_boot_id", lambda: "elsewhere")
+            patch.setattr(nodes, "_boot_id", lambda: b"elsewhere")
             patch.setattr(nodes.socket, "gethostname", lambda: "node7")
         with ns.Communicator(world, timeout=60) as comm:
             assert comm.islands == (tuple(range(world.size - 1)), (world.size - 1,))
