@@ -120,6 +120,8 @@ class Calls:
         """Check and pack a call; see :meth:`call`."""
         operation, x, out = given[:3]
         what = operation.name
+        if given.epilogue is not None and isinstance(out, tuple):
+            return self._of_two(given)
         source = arrays.fields(x, what)
         chosen = self.streams.of(given.stream, x)
         has_output = True
@@ -141,6 +143,18 @@ class Calls:
             return staging.bound(self, given, out, chosen)
         launch, about = self.packed(given, source, target, chosen[0])
         return launch, out, chosen, about
+
+    def _of_two(self, given: Invocation[Operation]) -> staging.BoundCall:
+        """Do what ``bound`` does for a call with two outputs."""
+        if len(given.out) != 2 or given.out[1] is None:
+            raise ArgumentError(
+                f"{given.operation.name}: expected out of one array, or of two for an "
+                f"epilogue that returns two numbers, got {len(given.out)} of "
+                f"{given.out}; pass out=(y, z)"
+            )
+        first, second = given.out
+        made = self.bound(given._replace(out=first, second=second))
+        return made[0], (made[1], second), *made[2:]
 
     def packed(
         self,

@@ -486,7 +486,9 @@ class Communicator(Persistent, OthersNames):
                   each process and kept, so define it outside of loops.
             out: the output, of equal size, dtype and order (C or Fortran); ``x`` itself
                 for a call in place. None: a new array of ordinary device memory. With
-                ``epilogue``, its dtype may be another one.
+                ``epilogue``, its dtype may be another one, or it is a pair: such an
+                output, and a contiguous array of equal size and any of these dtypes for
+                the function's second result, apart from x and the output.
             stream: a stream of Numba, cuda.core, CuPy or torch, or a handle. None: the
                 stream that the array names (torch's or CuPy's current one for their
                 arrays), else ``comm.stream``.
@@ -496,23 +498,24 @@ class Communicator(Persistent, OthersNames):
                 codes of one byte, in groups of 128 with a scale each. Ranks then send
                 about a quarter of the bytes of float32, and the result is approximate.
                 x must be of float32, bfloat16 or float16.
-            epilogue: a function of scalars that returns an element of ``out``, plain or
-                decorated with ``cuda.jit(device=True)``. Its arguments are the reduced
-                element, rounded to x's dtype; then, with ``row_sum``, the row's sum;
-                then the entries of ``args`` for this element. All have the types in
-                which their dtypes accumulate. The result is cast to the type in which
-                ``out`` accumulates, and rounded to that of ``out``.
+            epilogue: a function of scalars that returns an element of ``out``, or one
+                of each array of a pair, plain or decorated with
+                ``cuda.jit(device=True)``. Its arguments are the reduced element,
+                rounded to x's dtype; then, with ``row_sum``, the row's sum; then the
+                entries of ``args`` for this element. All have the types in which their
+                dtypes accumulate. The result is cast to the type in which ``out``
+                accumulates, and rounded to that of ``out``.
             args: at most 8 device arrays in C order, and numbers, for ``epilogue`` and
                 ``row_sum``. An array has the output's shape, or only its last axis, or
-                its shape with a last axis of length 1, or one element. It may be
-                ``out`` itself. Python's floats become float32, or float64 if x
+                its shape with a last axis of length 1, or one element. It may be an
+                output itself. Python's floats become float32, or float64 if x
                 accumulates in float64.
             row_sum: a function like ``epilogue``, of the reduced element and the
                 entries of ``args``. Its results are added over each row, that is along
                 the output's last axis, in a fixed order. x must be of floats.
 
         Returns:
-            ``out``, or the new array, of x's shape.
+            ``out``, or the new array, of x's shape. Of a pair, a tuple of both.
 
         Raises:
             ArgumentError: an array or a name is wrong; in debug mode, calls differ.
@@ -596,7 +599,7 @@ class Communicator(Persistent, OthersNames):
             stream: as for :meth:`all_reduce`.
             algorithm: None for the fastest one, or {algorithms}
             epilogue: as for :meth:`all_reduce`, of each gathered element; then
-                ``out`` may have another dtype.
+                ``out`` may have another dtype, or be a pair.
             args: as for :meth:`all_reduce`, of shapes that fit the output's.
             row_sum: as for :meth:`all_reduce`.
 
@@ -671,7 +674,7 @@ class Communicator(Persistent, OthersNames):
             stream: as for :meth:`all_reduce`.
             algorithm: None for the fastest one, or {algorithms}
             epilogue: as for :meth:`all_reduce`, of each element of the shard;
-                then ``out`` may have another dtype.
+                then ``out`` may have another dtype, or be a pair.
             args: as for :meth:`all_reduce`, of shapes that fit the output's.
             row_sum: as for :meth:`all_reduce`.
 

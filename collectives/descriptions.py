@@ -62,6 +62,8 @@ class Descriptions:
                 else f", {each[0]}"
                 for each in given.args
             )
+            if given.second is not None:
+                kinds += f", with a second output of {given.second[2].name}"
             more.append(f"epilogue {given.epilogue!r}{kinds}")
         # Where nothing is reduced, ranks may name the same bytes by different types.
         same = f"{x.size} {x.dtype.name}" if operation.reduces else f"{x.nbytes} bytes"

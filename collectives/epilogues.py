@@ -21,7 +21,7 @@ from numba.core.errors import NumbaError
 from numba_symm import arrays, dtypes
 from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView, Fields
-from numba_symm.collectives.checks import are_apart
+from numba_symm.collectives.checks import are_apart, check_writable
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import epilogue, mailed_epilogue
 from numba_symm.collectives.operations import Operation
@@ -76,7 +76,10 @@ def read(given: Invocation[Operation]) -> Invocation[Operation]:
     )
     found = UserEpilogue(function, row_sum)
     _check_parameters(found, len(args), what)
-    return given._replace(epilogue=found, args=args, row_sum=None)
+    second = given.second
+    if second is not None:
+        second = arrays.fields(second, f"{what}: out[1]")
+    return given._replace(epilogue=found, args=args, row_sum=None, second=second)
 
 
 def _function(value: Any, expected: str) -> FunctionType:
@@ -164,7 +167,12 @@ def checked(
             f"{what}: expected an operator of single numbers with epilogue=, got "
             f"op={given.op!r}; apply a kernel of your own to its pairs"
         )
-    source, target = (dtypes.element(view.dtype, what) for view in (x, out))
+    outputs = [out]
+    if given.second is not None:
+        outputs.append(_second(ArrayView(*given.second), x, out, f"{what}: out[1]"))
+        arrays.check_device(outputs[1], gpu.ordinal, f"{what}: out[1]")
+    source = dtypes.element(x.dtype, what)
+    targets = tuple(dtypes.element(view.dtype, what) for view in outputs)
     if found.row_sum and (source.complex or not source.floating):
         raise ArgumentError(
             f"{what}: expected x of floats with row_sum=, whose sum has the type in "
@@ -180,11 +188,13 @@ def checked(
             view = ArrayView(*each)
             operand, word = _array(view, shape, name), view.address
             arrays.check_device(view, gpu.ordinal, name)
-            _check_apart(view, operand, out, name)
+            for output in outputs:
+                _check_apart(view, operand, output, name)
         operands.append(operand)
         words.append(word)
     if not SIMULATED:
-        for element in (source, target, *(operand.element for operand in operands)):
+        others = (operand.element for operand in operands)
+        for element in (source, *targets, *others):
             given_gpu = gpu.compute_capability, gpu.name, what
             dtypes.check_capability(element, *given_gpu)
     by_row = found.row_sum is not None
@@ -192,8 +202,8 @@ def checked(
     total = math.prod(shape)
     columns = shape[-1] if by_row and shape else total
     rows = total // columns if columns else 0
-    work = found, source, target, tuple(operands), tuple(words)
-    return Work(*work, rows, columns)
+    work = found, source, targets, tuple(operands), tuple(words), rows, columns
+    return Work(*work, tuple(view.address for view in outputs[1:]))
 
 
 def _number(given: Number, source: Element) -> tuple[Operand, int]:
@@ -239,6 +249,23 @@ def _array(view: ArrayView, shape: tuple[int, ...], what: str) -> Operand:
     return Operand(element, along)
 
 
+def _second(view: ArrayView, x: ArrayView, out: ArrayView, what: str) -> ArrayView:
+    """Return the second output, or refuse it."""
+    if view.order != "C" or view.size != out.size:
+        raise ArgumentError(
+            f"{what}: expected a contiguous array in C order, of {out.size} elements "
+            f"as out[0], got one of shape {view.shape}, in {view.order} order"
+        )
+    arrays.check_aligned(view, what)
+    check_writable(view, what)
+    if not (are_apart(view, x) and are_apart(view, out)):
+        raise ArgumentError(
+            f"{what}: expected an array apart from x and out[0], got arrays that "
+            "overlap; it may be one of args"
+        )
+    return view
+
+
 def _stripped(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape without leading axes of length 1, as in broadcasting."""
     return tuple(itertools.dropwhile(lambda n: n == 1, shape))
@@ -262,7 +289,7 @@ def room_of(work: Work, given: Invocation[Operation], out: ArrayView) -> int:
     """Return the bytes of staging memory that a call needs; 0: it uses the output."""
     views = [ArrayView(*each) for each in given.args if not isinstance(each, Number)]
     apart = all(are_apart(view, out) for view in views)
-    if apart and work.source == work.target:
+    if apart and work.source == work.targets[0]:
         return 0
     return -(-work.rows * work.columns * work.source.itemsize // 256) * 256
 

@@ -28,6 +28,7 @@ class Invocation(NamedTuple, Generic[Kind]):
             none.
         args: what the function takes besides: arrays and numbers.
         row_sum: a function whose results are summed over each row for it, or None.
+        second: the output of the second result of such a function, or None.
         tables: of a v form, its counts and displacements: one pair, or two.
         peers: of messages, whom this rank sends to, and whom it receives from.
         count: of a message that may be shorter than ``out``, where its number of
@@ -45,6 +46,7 @@ class Invocation(NamedTuple, Generic[Kind]):
     epilogue: Any = None
     args: Any = NONE
     row_sum: Any = None
+    second: Any = None
     tables: tuple[Any, ...] = ()
     peers: tuple[Any, ...] = ()
     count: Any = None
@@ -67,12 +69,12 @@ def invocation(
     row_sum: Any = None,
 ) -> Invocation[Kind]:
     """Return an invocation. A class takes keywords more slowly than a function."""
-    options = op, algorithm, root, wire, epilogue, args, row_sum
+    options = op, algorithm, root, wire, epilogue, args, row_sum, None
     given = operation, x, out, stream, *options, tables, peers, count
     return _new(Invocation, given)
 
 
 _new = tuple.__new__
 
-OPTIONS = slice(4, 11)
+OPTIONS = slice(4, 12)
 """The fields that are options. A call is remembered by its options and its arrays."""

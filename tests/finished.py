@@ -11,7 +11,7 @@ def finished(reduced, target, function, row_sum, args, threads=THREADS):
 
     Args:
         reduced: the array, rounded to its type.
-        target: the output's dtype.
+        target: the output's dtype, or a pair of those of two outputs.
         function: the epilogue, which also takes arrays.
         row_sum: the function whose results are summed over rows, or None.
         args: host arrays and numbers.
@@ -25,9 +25,15 @@ def finished(reduced, target, function, row_sum, args, threads=THREADS):
         if row_sum is not None:
             terms = np.broadcast_to(row_sum(wide, *others), wide.shape).astype(kind)
             totals = (row_sums(terms, 16 // reduced.dtype.itemsize, threads),)
-        found = np.broadcast_to(function(wide, *totals, *others), wide.shape)
-        last = dtypes.element(target, "test").accumulate
-        return found.astype(last).astype(target)
+        found = function(wide, *totals, *others)
+
+        def stored(numbers, dtype):
+            last = dtypes.element(dtype, "test").accumulate
+            return np.broadcast_to(numbers, wide.shape).astype(last).astype(dtype)
+
+        if isinstance(target, tuple):
+            return tuple(map(stored, found, target))
+        return stored(found, target)
 
 
 def widened(value, kind):

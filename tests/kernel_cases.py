@@ -115,27 +115,28 @@ def squared(value, residual, weight):
 
 
 def normalize(value, total, residual, weight):
-    return (value + residual) * weight / np.float32(math.sqrt(total))
+    kept = value + residual
+    return kept * weight / np.float32(math.sqrt(total)), kept
 
 
 def affine(value, factor, offset):
     return value * factor + offset
 
 
-def epilogues_of(made):
-    """Return what makes the constants of an epilogue's kernel."""
+def epilogues_of(made, outputs):
+    """Return what makes the constants of an epilogue's kernel of so many outputs."""
 
     def make(kind):
         others = runs.Operand(kind, runs.EACH), runs.Operand(FLOAT32, runs.COLUMNS)
-        return made, kind, kind, others
+        return made, kind, outputs * (kind,), others
 
     return make
 
 
 FLOAT32 = dtypes.element("float32", "test")
 EPILOGUES = {
-    "affine": epilogues_of(UserEpilogue(affine)),
-    "norm": epilogues_of(UserEpilogue(normalize, squared)),
+    "affine": epilogues_of(UserEpilogue(affine), 1),
+    "norm": epilogues_of(UserEpilogue(normalize, squared), 2),
 }
 SPILLS = {("chunked", 8), ("reduce_signalled", 8), ("relayed_marked", 8)}
 SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}

@@ -1,7 +1,7 @@
 """The kernels that apply an epilogue to an array that has been reduced.
 
 They serve calls whose own kernel does not apply the epilogue. Each thread loads the
-runs of elements that it then stores, and no other rank takes part. So the array, the
+runs of elements that it then stores, and no other rank takes part. So the array, a
 result and an operand may be the same memory. The threads of a block exchange the sums
 of a row through their rank's workspace (``finishing.py``). A rank that has failed
 stores no result.
@@ -25,7 +25,7 @@ def make_apply(
     size: int,
     epilogue: UserEpilogue,
     source: Element,
-    target: Element,
+    targets: tuple[Element, ...],
     operands: tuple[Operand, ...],
     ragged: bool,
     one_row: bool,
@@ -36,12 +36,12 @@ def make_apply(
         size: the number of ranks of the island.
         epilogue: the user's functions.
         source: the type of reduced elements.
-        target: that of results.
+        targets: those of results, for each output.
         operands: what the functions take besides.
         ragged: as for ``finishing.make_finish``.
         one_row: whether there is one row.
     """
-    finish = finishing.make_finish(epilogue, source, target, operands, ragged)
+    finish = finishing.make_finish(epilogue, source, targets, operands, ragged)
     words, written, load, gather, _, apply_to, store = finish
     lanes, none = source.lanes, source.accumulate.type(0)
 
@@ -52,7 +52,7 @@ def make_apply(
         own: int,
         grid: int,
         given: int,
-        result: int,
+        results: Any,
         rows: int,
         columns: int,
         runs: int,
@@ -75,7 +75,7 @@ def make_apply(
             load(held, given, place[0], here)
             gather(held, others, place, here)
             apply_to(held, none, out, here)
-            store(out, result, place[0], here)
+            store(out, results, place[0], here)
             at += grid * THREADS
 
     return apply
@@ -85,12 +85,12 @@ def make_apply_to_rows(
     size: int,
     epilogue: UserEpilogue,
     source: Element,
-    target: Element,
+    targets: tuple[Element, ...],
     operands: tuple[Operand, ...],
     ragged: bool,
 ) -> Any:
     """Return the kernel of an epilogue with a row's sum; see :func:`make_apply`."""
-    finish = finishing.make_finish(epilogue, source, target, operands, ragged)
+    finish = finishing.make_finish(epilogue, source, targets, operands, ragged)
     words, written, load, gather, add_terms, apply_to, store = finish
     partials = workspace.layout(size).partials.slots
     row_sum = finishing.make_row_sum(source, partials)
@@ -103,7 +103,7 @@ def make_apply_to_rows(
         own: int,
         grid: int,
         given: int,
-        result: int,
+        results: Any,
         rows: int,
         columns: int,
         runs: int,
@@ -139,7 +139,7 @@ def make_apply_to_rows(
                 load(held, given, place[0], here)
                 gather(held, others, place, here)
                 apply_to(held, total, out, here)
-                store(out, result, place[0], here)
+                store(out, results, place[0], here)
                 at += THREADS
             parity = 1 - parity  # explore: parity
             row += grid
@@ -147,24 +147,19 @@ def make_apply_to_rows(
     return apply_to_rows
 
 
-def _arguments(operands: tuple[Operand, ...]) -> tuple[Any, ...]:
-    numbers = types.UniTuple(types.int64, max(1, len(operands)))
-    return binding.ADDRESS, binding.ADDRESS, *3 * (types.int64,), numbers
-
-
 @functools.cache
 def kernel(
     size: int,
     epilogue: UserEpilogue,
     source: Element,
-    target: Element,
+    targets: tuple[Element, ...],
     operands: tuple[Operand, ...],
     ragged: bool,
     one_row: bool,
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = size, epilogue, source, target, operands, ragged
-    arguments = _arguments(operands)
+    constants = size, epilogue, source, targets, operands, ragged
+    arguments = finishing.arguments_of(targets, 3, operands)
     if epilogue.row_sum is None:
         return binding.make_kernel(make_apply, (*constants, one_row), arguments)
     return binding.make_kernel(make_apply_to_rows, constants, arguments)
@@ -182,10 +177,10 @@ def bind(
         end: this rank's end of its island.
         work: what is to be done.
         given: the address of the reduced elements.
-        result: that of the results.
+        result: that of the first output.
     """
     of_call = kernel(
-        *(end.size, work.epilogue, work.source, work.target, work.operands),
+        *(end.size, work.epilogue, work.source, work.targets, work.operands),
         ragged=work.is_ragged(given, result),
         one_row=work.rows == 1,
     )
@@ -194,5 +189,5 @@ def bind(
         needed = workspace.divide_up(work.rows * work.runs, THREADS)
     grid = min(needed, end.max_blocks)
     shape = work.rows, work.columns, work.runs
-    arguments = given, result, *shape, work.words or (0,)
+    arguments = given, (result, *work.more), *shape, work.words or (0,)
     return binding.launch(of_call, end, grid, arguments)

@@ -122,7 +122,7 @@ def make_mailed_epilogue(
     op: Op,
     epilogue: UserEpilogue,
     source: Element,
-    target: Element,
+    targets: tuple[Element, ...],
     operands: tuple[Operand, ...],
     ragged: bool,
     one_row: bool,
@@ -142,7 +142,7 @@ def make_mailed_epilogue(
     exchange = make_exchange(
         *(size, op, source, ragged, transport, tiles, parts, operation, by_row)
     )
-    finish = finishing.make_finish(epilogue, source, target, operands, ragged)
+    finish = finishing.make_finish(epilogue, source, targets, operands, ragged)
     words, written, _, gather, add_terms, apply_to, store = finish
     row_sum = finishing.make_row_sum(source, layout.partials.slots)
 
@@ -153,7 +153,7 @@ def make_mailed_epilogue(
         own: int,
         grid: int,
         given: int,
-        result: int,
+        results: Any,
         count: int,
         columns: int,
         runs: int,
@@ -212,7 +212,7 @@ def make_mailed_epilogue(
                     held[0], held[1] = kept_low[tile], kept_high[tile]
                     gather(held, extra, place, columns - column)
                     apply_to(held, total, out, columns - column)
-                    store(out, result, place[0], columns - column)
+                    store(out, results, place[0], columns - column)
             piece += grid
         workspace.keep(own, epochs, block, epoch, failed)
 
@@ -231,7 +231,7 @@ def kernel(
     op: Op,
     epilogue: UserEpilogue,
     source: Element,
-    target: Element,
+    targets: tuple[Element, ...],
     operands: tuple[Operand, ...],
     ragged: bool,
     one_row: bool,
@@ -241,9 +241,8 @@ def kernel(
     operation: int,
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = size, op, epilogue, source, target, operands, ragged, one_row
-    numbers = types.UniTuple(types.int64, max(1, len(operands)))
-    arguments = binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,), numbers
+    constants = size, op, epilogue, source, targets, operands, ragged, one_row
+    arguments = finishing.arguments_of(targets, 5, operands)
     weight = weight_of(transport, epilogue)
     return binding.make_kernel(
         make_mailed_epilogue,
@@ -295,7 +294,7 @@ def bind(
         grid = binding.most_blocks(end, most, held, work.rows * parts)
     pieces = workspace.divide_up(vectors, span)
     of_call = kernel(
-        *(end.size, call.op, work.epilogue, work.source, work.target, work.operands),
+        *(end.size, call.op, work.epilogue, work.source, work.targets, work.operands),
         ragged=work.is_ragged(call.source, call.target),
         one_row=work.rows == 1,
         transport=transport,
@@ -304,5 +303,6 @@ def bind(
         operation=operation,
     )
     shape = call.count, work.columns, work.runs, pieces, span
-    arguments = call.source, call.target, *shape, work.words or (0,)
+    results = call.target, *work.more
+    arguments = call.source, results, *shape, work.words or (0,)
     return binding.launch(of_call, end, min(grid, pieces), arguments)

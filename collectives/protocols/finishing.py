@@ -16,12 +16,14 @@ follows all loads from that room. No other block or rank accesses a block's room
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba.cuda import types
 
-from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, partial_bytes
 from numba_symm.device import runs
 from numba_symm.device.intrinsics import (
@@ -50,14 +52,14 @@ class Finish(NamedTuple):
 
     Attributes:
         words: of a run of the reduced array, and of the operands.
-        written: words of a run of the result.
+        written: words of a run of the results.
         load: ``(held, address, index, here)`` loads the reduced elements.
         gather: ``(held, operands, place, here)`` loads what the operands have for a
             run. ``operands`` are their addresses or bits, and ``place`` is ``(index,
             row, column, 0)`` of its first element.
         add_terms: ``(held, total, here)`` returns the total plus the run's terms.
         apply: ``(held, total, out, here)`` computes the results of a run.
-        store: ``(out, address, index, here)`` stores them.
+        store: ``(out, addresses, index, here)`` stores them into each output.
     """
 
     words: int
@@ -75,20 +77,22 @@ class Work(NamedTuple):
     Attributes:
         epilogue: the user's functions.
         source: the type of reduced elements.
-        target: that of results.
+        targets: those of results, for each output.
         operands: what the functions take besides.
         words: their addresses, or the bits of numbers.
         rows: the number of rows; 1, if nothing depends on rows.
         columns: elements of a row.
+        more: the addresses of the outputs after the first one.
     """
 
     epilogue: UserEpilogue
     source: Element
-    target: Element
+    targets: tuple[Element, ...]
     operands: tuple[Operand, ...]
     words: tuple[int, ...]
     rows: int
     columns: int
+    more: tuple[int, ...] = ()
 
     @property
     def runs(self) -> int:
@@ -100,15 +104,13 @@ class Work(NamedTuple):
 
         Args:
             given: the address of the reduced elements.
-            result: that of the results.
+            result: that of the first output.
         """
         lanes = self.source.lanes
         if self.columns % lanes:
             return True
-        found = [
-            (Operand(self.source, EACH), given),
-            (Operand(self.target, EACH), result),
-        ]
+        elements, addresses = (self.source, *self.targets), (given, result, *self.more)
+        found = list(zip(of_each(elements), addresses, strict=True))
         found += zip(self.operands, self.words, strict=True)
         return any(
             word % min(VECTOR, operand.nbytes(lanes))
@@ -117,12 +119,27 @@ class Work(NamedTuple):
         )
 
 
-def offsets(source: Element, operands: tuple[Operand, ...]) -> list[int]:
-    """Return where the words of each operand begin in ``held``, and where all end."""
-    found = [Operand(source, EACH).words(source.lanes)]
-    for operand in operands:
-        found.append(found[-1] + operand.words(source.lanes))
-    return found
+def arguments_of(
+    targets: tuple[Element, ...], numbers: int, operands: tuple[Operand, ...]
+) -> tuple[Any, ...]:
+    """Return the types of a kernel's arguments after those of all kernels.
+
+    They are the reduced array, the outputs, ``numbers`` integers, and the operands.
+    """
+    outputs = types.UniTuple(binding.ADDRESS, len(targets))
+    words = types.UniTuple(types.int64, max(1, len(operands)))
+    return binding.ADDRESS, outputs, *numbers * (types.int64,), words
+
+
+def of_each(elements: tuple[Element, ...]) -> tuple[Operand, ...]:
+    """Return arrays of these types, with an element for each of the result."""
+    return tuple(Operand(each, EACH) for each in elements)
+
+
+def offsets(operands: tuple[Operand, ...], lanes: int) -> list[int]:
+    """Return where the words of each begin in a local array, and where all end."""
+    words = (operand.words(lanes) for operand in operands)
+    return list(itertools.accumulate(words, initial=0))
 
 
 def make_gather(
@@ -169,34 +186,54 @@ def make_values(
     return values
 
 
-def make_converted(function: Any, kind: Any) -> Callable[[Any], Any]:
-    """Return a device function: ``(arguments)`` calls the user's with a tuple.
-
-    It converts the result to ``kind``, as that of an operator.
-    """
+def make_cast(kind: Any) -> Callable[[Any], Any]:
+    """Return a device function: ``(value)`` converts what a user's returns."""
     if SIMULATED:
 
-        def converted(arguments: Any) -> Any:
-            result = function(*arguments)
-            if type(result) is kind:
-                return result
-            return np.asarray(result).astype(kind)[()]
+        def converted(value: Any) -> Any:
+            if type(value) is kind:
+                return value
+            return np.asarray(value).astype(kind)[()]
 
         return converted
-    inlined = device_function(function)
 
     @device_function
-    def called(arguments: Any) -> Any:
-        return kind(inlined(*arguments))
+    def cast(value: Any) -> Any:
+        return kind(value)
 
-    return called
+    return cast
+
+
+def make_numbers(function: Any, kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+    """Return a device function: ``(arguments)`` calls the user's with a tuple.
+
+    It returns a tuple of the results, converted to ``kinds``. There are one or two.
+    """
+    inlined = function if SIMULATED else device_function(function)
+    casts = [make_cast(kind) for kind in kinds]
+    if len(casts) == 1:
+        cast = casts[0]
+
+        @device_function
+        def one(arguments: Any) -> Any:
+            return (cast(inlined(*arguments)),)
+
+        return one
+    to_first, to_second = casts
+
+    @device_function
+    def both(arguments: Any) -> Any:
+        first, second = inlined(*arguments)
+        return to_first(first), to_second(second)
+
+    return both
 
 
 @functools.cache
 def make_finish(
     epilogue: UserEpilogue,
     source: Element,
-    target: Element,
+    targets: tuple[Element, ...],
     operands: tuple[Operand, ...],
     ragged: bool,
 ) -> Finish:
@@ -205,23 +242,31 @@ def make_finish(
     Args:
         epilogue: the user's functions.
         source: the type of reduced elements.
-        target: that of results.
+        targets: those of results, for each output.
         operands: what the functions take besides.
         ragged: whether arrays may be off 16-byte boundaries, or rows end within a run.
     """
-    lanes, own = source.lanes, Operand(source, EACH)
-    *at, words = offsets(source, operands)
+    lanes, (own,) = source.lanes, of_each((source,))
+    _, *at, words = offsets((own, *operands), lanes)
+    *out_at, written = offsets(of_each(targets), lanes)
     fetch = runs.make_fetch(own, 0)
     values = make_values(operands, at)
-    result = runs.make_result(target, lanes, ragged)
+    results = tuple(
+        runs.make_result(target, lanes, ragged, first)
+        for target, first in zip(targets, out_at, strict=True)
+    )
+    kinds = tuple(target.accumulate.type for target in targets)
+    numbers = make_numbers(epilogue.function, kinds)
+    by_row = epilogue.row_sum is not None
+    put = make_put(results)
     return Finish(
         words,
-        result.words,
+        written,
         runs.make_fill(own, lanes, ragged, 0),
         make_gather(operands, lanes, ragged, at),
         make_add_terms(epilogue, source, ragged, fetch, values),
-        make_apply(epilogue, source, target, ragged, fetch, values),
-        result.store,
+        make_apply(numbers, by_row, lanes, ragged, fetch, values, put),
+        make_store(results),
     )
 
 
@@ -237,66 +282,85 @@ def make_add_terms(
             return total
 
         return without
-    term = make_converted(epilogue.row_sum, kind)
+    terms = make_numbers(epilogue.row_sum, (kind,))
 
     @device_function
     def add_terms(held: Any, total: Any, here: int) -> Any:
         for i in range(lanes):
             if not ragged or i < here:
-                total = kind(total + term((fetch(held, i), *values(held, i))))
+                total = kind(total + terms((fetch(held, i), *values(held, i)))[0])
         return total
 
     return add_terms
 
 
 def make_apply(
-    epilogue: UserEpilogue,
-    source: Element,
-    target: Element,
+    numbers: Any,
+    by_row: bool,
+    lanes: int,
     ragged: bool,
     fetch: Any,
     values: Any,
+    put: Any,
 ) -> Callable[..., None]:
     """Return ``Finish.apply``."""
-    result = runs.make_result(target, source.lanes, ragged)
-    last = make_converted(epilogue.function, target.accumulate.type)
-    bits, in_word = result.bits, result.in_word
-    words, width = result.words, 8 * target.itemsize
-    by_row = epilogue.row_sum is not None
-
     if by_row:
 
         @device_function
-        def value(held: Any, total: Any, i: int) -> Any:
-            return last((fetch(held, i), total, *values(held, i)))
+        def found(held: Any, total: Any, i: int) -> Any:
+            return numbers((fetch(held, i), total, *values(held, i)))
 
     else:
 
         @device_function
-        def value(held: Any, total: Any, i: int) -> Any:
-            return last((fetch(held, i), *values(held, i)))
-
-    if target.itemsize == 16:
-
-        @device_function
-        def apply_pairs(held: Any, total: Any, out: Any, here: int) -> None:
-            for i in range(words // 2):
-                if not ragged or i < here:
-                    out[2 * i], out[2 * i + 1] = bits(value(held, total, i))
-
-        return apply_pairs
+        def found(held: Any, total: Any, i: int) -> Any:
+            return numbers((fetch(held, i), *values(held, i)))
 
     @device_function
     def apply(held: Any, total: Any, out: Any, here: int) -> None:
-        for k in range(words):
-            word = 0
-            for i in range(in_word):
-                if not ragged or k * in_word + i < here:
-                    found = bits(value(held, total, k * in_word + i))
-                    word |= word_of(found) << width * i
-            out[k] = word_of(word)
+        for i in range(lanes):
+            if not ragged or i < here:
+                put(out, found(held, total, i), i)
 
     return apply
+
+
+def make_put(results: tuple[runs.Result, ...], k: int = 0) -> Callable[..., None]:
+    """Return a device function: ``(out, numbers, i)`` packs the results ``i``."""
+    if k == len(results):
+
+        @device_function
+        def nothing(out: Any, numbers: Any, i: int) -> None:
+            pass
+
+        return nothing
+    put_one, others = results[k].put, make_put(results, k + 1)
+
+    @device_function
+    def put(out: Any, numbers: Any, i: int) -> None:
+        put_one(out, numbers[k], i)
+        others(out, numbers, i)
+
+    return put
+
+
+def make_store(results: tuple[runs.Result, ...], k: int = 0) -> Callable[..., None]:
+    """Return ``Finish.store`` for the outputs from ``k`` on."""
+    if k == len(results):
+
+        @device_function
+        def nothing(out: Any, addresses: Any, index: int, here: int) -> None:
+            pass
+
+        return nothing
+    store_one, others = results[k].store, make_store(results, k + 1)
+
+    @device_function
+    def store(out: Any, addresses: Any, index: int, here: int) -> None:
+        store_one(out, addresses[k], index, here)
+        others(out, addresses, index, here)
+
+    return store
 
 
 @functools.cache

@@ -15,7 +15,8 @@ def squared(value, residual, weight, epsilon):
 
 def normalized(value, total, residual, weight, epsilon):
     mean = total / np.float32(WIDTH) + epsilon
-    return (value + residual) * weight / np.float32(math.sqrt(mean))
+    kept = value + residual
+    return kept * weight / np.float32(math.sqrt(mean)), kept
 
 
 with ns.Communicator(MPI.COMM_WORLD) as comm:
@@ -26,6 +27,7 @@ with ns.Communicator(MPI.COMM_WORLD) as comm:
     weight = cuda.to_device(np.ones(WIDTH, np.float32))
     y = cuda.device_array((ROWS, WIDTH), np.float32)
     args = residual, weight, 1e-6
-    comm.all_reduce(x, out=y, epilogue=normalized, row_sum=squared, args=args)
+    given = {"epilogue": normalized, "row_sum": squared, "args": args}
+    comm.all_reduce(x, out=(y, residual), **given)  # updates the residual, too
     comm.synchronize()
     print(comm.rank, y.copy_to_host()[0, :4].round(2))

@@ -160,20 +160,17 @@ class Result(NamedTuple):
     """The device functions of a run of results.
 
     Attributes:
-        words: those of a run.
-        bits: ``(number)`` returns the bits of an element, or of 16 bytes two words.
-        in_word: elements of a word.
-        store: ``(held, address, index, here)`` stores a run from a local array.
+        put: ``(held, number, i)`` packs the element ``i`` of a run into a local array,
+            after those before it.
+        store: ``(held, address, index, here)`` stores the run from there.
     """
 
-    words: int
-    bits: Callable[[Any], Any]
-    in_word: int
+    put: Callable[[Any, Any, int], None]
     store: Fill
 
 
 @functools.cache
-def make_result(element: Element, lanes: int, ragged: bool) -> Result:
+def make_result(element: Element, lanes: int, ragged: bool, first: int) -> Result:
     """Return the functions; the arguments are those of :func:`make_fill`."""
     operand = Operand(element, EACH)
     size, nbytes = element.itemsize, lanes * element.itemsize
@@ -182,14 +179,26 @@ def make_result(element: Element, lanes: int, ragged: bool) -> Result:
         pack_pair = make_lanes(element, "sum", False, 1).pack
 
         @device_function
+        def put_pair(held: Any, number: Any, i: int) -> None:
+            held[first + 2 * i], held[first + 2 * i + 1] = pack_pair(number)
+
+        @device_function
         def store_pairs(held: Any, address: int, index: int, here: int) -> None:
             for k in range(lanes):
                 if k < here:
-                    st_u64(address + (index + k) * size, held[2 * k])
-                    st_u64(address + (index + k) * size + 8, held[2 * k + 1])
+                    at = address + (index + k) * size
+                    st_u64(at, held[first + 2 * k])
+                    st_u64(at + 8, held[first + 2 * k + 1])
 
-        return Result(words, pack_pair, 1, store_pairs)
+        return Result(put_pair, store_pairs)
     bits, in_word = make_bits(element, "sum", 1), min(8 // size, lanes)
+
+    @device_function
+    def put(held: Any, number: Any, i: int) -> None:
+        word = held[first + i // in_word] if i % in_word > 0 else 0
+        part = word_of(word_of(bits(number)) << 8 * size * (i % in_word))
+        held[first + i // in_word] = word | part
+
     if ragged:
         _, store_one = make_access(size)
 
@@ -199,22 +208,22 @@ def make_result(element: Element, lanes: int, ragged: bool) -> Result:
                 for i in range(in_word):
                     if k * in_word + i < here:
                         at = address + (index + k * in_word + i) * size
-                        store_one(at, held[k] >> 8 * size * i)
+                        store_one(at, held[first + k] >> 8 * size * i)
 
-        return Result(words, bits, in_word, store_elements)
+        return Result(put, store_elements)
     if nbytes % 16 == 0:
 
         @device_function
         def store_vectors(held: Any, address: int, index: int, here: int) -> None:
             for k in range(words // 2):
-                both = held[2 * k], held[2 * k + 1]
+                both = held[first + 2 * k], held[first + 2 * k + 1]
                 st_v2_u64(address + index * size + 16 * k, both)
 
-        return Result(words, bits, in_word, store_vectors)
+        return Result(put, store_vectors)
     _, store = make_access(nbytes)
 
     @device_function
     def store_word(held: Any, address: int, index: int, here: int) -> None:
-        store(address + index * size, held[0])
+        store(address + index * size, held[first])
 
-    return Result(words, bits, in_word, store_word)
+    return Result(put, store_word)

@@ -23,7 +23,7 @@ def square(value, other):
 
 
 def share(value, total, other):
-    return (value + other) / total
+    return (value + other) / total, value + other
 
 
 ELEMENTS, ROWS = UserEpilogue(plus), UserEpilogue(share, square)
@@ -50,25 +50,43 @@ def fused(code, transport=None):
         for each in given[1:]:
             total = total + each
         sizes = kind.function, kind.row_sum, (other,), world.code.shape.threads
-        words = finished(total, np.float32, *sizes).ravel().view(np.uint64).tolist()
-        nbytes = total.nbytes
-        arrays, others = world.map("input", nbytes), world.map("other", nbytes)
-        outputs = world.random.choice([arrays, world.map("output", nbytes)])
+        outputs_of, wanted = results_of(world, kind, total, sizes)
+        arrays, others = (world.map(name, total.nbytes) for name in ("input", "other"))
+        outputs_of[0] = world.random.choice([arrays, outputs_of[0]])
+        if len(wanted) > 1:  # as an updated residual
+            outputs_of[1] = world.random.choice([others, outputs_of[1]])
         operand = world.code.runs.Operand(FLOAT32, world.code.runs.EACH)
         number = ALL_REDUCE.exchange.operation
         for rank, end in enumerate(world.ends):
             for address, host in ((arrays[rank], given[rank]), (others[rank], other)):
                 for i, word in enumerate(host.ravel().view(np.int64).tolist()):
                     world.memory.plant(address + 8 * i, 8, word)
-            both = kind, FLOAT32, FLOAT32, (operand,), (others[rank],)
-            work = world.code.finishing.Work(*both, *shape)
-            source, target = arrays[rank], outputs[rank]
+            target, *more = (each[rank] for each in outputs_of)
+            types = kind, FLOAT32, len(wanted) * (FLOAT32,)
+            work = world.code.finishing.Work(
+                *types, (operand,), (others[rank],), *shape, tuple(more)
+            )
+            source = arrays[rank]
             call = world.code.binding.Call(source, target, total.size, FLOAT32, "sum")
             bind = world.code.mailed_epilogue.bind
             add(bind(end, work, call, way, number), world.streams[rank])
-            world.expect(target, words)
+            for address, words in zip((target, *more), wanted, strict=True):
+                world.expect(address, words)
 
     return scenario
+
+
+def results_of(world, kind, reduced, sizes):
+    """Return where the outputs of all ranks are, and the words that they shall have."""
+    number = 1 if kind is ELEMENTS else 2
+    dtypes_of = np.float32 if number == 1 else (np.float32, np.float32)
+    found = finished(reduced, dtypes_of, *sizes)
+    words = [
+        each.ravel().view(np.uint64).tolist()
+        for each in (found if number > 1 else [found])
+    ]
+    outputs = [world.map(f"output {k}", reduced.nbytes, 0) for k in range(number)]
+    return outputs, words
 
 
 def epilogues(code, failed=False, kinds=(ELEMENTS, ROWS)):
@@ -93,19 +111,22 @@ def epilogues(code, failed=False, kinds=(ELEMENTS, ROWS)):
         shape, nbytes = (rows, COLUMNS), 4 * rows * COLUMNS
         given, other = draw.standard_normal((2, *shape)).astype(np.float32)
         sizes = kind.function, kind.row_sum, (other,), world.code.shape.threads
-        total = finished(given, np.float32, *sizes).ravel().view(np.uint64).tolist()
+        outputs, wanted = results_of(world, kind, given, sizes)
         arrays, others = world.map("reduced", nbytes), world.map("other", nbytes)
-        outputs = world.map("output", nbytes, 0)
         runs, finishing = code.runs, code.finishing
         operand = runs.Operand(FLOAT32, runs.EACH)
         for rank, end in enumerate(world.ends):
             for address, host in ((arrays[rank], given), (others[rank], other)):
                 for i, word in enumerate(host.ravel().view(np.int64).tolist()):
                     world.memory.plant(address + 8 * i, 8, word)
-            both = kind, FLOAT32, FLOAT32, (operand,), (others[rank],)
-            work = finishing.Work(*both, *shape)
-            launch = code.epilogue.bind(end, work, arrays[rank], outputs[rank])
+            target, *more = (each[rank] for each in outputs)
+            types = kind, FLOAT32, len(wanted) * (FLOAT32,)
+            work = finishing.Work(
+                *types, (operand,), (others[rank],), *shape, tuple(more)
+            )
+            launch = code.epilogue.bind(end, work, arrays[rank], target)
             add(launch, world.streams[rank])
-            world.expect(outputs[rank], [0] * len(total) if failed else total)
+            for address, words in zip((target, *more), wanted, strict=True):
+                world.expect(address, [0] * len(words) if failed else words)
 
     return scenario

@@ -49,12 +49,16 @@ def square(value, residual, weight, epsilon, width):
 def make_normalize(sqrt):
     def normalize(value, total, residual, weight, epsilon, width):
         scale = np.float32(sqrt(np.float32(total / np.float32(width)) + epsilon))
-        return (value + residual) * weight / scale
+        return (value + residual) * weight / scale, value + residual
 
     return normalize
 
 
 normalize = make_normalize(math.sqrt)  # on a GPU, kernels have no np.sqrt
+
+
+def both_of(value, other):
+    return 2 * (value + other), value + other
 
 
 def itself(value):
@@ -70,7 +74,7 @@ class Case(NamedTuple):
 
     Attributes:
         dtype: of ``x``.
-        target: of ``out``.
+        target: of ``out``, or a pair of those of two outputs.
         columns: elements of a row; 0: an array of one axis.
         function: the epilogue.
         row_sum: its row's sum, or None.
@@ -79,7 +83,7 @@ class Case(NamedTuple):
     """
 
     dtype: type
-    target: type
+    target: type | tuple[type, type]
     columns: int
     function: object
     row_sum: object = None
@@ -96,7 +100,7 @@ CASES = {
         ((np.float32, (24,)), (np.int8, (-1, 1)), 0.1, True),
     ),
     "rows": Case(
-        *(BF16, BF16, 80, normalize, square),
+        *(BF16, (BF16, np.float32), 80, normalize, square),
         (BF16, (np.float32, (80,)), 1e-6, 80),
     ),
     "uneven rows": Case(np.float64, np.float32, 37, share, itself),
@@ -141,9 +145,30 @@ def model(case, elements, host):
     return finished(elements, case.target, of_arrays, case.row_sum, host)
 
 
+def outputs(case, shape, make):
+    """Return new outputs, filled with zeros, as a call takes them."""
+    if isinstance(case.target, tuple):
+        return tuple(outputs(case._replace(target=t), shape, make) for t in case.target)
+    out = make(shape, case.target)
+    put(out, np.zeros(shape, case.target))
+    return out
+
+
+def equal(outs, wanted):
+    """Return whether outputs have the bits of what was wanted."""
+    if isinstance(outs, tuple):
+        return all(map(equal, outs, wanted))
+    return same(real(get(outs)), real(wanted))
+
+
 def real(array):
     """Return an array of complex128 as one of float64."""
     return array.view(np.float64) if array.dtype == np.complex128 else array
+
+
+def odd(shape, dtype):
+    """Return an array off 16-byte boundaries."""
+    return ordinary(1 + int(np.prod(shape)), dtype)[1:].reshape(shape)
 
 
 def device_array(host):
@@ -160,28 +185,27 @@ def test_all_algorithms_and_forms_have_the_bits_of_the_model(comm, world, name):
     wanted = model(case, sums(inputs), host)
     x = comm.empty(shape, case.dtype)
     put(x, inputs[comm.rank])
-    out = comm.empty(shape, case.target)
     given = {"epilogue": case.function, "row_sum": case.row_sum, "args": device}
     for algorithm in [None, *those("all_reduce", lambda made: True)]:
         if not takes("all_reduce", algorithm, case.dtype):
             continue
-        put(out, np.zeros(shape, case.target))
+        out = outputs(case, shape, comm.empty)
         result = comm.all_reduce(x, out=out, algorithm=algorithm, **given)
-        assert result is out
-        assert same(real(get(out)), real(wanted)), algorithm
+        assert result is out or result == out
+        assert equal(out, wanted), algorithm
     assert same(real(get(x)), real(inputs[comm.rank]))
     plan = comm.all_reduce_init(x, out=out, **given)
     put(x, inputs[0])  # the arrays may change between two calls
     again = model(case, sums([inputs[0]] * comm.size), host)
-    assert same(real(get(plan())), real(again))
+    assert equal(plan(), again)
     # Off boundaries, and strided.
-    whole = ordinary(1 + wanted.size, case.target)
-    comm.all_reduce(x, out=whole[1:].reshape(shape), **given)
-    assert same(real(get(whole)[1:].reshape(shape)), real(again))
+    off = outputs(case, shape, odd)
+    comm.all_reduce(x, out=off, **given)
+    assert equal(off, again)
     spread = ordinary((shape[0], 2, *shape[1:]), case.dtype)
     put(spread, np.stack([inputs[0], inputs[0]], 1))
     comm.all_reduce(spread[:, 1], out=out, **given)
-    assert same(real(get(out)), real(again))
+    assert equal(out, again)
     wait_for_all(comm, world)
 
 
@@ -194,11 +218,11 @@ def test_shards_and_gathered_arrays_have_them_too(comm, world, name):
     given = {"epilogue": case.function, "row_sum": case.row_sum, "args": device}
     mine = slice(comm.rank * shape[0], (comm.rank + 1) * shape[0])
     wanted = model(case, sums(inputs)[mine], host)
-    x, out = device_array(inputs[comm.rank]), ordinary(shape, case.target)
+    x, out = device_array(inputs[comm.rank]), outputs(case, shape, ordinary)
     for algorithm in (None, "chunked", "direct"):
         comm.reduce_scatter(x, out=out, algorithm=algorithm, **given)
-        assert same(get(out), wanted), algorithm
-    assert same(get(comm.reduce_scatter_init(x, out=out, **given)()), wanted)
+        assert equal(out, wanted), algorithm
+    assert equal(comm.reduce_scatter_init(x, out=out, **given)(), wanted)
     # Of the gathered shape: each rank's rows, one after another.
     parts = [each[: shape[0]] for each in inputs]
     if name == "affine":  # its offsets are those of rows
@@ -211,11 +235,11 @@ def test_shards_and_gathered_arrays_have_them_too(comm, world, name):
     given["args"] = device
     wanted = model(case, np.stack(parts), host)
     x = device_array(parts[comm.rank])
-    gathered = ordinary((size, *shape), case.target)
+    gathered = outputs(case, (size, *shape), ordinary)
     for algorithm in (None, "chunked", "copy_engine"):
         comm.all_gather(x, out=gathered, algorithm=algorithm, **given)
-        assert same(get(gathered), wanted), algorithm
-    assert same(get(comm.all_gather_init(x, out=gathered, **given)()), wanted)
+        assert equal(gathered, wanted), algorithm
+    assert equal(comm.all_gather_init(x, out=gathered, **given)(), wanted)
     wait_for_all(comm, world)
 
 
@@ -228,6 +252,13 @@ def test_an_argument_may_be_the_output_and_x_too(comm, world):
     y = comm.all_reduce(x, out=residual, epilogue=add, args=(residual,))
     assert y is residual
     assert same(get(y), before + total)
+    # So may be a second output, here of a new first one.
+    double, kept = comm.all_reduce(
+        x, out=(None, residual), epilogue=both_of, args=(residual,)
+    )
+    assert kept is residual
+    assert same(get(kept), before + 2 * total)
+    assert same(get(double), 2 * (before + 2 * total))
     # In place, with an argument that is in that place, too.
     comm.all_reduce(x, out=x, epilogue=add, args=(x,))
     assert same(get(x), total + inputs[comm.rank])
@@ -291,6 +322,12 @@ def test_what_an_epilogue_cannot_be_is_refused(comm, world):
         (x[1:], by_add | {"args": (weight,), "out": x[:-1]}, "overlap otherwise"),
         (half, {"epilogue": cast, "out": half.view(np.int16)}, "overlap otherwise"),
         (half, {"epilogue": cast, "out": weight}, "expected out of 8 float16"),
+        (x, {"epilogue": cast, "out": (y,)}, "expected out of one array, or of two"),
+        (x, {"epilogue": cast, "out": (y, None)}, "pass out=(y, z)"),
+        (x, {"out": (y, x)}, "out: expected a device array, got tuple"),
+        (x, {"epilogue": cast, "out": (y, x)}, "out[1]: expected an array apart from"),
+        (x, {"epilogue": cast, "out": (y, half)}, "out[1]: expected a contiguous arra"),
+        (x, {"epilogue": cast, "out": (y, 3)}, "out[1]: expected a device array"),
         (integers, by_add | {"row_sum": cast}, "expected x of floats with row_sum="),
         (turned, {"epilogue": cast}, "expected x in C order with epilogue="),
     ]:
@@ -334,7 +371,7 @@ def test_ranks_pass_the_same_epilogue(world):
 
 
 @needs_peers
-def test_ranks_pass_numbers_of_the_same_dtype(world):
+def test_ranks_pass_numbers_and_outputs_of_the_same_dtypes(world):
     with ns.Communicator(world, timeout=60, debug=True) as comm:
         x = comm.zeros(8, np.float32)
         number = (2, 2.0)[comm.rank == 0]
@@ -345,3 +382,7 @@ def test_ranks_pass_numbers_of_the_same_dtype(world):
             "), float, rank",
             "), int64",
         )
+        z = ordinary(8, (np.float32, np.float16)[comm.rank == 0])
+        pair = {"out": (None, z), "epilogue": both_of, "args": (1,)}
+        text = "int64, with a second output of float16, rank"
+        refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, **pair), text)
