@@ -149,6 +149,42 @@ def test_a_sum_by_codes_in_a_graph(comm, stream):
         assert same(out.copy_to_host(), coded_sum(inputs(replay), "int8"))
 
 
+def square(value, kept):
+    return (value + kept) * (value + kept)
+
+
+def share(value, total, kept):
+    return (value + kept) / total, value + kept
+
+
+def test_epilogues_in_a_graph(comm, stream):
+    """A residual that each replay updates, in one kernel and in two."""
+    shape, first = (3, 64), comm.size * (comm.size - 1) // 2
+    x = to_device(np.full(shape, comm.rank, np.float32))
+    calls = []
+    for algorithm in ("one_shot_ll", "chunked"):
+        kept, y = to_device(np.zeros(shape, np.float32)), to_device(np.zeros(shape))
+        given = {"epilogue": share, "row_sum": square, "args": (kept,)}
+        calls.append({"out": (y, kept), "algorithm": algorithm} | given)
+        comm.all_reduce(x, stream=stream, **calls[-1])  # compiled, and allocates
+    add(x, 0, stream)  # compiled
+    with capturing(stream) as (builder, graphs):
+        add(x, 1, builder.stream)
+        for call in calls:
+            comm.all_reduce(x, stream=builder.stream, **call)
+    wanted = first
+    for replay in range(1, 11):
+        graphs[0].launch(stream)
+        wanted += first + comm.size * replay
+        if replay in (1, 2, 10):
+            comm.synchronize(stream)
+            for y, kept in (call["out"] for call in calls):
+                assert (kept.copy_to_host() == wanted).all()
+                # Of 64 equal elements; all numbers are exact in float32.
+                one = np.float32(wanted) / np.float32(64 * wanted * wanted)
+                assert (y.copy_to_host() == one).all()
+
+
 def test_exchanges_by_copy_engines_in_a_graph(comm, stream):
     part, copies = 4096, {"algorithm": "copy_engine"}
     x = comm.empty(part * comm.size, np.float32)
