@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from numba_symm import dtypes
-from numba_symm.bench import calls
+from numba_symm.bench import calls, norm
 from numba_symm.bench.calls import ROOT, EnqueueOn
 from numba_symm.bench.data import PERIOD, Tiled
 from numba_symm.collectives import operations
@@ -358,3 +358,24 @@ OPERATIONS |= {
     for wire, size in (("int8", 127), ("fp8", 448))
 }
 """Quantized sums, and those of the elements themselves (``plain``)."""
+
+
+def _signs_of_one(
+    random: np.random.Generator, ranks: int, op: str, dtype: np.dtype[Any]
+) -> Array:
+    """Return patterns whose sum is ±1, so that a row has the norm 1."""
+    found = np.zeros((ranks, PERIOD))
+    found[0] = _signs(random, (PERIOD,))
+    return found.astype(dtype)
+
+
+OPERATIONS["rms_norm"] = replace(
+    OPERATIONS["all_reduce"],
+    name="rms_norm",
+    inputs=_signs_of_one,
+    plan=norm.rms_norm(prepared=True),
+    call=norm.rms_norm(prepared=False),
+    algorithms=("epilogue", "two_calls"),
+    reductions=("sum",),
+    types=("half", "bfloat16", "float"),
+)

@@ -47,8 +47,9 @@ _WORDS: dict[int, np.dtype[Any]] = {
 }
 
 
-NOT_DRAWN = "barrier", "experts", "experts_stored", "all_reduce_fp8"
-"""Operations without a message of any length, or that some GPUs lack."""
+NOT_DRAWN = "barrier", "experts", "experts_stored", "all_reduce_fp8", "rms_norm"
+"""Operations without a message of any length, that some GPUs lack, or whose functions
+each process compiles."""
 
 
 class SoakCall(NamedTuple):

@@ -11,7 +11,7 @@ from numba_symm.command import cli
 
 REDUCING = [name for name, each in operations.OPERATIONS.items() if each.reduces]
 REDUCING += ["reduce_scatter_v"]
-CODED = ["all_reduce_int8", "all_reduce_fp8"]
+CODED = ["all_reduce_int8", "all_reduce_fp8", "rms_norm"]
 MOVING = sorted(OPERATIONS.keys() - {*REDUCING, *CODED, "barrier"})
 
 
