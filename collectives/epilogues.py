@@ -1,6 +1,6 @@
 """Epilogues of calls: ``all_reduce(x, epilogue=f, args=(…))``.
 
-Small all-reduces have one kernel (``kernels/mailed_epilogue.py``). In all other calls,
+Small reductions have one kernel (``kernels/mailed_epilogue.py``). In all other calls,
 the call's own kernels store the reduced elements, rounded to the type of ``x``, and
 ``kernels/epilogue.py`` applies the user's function to them. These elements are stored
 in the output if it has the type of ``x`` and overlaps no argument, otherwise in the
@@ -26,6 +26,7 @@ from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import epilogue, mailed_epilogue
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue
+from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.protocols.finishing import Work
 from numba_symm.device.runs import COLUMNS, EACH, NUMBER, ONE, ROWS, Operand
 from numba_symm.dtypes import Element, UserEpilogue
@@ -322,14 +323,13 @@ def fused(
     operation = given.operation
     transport = operation.algorithms[name].transport
     if (
-        operation.name != "all_reduce"
+        operation.exchange.output is not Output.REDUCED
         or name != f"one_shot_{transport}"
         or not mailed_epilogue.fits(work, call.op)
     ):
         return None
-    number = operation.exchange.operation
     with compiling(work):
-        return mailed_epilogue.bind(end, work, call, transport, number)
+        return mailed_epilogue.bind(end, work, call, transport, operation.exchange)
 
 
 @contextmanager

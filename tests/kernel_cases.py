@@ -99,7 +99,7 @@ ALGORITHMS = {
     "decode_rows": lambda n, e, op: coded_sum.decode_rows_kernel(n, CODES[op], e),
     "mailed_apply": lambda n, e, op: mailed_epilogue.kernel(
         *(n, "sum", *EPILOGUES[op](e), False, False, "ll", 1, 4 if op == "norm" else 1),
-        ALL.operation,
+        SCATTER if n == 4 else ALL,
     ),
     "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
     "combine": lambda n, e, op: expert_combine.kernel(n, e),

@@ -1,10 +1,11 @@
-"""An all-reduce of a small message that applies an epilogue itself.
+"""Reductions of small messages that apply an epilogue themselves.
 
-It exchanges vectors as ``one_shot.py`` does, through the same mailboxes, whose epochs
-it continues. ``mailboxes.py`` states the order of memory accesses. A block takes
-*pieces* of the message, one after another: a row, or as many vectors as its threads
-exchange in an epoch. Each thread keeps its reduced elements in registers. After the
-piece's last epoch, it applies the epilogue to them, and stores the results.
+An all-reduce or a reduce-scatter exchanges vectors as ``one_shot.py`` does, through the
+same mailboxes, whose epochs it continues. ``mailboxes.py`` states the order of memory
+accesses. A block takes *pieces* of the message, or of its shards, one after another: a
+row, or as many vectors as its threads exchange in an epoch. Each thread keeps its
+reduced elements in registers. After the piece's last epoch, it applies the epilogue to
+them, and stores the results.
 
 In every epoch, thread 0 has a vector, because an epoch begins before the piece's end.
 So thread 0 exchanges with all ranks, both ways, as the mailboxes require.
@@ -46,21 +47,22 @@ def make_exchange(
     transport: str,
     tiles: int,
     parts: int,
-    operation: int,
+    kind: exchanges.Exchange,
     by_row: bool,
 ) -> Any:
     """Return a device function that exchanges and reduces what is due in an epoch.
 
     ``(guard, ring, own, block, epoch, piece, part, failed, kept_low, kept_high, low,
     high, spare)`` returns whether the thread, or an earlier epoch, has failed.
-    ``piece`` is ``(array, first, length, count)``, in vectors and elements. The thread
-    keeps reduced vectors from the index ``part`` on. The last three are local arrays of
-    ``size`` words.
+    ``piece`` is ``(array, shard_bytes, first, length, count)``: ``first`` and
+    ``length`` in vectors, ``count`` in elements, of a shard if the ranks send shards.
+    The thread keeps reduced vectors from the index ``part`` on. The last three are
+    local arrays of ``size`` words.
     """
     lanes, others = make_lanes(source, op, ragged, size), size - 1
-    load = lanes.load
+    load, sends_shards = lanes.load, kind.sends_shards
     reduce = exchanges.make_reduced(size, lanes, exchanges.Output.REDUCED)
-    mail = mailboxes_of(size, transport, operation)
+    mail = mailboxes_of(size, transport, kind.operation)
     _, box, sent, post_one, receive, wipe, _ = mail
 
     @intrinsics.device_function
@@ -79,17 +81,24 @@ def make_exchange(
         high: Any,
         spare: Any,
     ) -> bool:
-        array, first, length, count = piece
+        array, shard_bytes, first, length, count = piece
+        mine = array + guard.rank * shard_bytes if sends_shards else array
         thread = cuda.threadIdx.x
         for tile in range(part, min(part + tiles, parts)):
             at = tile * THREADS + thread
             if at < length and not failed:
-                pair = load(array, first + at, count)
-                pair = sent(pair[0], pair[1])
+                pair = load(mine, first + at, count)
+                if not sends_shards:
+                    pair = sent(pair[0], pair[1])
                 kept_low[tile], kept_high[tile] = pair
+                for k in range(others):
+                    if sends_shards:
+                        r = (guard.rank + 1 + k) % size
+                        pair = load(array + r * shard_bytes, first + at, count)
+                    low[k], high[k] = pair
                 boxes = box(block, epoch, 0, 0, tile - part, thread)
                 for k in range(others):
-                    post_one(ring, k, boxes, pair[0], pair[1], epoch)
+                    post_one(ring, k, boxes, low[k], high[k], epoch)
         if not by_row:  # for rows, they synchronize for the sum
             # All have read the epoch before it changes.
             workspace.sync_block()  # explore: resumed
@@ -129,7 +138,7 @@ def make_mailed_epilogue(
     transport: str,
     tiles: int,
     parts: int,
-    operation: int,
+    kind: exchanges.Exchange,
 ) -> Any:
     """Return the kernel; a thread has ``tiles`` vectors in an epoch, ``parts`` in all.
 
@@ -138,10 +147,9 @@ def make_mailed_epilogue(
     layout, in_vector = workspace.layout(size), source.lanes
     epochs = getattr(layout, f"one_shot_{transport}").epochs
     by_row, none = epilogue.row_sum is not None, source.accumulate.type(0)
-    next_epoch, *_, between_epochs = mailboxes_of(size, transport, operation)
-    exchange = make_exchange(
-        *(size, op, source, ragged, transport, tiles, parts, operation, by_row)
-    )
+    next_epoch, *_, between_epochs = mailboxes_of(size, transport, kind.operation)
+    constants = size, op, source, ragged, transport, tiles, parts, kind, by_row
+    exchange = make_exchange(*constants)
     finish = finishing.make_finish(epilogue, source, targets, operands, ragged)
     words, written, _, gather, add_terms, apply_to, store = finish
     row_sum = finishing.make_row_sum(source, layout.partials.slots)
@@ -154,6 +162,7 @@ def make_mailed_epilogue(
         grid: int,
         given: int,
         results: Any,
+        shard_bytes: int,
         count: int,
         columns: int,
         runs: int,
@@ -178,7 +187,7 @@ def make_mailed_epilogue(
         while piece < pieces:
             first = piece * span
             length = min(span, -(-count // in_vector) - first)
-            of_piece = given, first, length, count
+            of_piece = given, shard_bytes, first, length, count
             for part in range(0, parts, tiles):
                 if part > 0 or piece > block:
                     if by_row and thread == 0:  # explore: fence
@@ -238,15 +247,15 @@ def kernel(
     transport: str,
     tiles: int,
     parts: int,
-    operation: int,
+    kind: exchanges.Exchange,
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = size, op, epilogue, source, targets, operands, ragged, one_row
-    arguments = finishing.arguments_of(targets, 5, operands)
+    arguments = finishing.arguments_of(targets, 6, operands)
     weight = weight_of(transport, epilogue)
     return binding.make_kernel(
         make_mailed_epilogue,
-        (*constants, transport, tiles, parts, operation),
+        (*constants, transport, tiles, parts, kind),
         arguments,
         weight=weight,
     )
@@ -270,7 +279,7 @@ def bind(
     work: finishing.Work,
     call: binding.Call,
     transport: str,
-    operation: int,
+    kind: exchanges.Exchange,
 ) -> Launch:
     """Return the packed launch.
 
@@ -279,7 +288,7 @@ def bind(
         work: what is to be done, which fits.
         call: the call.
         transport: how mailboxes are filled.
-        operation: the number in ``waits.py`` for a wait that is given up.
+        kind: of the operation.
     """
     protocol, vectors = ONE_SHOT[transport], call.vectors
     weight = weight_of(transport, work.epilogue)
@@ -300,9 +309,9 @@ def bind(
         transport=transport,
         tiles=tiles,
         parts=parts,
-        operation=operation,
+        kind=kind,
     )
-    shape = call.count, work.columns, work.runs, pieces, span
+    shape = call.nbytes, call.count, work.columns, work.runs, pieces, span
     results = call.target, *work.more
     arguments = call.source, results, *shape, work.words or (0,)
     return binding.launch(of_call, end, min(grid, pieces), arguments)

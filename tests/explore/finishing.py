@@ -5,7 +5,7 @@ import numpy as np
 from explore.scenarios import some_blocks
 from explore.world import World, add
 from numba_symm import dtypes
-from numba_symm.collectives.operations import ALL_REDUCE
+from numba_symm.collectives.operations import ALL_REDUCE, REDUCE_SCATTER
 from numba_symm.dtypes import UserEpilogue
 from tests.finished import finished
 
@@ -30,7 +30,7 @@ ELEMENTS, ROWS = UserEpilogue(plus), UserEpilogue(share, square)
 
 
 def fused(code, transport=None):
-    """All-reduces that apply epilogues themselves, and others by the same mailboxes."""
+    """Reductions that apply epilogues themselves, and others by the same mailboxes."""
 
     def scenario(machine):
         world = World(machine, code, blocks=some_blocks(machine, code))
@@ -44,49 +44,50 @@ def fused(code, transport=None):
     def one(world, way, kind):
         shape = world.random.choice([1, 3]), world.random.choice([4, WIDE])
         draw = np.random.default_rng(world.random.randrange(99))
-        given = draw.standard_normal((world.size, *shape)).astype(np.float32)
+        operation = world.random.choice([ALL_REDUCE, REDUCE_SCATTER])
+        shards = operation.shards(world.size)
+        given = draw.standard_normal((world.size, shards, *shape)).astype(np.float32)
         other = draw.standard_normal(shape).astype(np.float32)
         total = given[0]
         for each in given[1:]:
             total = total + each
         sizes = kind.function, kind.row_sum, (other,), world.code.shape.threads
-        outputs_of, wanted = results_of(world, kind, total, sizes)
-        arrays, others = (world.map(name, total.nbytes) for name in ("input", "other"))
-        outputs_of[0] = world.random.choice([arrays, outputs_of[0]])
-        if len(wanted) > 1:  # as an updated residual
+        nbytes, found = other.nbytes, [results_of(kind, each, sizes) for each in total]
+        arrays, others = world.map("input", shards * nbytes), world.map("other", nbytes)
+        outputs_of = [world.map(f"output {k}", nbytes) for k in range(len(found[0]))]
+        in_place = [arrays[r] + (shards > 1) * r * nbytes for r in range(world.size)]
+        outputs_of[0] = world.random.choice([in_place, outputs_of[0]])
+        if len(outputs_of) > 1:  # as an updated residual
             outputs_of[1] = world.random.choice([others, outputs_of[1]])
         operand = world.code.runs.Operand(FLOAT32, world.code.runs.EACH)
-        number = ALL_REDUCE.exchange.operation
         for rank, end in enumerate(world.ends):
             for address, host in ((arrays[rank], given[rank]), (others[rank], other)):
                 for i, word in enumerate(host.ravel().view(np.int64).tolist()):
                     world.memory.plant(address + 8 * i, 8, word)
+            wanted = found[rank % shards]
             target, *more = (each[rank] for each in outputs_of)
             types = kind, FLOAT32, len(wanted) * (FLOAT32,)
             work = world.code.finishing.Work(
                 *types, (operand,), (others[rank],), *shape, tuple(more)
             )
             source = arrays[rank]
-            call = world.code.binding.Call(source, target, total.size, FLOAT32, "sum")
+            call = world.code.binding.Call(source, target, other.size, FLOAT32, "sum")
             bind = world.code.mailed_epilogue.bind
-            add(bind(end, work, call, way, number), world.streams[rank])
+            launch = bind(end, work, call, way, operation.exchange)
+            add(launch, world.streams[rank])
             for address, words in zip((target, *more), wanted, strict=True):
                 world.expect(address, words)
 
     return scenario
 
 
-def results_of(world, kind, reduced, sizes):
-    """Return where the outputs of all ranks are, and the words that they shall have."""
-    number = 1 if kind is ELEMENTS else 2
-    dtypes_of = np.float32 if number == 1 else (np.float32, np.float32)
-    found = finished(reduced, dtypes_of, *sizes)
-    words = [
-        each.ravel().view(np.uint64).tolist()
-        for each in (found if number > 1 else [found])
-    ]
-    outputs = [world.map(f"output {k}", reduced.nbytes, 0) for k in range(number)]
-    return outputs, words
+def results_of(kind, reduced, sizes):
+    """Return the words that each output of a rank shall have."""
+    if kind is ELEMENTS:
+        found = [finished(reduced, np.float32, *sizes)]
+    else:
+        found = finished(reduced, (np.float32, np.float32), *sizes)
+    return [each.ravel().view(np.uint64).tolist() for each in found]
 
 
 def epilogues(code, failed=False, kinds=(ELEMENTS, ROWS)):
@@ -111,7 +112,8 @@ def epilogues(code, failed=False, kinds=(ELEMENTS, ROWS)):
         shape, nbytes = (rows, COLUMNS), 4 * rows * COLUMNS
         given, other = draw.standard_normal((2, *shape)).astype(np.float32)
         sizes = kind.function, kind.row_sum, (other,), world.code.shape.threads
-        outputs, wanted = results_of(world, kind, given, sizes)
+        wanted = results_of(kind, given, sizes)
+        outputs = [world.map(f"output {k}", nbytes, 0) for k in range(len(wanted))]
         arrays, others = world.map("reduced", nbytes), world.map("other", nbytes)
         runs, finishing = code.runs, code.finishing
         operand = runs.Operand(FLOAT32, runs.EACH)

@@ -219,7 +219,7 @@ def test_shards_and_gathered_arrays_have_them_too(comm, world, name):
     mine = slice(comm.rank * shape[0], (comm.rank + 1) * shape[0])
     wanted = model(case, sums(inputs)[mine], host)
     x, out = device_array(inputs[comm.rank]), outputs(case, shape, ordinary)
-    for algorithm in (None, "chunked", "direct"):
+    for algorithm in (None, *those("reduce_scatter", lambda made: True)):
         comm.reduce_scatter(x, out=out, algorithm=algorithm, **given)
         assert equal(out, wanted), algorithm
     assert equal(comm.reduce_scatter_init(x, out=out, **given)(), wanted)
@@ -341,7 +341,7 @@ def later(a, b):
 
 
 @of_one_island
-def test_small_all_reduces_are_one_launch(comm):
+def test_small_reductions_are_one_launch(comm):
     x, weight = comm.zeros((2, 16), np.float32), comm.zeros(16, np.float32)
     by_row = {"epilogue": share, "row_sum": itself}
     for array, given, number in [
@@ -354,9 +354,18 @@ def test_small_all_reduces_are_one_launch(comm):
     ]:
         with bound(loading=True) as launches:
             comm.all_reduce_init(array, **given)
-        names = [each.kernel.name for each in launches]
-        assert len(names) == number, names
-        assert ("mailed_epilogue" in names) == (number == 1)
+        check_launches(launches, number)
+    for columns, number in ((16, 1), (15, 2)):
+        x = comm.zeros((2 * comm.size, columns), np.float32)
+        with bound(loading=True) as launches:
+            comm.reduce_scatter_init(x, **by_row)
+        check_launches(launches, number)
+
+
+def check_launches(launches, number):
+    names = [each.kernel.name for each in launches]
+    assert len(names) == number, names
+    assert ("mailed_epilogue" in names) == (number == 1)
 
 
 @needs_peers
