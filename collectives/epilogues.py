@@ -325,7 +325,7 @@ def fused(
     if (
         operation.exchange.output is not Output.REDUCED
         or name != f"one_shot_{transport}"
-        or not mailed_epilogue.fits(work, call.op)
+        or not mailed_epilogue.fits(end, work, call.op, transport)
     ):
         return None
     with compiling(work):

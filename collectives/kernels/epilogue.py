@@ -190,4 +190,4 @@ def bind(
     grid = min(needed, end.max_blocks)
     shape = work.rows, work.columns, work.runs
     arguments = given, (result, *work.more), *shape, work.words or (0,)
-    return binding.launch(of_call, end, grid, arguments)
+    return binding.launch(of_call, end, grid, arguments, waits=False)

@@ -35,9 +35,6 @@ from numba_symm.device.runs import Operand
 from numba_symm.dtypes import Element, Op, UserEpilogue
 from numba_symm.kernels import Kernel, Launch
 
-PARTS = 8
-"""Most vectors that a thread keeps of a row."""
-
 
 def make_exchange(
     size: int,
@@ -261,17 +258,26 @@ def kernel(
     )
 
 
-def fits(work: finishing.Work, op: Op) -> bool:
-    """Return whether the kernel can do a call: it follows from what ranks agree on.
+def fits(end: binding.Endpoint, work: finishing.Work, op: Op, transport: str) -> bool:
+    """Return whether the kernel does a call: it follows from what ranks agree on.
 
-    A vector has elements of one row, and a thread keeps its part of a row. The operator
-    is not a user's function, whose operations other kernels may contract.
+    A vector has elements of one row. The operator is not a user's function, whose
+    operations other kernels may contract. For sums of rows, each thread has one vector,
+    and each block one row: with more, the exchange takes longer than a second kernel.
     """
     if not isinstance(op, str) or work.source.itemsize == 16:
         return False
     if work.rows > 1 and work.columns % work.source.lanes:
         return False
-    return work.epilogue.row_sum is None or work.runs <= PARTS * THREADS
+    if work.epilogue.row_sum is None:
+        return True
+    return work.runs <= THREADS and work.rows <= _most_rows(end, work, transport)
+
+
+def _most_rows(end: binding.Endpoint, work: finishing.Work, transport: str) -> int:
+    """Return the most blocks of a call that adds up rows."""
+    weight = weight_of(transport, work.epilogue)
+    return max(1, min(end.max_blocks // weight, ONE_SHOT[transport].most(end.size)))
 
 
 def bind(
@@ -296,11 +302,7 @@ def bind(
     grid, tiles = mailboxes.mailed_grid(end, transport, protocol, vectors, heavier)
     parts, span = tiles, tiles * THREADS
     if work.epilogue.row_sum is not None:
-        parts, span = workspace.divide_up(work.runs, THREADS), work.runs
-        tiles = min(protocol.tiles(end.size), 1 << (parts - 1).bit_length())
-        most = max(1, min(end.max_blocks // weight, protocol.most(end.size)))
-        held = workspace.HELD // weight
-        grid = binding.most_blocks(end, most, held, work.rows * parts)
+        grid, tiles, parts, span = work.rows, 1, 1, work.runs
     pieces = workspace.divide_up(vectors, span)
     of_call = kernel(
         *(end.size, call.op, work.epilogue, work.source, work.targets, work.operands),

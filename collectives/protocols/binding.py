@@ -154,6 +154,10 @@ It then took 64 µs for 16 MiB on 4 ranks, and 49 to 51 with 3, 4 or 6. The caus
 known (``bench/README.md``).
 """
 
+SMALL = 2
+"""Blocks in a thread block, up to which an early launch of a kernel that does not wait
+is faster than one on all multiprocessors."""
+
 EARLY_VECTORS = 2
 """The most vectors of a thread in a grid that has fewer blocks in order to be early.
 
@@ -181,6 +185,7 @@ def launch(
     grid: int,
     arguments: tuple[Any, ...] = (),
     behind: int | None = None,
+    waits: bool = True,
 ) -> Launch:
     """Pack a launch: guard, whether it is early, ring, own workspace, grid, arguments.
 
@@ -191,6 +196,9 @@ def launch(
     not exceed the endpoint's multiprocessors. A thread block holds as few blocks as
     that allows; if it cannot hold enough, the grid is not early.
 
+    A kernel that waits for no rank may take all multiprocessors, unless it is early:
+    then it waits for the grid before it. It is early if it is small.
+
     Args:
         kernel: the kernel.
         end: this rank's end.
@@ -198,10 +206,13 @@ def launch(
         arguments: the kernel's own arguments.
         behind: the multiprocessors of the launch before it, if that is known. Otherwise
             each of the two takes at most half.
+        waits: whether it waits for other ranks.
     """
     most = end.multiprocessors // 2 if behind is None else end.multiprocessors - behind
-    early = grid <= kernel.held * most
+    early = grid <= (kernel.held if waits else min(kernel.held, SMALL)) * most
     held = divide_up(grid, most if early else end.multiprocessors)
+    if not waits and not early:
+        held = 1
     if behind is not None and held == SLOW:
         held += 1
     own = end.workspaces[end.rank]
