@@ -35,7 +35,7 @@ class Algorithm(NamedTuple):
             or its handshake uses.
         transport: how its mailboxes are filled (``mailboxes.TRANSPORTS``); "": it has
             none.
-        fewest: the least number of ranks.
+        fewest: the least number of ranks; one rank copies, or takes ``GENERAL``.
         most: the greatest number of ranks.
         floats: whether it is for floats only.
         x: where it needs the inputs to be.
@@ -49,7 +49,7 @@ class Algorithm(NamedTuple):
     waits: tuple[int, ...]
     region: str
     transport: str = ""
-    fewest: int = 1
+    fewest: int = 2
     most: float = math.inf
     floats: bool = False
     x: Arrays = Arrays.ANYWHERE

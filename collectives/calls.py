@@ -89,7 +89,8 @@ class Calls:
         self.agreement = Agreement(members, self.enqueuer, debug)
         self._plans = Cache(MAX_PLANS)
         self._barrier: Enqueue | None = None
-        self.descriptions = Descriptions(MAX_PLANS, len(members.parts))
+        by_algorithms = end.size > 1 and len(members.parts) == 1
+        self.descriptions = Descriptions(MAX_PLANS, by_algorithms)
         self._about_barrier = Description("barrier", key="all")
 
     def __repr__(self) -> str:

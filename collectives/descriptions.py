@@ -17,12 +17,13 @@ class Descriptions:
 
     Args:
         most: how many are kept, at least.
-        islands: the number of islands; the table's algorithms are for one.
+        algorithms: whether the table's algorithms make the calls: on one island, of two
+            ranks or more.
     """
 
-    def __init__(self, most: int, islands: int):
+    def __init__(self, most: int, algorithms: bool):
         self._known = Cache(most)
-        self._islands = islands
+        self._algorithms = algorithms
 
     def of(self, what: str, words: str = "", key: str = "") -> Description:
         """Return a description; see its class."""
@@ -52,7 +53,7 @@ class Descriptions:
             more.append(f"root {given.root}")
         if given.wire is not None:
             more.append(f"wire {given.wire!r}")
-        elif self._islands == 1:
+        elif self._algorithms:
             more.append(f"algorithm {algorithm!r}")
         if given.epilogue is not None:
             # Of an array, its dtype and shape; of a number, its dtype.

@@ -30,6 +30,7 @@ from numba_symm.collectives.kernels import (
     two_shot,
     two_shot_broadcast,
 )
+from numba_symm.collectives.protocols import copies
 from numba_symm.collectives.protocols.binding import (
     Bind,
     BindFallback,
@@ -201,7 +202,10 @@ class Operation(NamedTuple):
             )
 
     def bind(self, algorithm: str, end: Endpoint, call: Call) -> Enqueue:
-        """Pack a call by the algorithm of that name, or by ``GENERAL``."""
+        """Pack a call by that algorithm, or by ``GENERAL``; a rank alone copies."""
+        alone = end.size == 1 and self.exchange.output.used(0, 1, 0)
+        if alone and not dtypes.makes_truth(call.op, call.element):
+            return copies.bind_alone(end, call)
         found = self.algorithms[algorithm]
         if not found.suits(end.size):
             found = self.algorithms[GENERAL]
@@ -319,7 +323,6 @@ def _copied(
         partial(copied_exchange.bind, kind, number, chunked),
         waits=(number,),
         region="direct",
-        fewest=2,
         most=most,
         x=Arrays.AT_ONE_PLACE,
         out=Arrays.AT_ONE_PLACE if gathers else Arrays.ANYWHERE,
@@ -330,7 +333,7 @@ def _copied(
 
 
 def _mailed(
-    shots: str, transport: str, number: int, bind: Bind, fewest: int = 1
+    shots: str, transport: str, number: int, bind: Bind, fewest: int = 2
 ) -> Algorithm:
     """Return the algorithm by mailboxes of a transport, which waits for ``number``."""
     floats = TRANSPORTS[transport].floats
@@ -384,7 +387,6 @@ ALL_REDUCE = _operation(
             partial(copied_reductions.bind_all_reduce, barrier.bind),
             (waits.ALL_REDUCE_COPIES,),
             "copied",
-            fewest=2,
             most=COPYING,
             copies=True,
         ),
@@ -433,7 +435,6 @@ REDUCE = _operation(
             partial(copied_reductions.bind_reduce, barrier.bind),
             (waits.REDUCE_COPIES,),
             "copied",
-            fewest=2,
             most=2,
             copies=True,
         ),

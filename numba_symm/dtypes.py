@@ -382,6 +382,11 @@ def check_capability(
         )
 
 
+def makes_truth(op: Op, element: Element) -> bool:
+    """Return whether an operator makes an element 0 or 1, that of one rank, too."""
+    return op in LOGICAL and bitwise(op, element) is None
+
+
 def bitwise(op: Op, element: Element) -> str | None:
     """Return the bitwise operator that is equal to ``op`` on whole words, or None.
 

@@ -37,7 +37,7 @@ from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
 from numba_symm.device import intrinsics, lanes, order
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Kernel
+from numba_symm.kernels import Kernel, Launch
 
 
 def make_relay(
@@ -200,15 +200,11 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     return binding.make_kernel(make_chunked_broadcast, constants, arguments)
 
 
-def bind(
-    end: binding.Endpoint, call: binding.Call, fallback_for: int = 0
-) -> binding.Enqueue:
+def bind(end: binding.Endpoint, call: binding.Call, fallback_for: int = 0) -> Launch:
     """Return the packed launch; see ``chunked_all_reduce.bind``.
 
     The call's source and target are one.
     """
-    if end.size == 1:
-        return lambda stream: None
     share = partition.shard(call.vectors, end.size - 1)
     grid, tiles, chunks = partition.chunks_of(share, end)
     ragged = partition.is_ragged(call)

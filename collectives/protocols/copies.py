@@ -24,6 +24,12 @@ next rank on, because several simultaneous ones share the links badly.
 from typing import Any, NamedTuple
 
 from numba_symm import streams
+from numba_symm.collectives.protocols.binding import (
+    Call,
+    Endpoint,
+    Enqueue,
+    Series,
+)
 
 
 class Copy(NamedTuple):
@@ -68,3 +74,10 @@ class Copies:
             side.mark(1)
             enqueue(self._copies, stream)
             side.lead(stream, 1)
+
+
+def bind_alone(end: Endpoint, call: Call) -> Enqueue:
+    """Return the call of a rank without others, whose result is its input."""
+    if call.target == call.source:
+        return Series()
+    return Copies(end.order, [Copy(call.target, call.source, call.nbytes)])

@@ -97,7 +97,8 @@ def test_calls_of_any_size_and_alignment_bind_kernels_that_are_listed(name, size
         with listed() as bound, mock.patch.object(arrays, "check_device"):
             for _ in range(CALLS):
                 make_a_call(chance, operation, dtype, op, end)
-        assert bound
+        # One rank copies; the result of an exscan there is the identity.
+        assert bool(bound) == bool(known) == (size > 1 or name == "exscan")
         assert not bound.keys() - set(known)
 
 

@@ -64,7 +64,7 @@ def test_calls_of_all_sizes_bind_prepared_kernels(comm, world, prepared, monkeyp
         for new in (comm.empty, ordinary):
             every_size(comm, new)
     wait_for_all(comm, world)
-    assert len(bound) > 3
+    assert (len(bound) > 3) == (comm.size > 1)  # one rank copies
     # The construction loads the kernel of deadline marks, because it tries the engine.
     missing = bound - {*prepared, deadline.kernel()}
     assert not [(named(each.factory), each.constants) for each in missing]

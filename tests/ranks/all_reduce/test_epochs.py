@@ -24,6 +24,7 @@ from tests.ranks.all_reduce.cases import (
 )
 from tests.ranks.helpers import (
     get,
+    needs_peers,
     of_one_island,
     put,
 )
@@ -113,6 +114,7 @@ def test_epochs_wrap_around(comm, world, algorithm):
         assert workspace.epoch(algorithm) < 1000, "the epochs did not wrap around"
 
 
+@needs_peers
 def test_packets_of_before_the_wrap_are_not_taken(comm, world):
     workspace, dtype = Workspace(comm, world), np.dtype(np.int64)
     algorithm, protocol = "one_shot_ll", ONE_SHOT["ll"]

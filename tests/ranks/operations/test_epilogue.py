@@ -341,6 +341,7 @@ def later(a, b):
 
 
 @of_one_island
+@needs_peers
 def test_small_reductions_are_one_launch(comm):
     x, weight = comm.zeros((2, 16), np.float32), comm.zeros(16, np.float32)
     by_row = {"epilogue": share, "row_sum": itself}
