@@ -486,9 +486,10 @@ class Communicator(Persistent, OthersNames):
                   each process and kept, so define it outside of loops.
             out: the output, of equal size, dtype and order (C or Fortran); ``x`` itself
                 for a call in place. None: a new array of ordinary device memory. With
-                ``epilogue``, its dtype may be another one, or it is a pair: such an
-                output, and a contiguous array of equal size and any of these dtypes for
-                the function's second result, apart from x and the output.
+                ``epilogue``, its dtype may differ. It may also be a pair: such an
+                output, and an array for the function's second result. The second array
+                must be contiguous, of equal size and any of these dtypes, and must not
+                overlap x or the output.
             stream: a stream of Numba, cuda.core, CuPy or torch, or a handle. None: the
                 stream that the array names (torch's or CuPy's current one for their
                 arrays), else ``comm.stream``.
@@ -498,9 +499,9 @@ class Communicator(Persistent, OthersNames):
                 codes of one byte, in groups of 128 with a scale each. Ranks then send
                 about a quarter of the bytes of float32, and the result is approximate.
                 x must be of float32, bfloat16 or float16.
-            epilogue: a function of scalars that returns an element of ``out``, or one
-                of each array of a pair, plain or decorated with
-                ``cuda.jit(device=True)``. Its arguments are the reduced element,
+            epilogue: a function of scalars, plain or decorated with
+                ``cuda.jit(device=True)``. It returns an element of ``out``, or for a
+                pair an element of each array. Its arguments are the reduced element,
                 rounded to x's dtype; then, with ``row_sum``, the row's sum; then the
                 entries of ``args`` for this element. All have the types in which their
                 dtypes accumulate. The result is cast to the type in which ``out``
@@ -515,7 +516,7 @@ class Communicator(Persistent, OthersNames):
                 the output's last axis, in a fixed order. x must be of floats.
 
         Returns:
-            ``out``, or the new array, of x's shape. Of a pair, a tuple of both.
+            ``out``, or the new array, of x's shape; for a pair, a tuple of both arrays.
 
         Raises:
             ArgumentError: an array or a name is wrong; in debug mode, calls differ.
