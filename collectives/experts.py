@@ -12,9 +12,9 @@ import numpy as np
 
 from numba_symm import arrays, dtypes, libraries, loads, own_arrays
 from numba_symm.arguments import shown
-from numba_symm.arrays import ArrayView
+from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
-from numba_symm.collectives import expert_wires, kernel_set
+from numba_symm.collectives import expert_wires, kernel_set, wires
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import (
     are_apart,
@@ -191,17 +191,19 @@ class Experts:
                 for a rank than ``capacity``, or an expert's number was wrong.
         """
         calls, what = self._calls, "dispatch"
-        with calls.thread.alone(what):
-            given = x, expert_ids, weights, wire
+        calls.thread.begin(what)
+        try:
             launch, tokens = calls.agreement.checked(
                 what,
                 lambda *_: f"{self._words}, wire {shown(wire)}",
                 self._dispatched,
-                given,
+                (x, expert_ids, weights, wire),
             )
-            chosen = calls.streams.of(stream, x)
-            calls.enqueuer.run(self._about[what], launch, chosen, self, *given[:3])
+            chosen, kept = calls.streams.of(stream, x), (self, x, expert_ids, weights)
+            calls.enqueuer.run(self._about[what], launch, chosen, *kept)
             self._tokens = tokens
+        finally:
+            calls.thread.finish()
         return self.received
 
     def combine(
@@ -234,20 +236,23 @@ class Experts:
         """
         calls, what = self._calls, "combine"
         results = self.results if results is None else results
-        with calls.thread.alone(what):
+        calls.thread.begin(what)
+        try:
             chosen = calls.streams.of(stream, results)
             given = results, out, chosen[0]
             launch, out = calls.agreement.checked(
                 what, lambda *_: self._words, self._combined, given
             )
             calls.enqueuer.run(self._about[what], launch, chosen, self, results, out)
+        finally:
+            calls.thread.finish()
         return out
 
     def _checked(
-        self, array: Any, what: str, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self, read: Fields, what: str, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> ArrayView:
         """Return an array in C order of that shape and dtype, or refuse it."""
-        view = self._calls.usable(arrays.view(array, what), what)
+        view = self._calls.usable(ArrayView(*read), what)
         if view.shape != shape or view.dtype != dtype:
             raise ArgumentError(
                 f"{what}: expected shape {shape} of {dtype.name}, got {view.shape} of "
@@ -257,8 +262,8 @@ class Experts:
         arrays.check_aligned(view, what)
         return view
 
-    def _rows(self, array: Any, what: str, shape: tuple[int, ...]) -> ArrayView:
-        view = self._checked(array, what, shape, self._sizes.dtype)
+    def _rows(self, read: Fields, what: str, shape: tuple[int, ...]) -> ArrayView:
+        view = self._checked(read, what, shape, self._sizes.dtype)
         if view.size and view.address % VECTOR:
             raise ArgumentError(
                 f"{what}: expected an array that begins on a 16-byte boundary, got "
@@ -267,12 +272,32 @@ class Experts:
         return view
 
     def _dispatched(self, given: Any) -> tuple[Enqueue, int]:
-        """Check the arguments of a dispatch; return its launch and its tokens."""
-        (x, expert_ids, weights, wire), what, sizes = given, "dispatch", self._sizes
+        """Return the launch of a dispatch, remembered or new, and its tokens."""
+        (x, expert_ids, weights, wire), what = given, "dispatch"
         self._calls.enqueuer.refuse_in_group(what)
         if wire is not None:
+            wires.check_name(wire, what)
+        rows = arrays.fields(x, "dispatch: x")
+        ids = arrays.fields(expert_ids, "dispatch: expert_ids")
+        factors = None
+        if weights is not None:
+            factors = arrays.fields(weights, "dispatch: weights")
+        # All that is checked below.
+        key = what, rows, ids, factors, wire, self._calls.heap.generation
+        known: tuple[Enqueue, int] = self._plans.get(key)
+        if known is UNKNOWN:
+            known = self._new_dispatch(rows, ids, factors, wire)
+            self._plans.put(key, known)
+        return known
+
+    def _new_dispatch(
+        self, x: Fields, expert_ids: Fields, weights: Fields | None, wire: str | None
+    ) -> tuple[Enqueue, int]:
+        """Check the arguments of a dispatch, and bind it."""
+        what, sizes = "dispatch", self._sizes
+        if wire is not None:
             expert_wires.check(wire, sizes.hidden, self._calls.gpu, what)
-        shape = arrays.view(x, what).shape
+        shape = x[1]
         tokens = shape[0] if shape else 0
         if len(shape) != 2 or tokens > sizes.tokens:
             raise ArgumentError(
@@ -287,22 +312,17 @@ class Experts:
             view = self._checked(weights, f"{what}: weights", choices, _FLOAT32)
             factors = view.address
             read.append(view)
-        key = what, rows, ids.address, factors, wire, self._calls.heap.generation
-        launch = self._plans.get(key)
-        if launch is UNKNOWN:
-            stored = {"received": self._stored}
-            if wire is not None:
-                stored["results"] = self._loaded
-            for name, there in stored.items():
-                if not all(are_apart(each, there) for each in read):
-                    raise ArgumentError(
-                        f"{what}: expected arrays apart from Experts.{name}, got one "
-                        "that overlaps it, where other ranks store tokens meanwhile; "
-                        "pass a copy"
-                    )
-            with loads.of(what):
-                launch = self._bound(tokens, rows.address, ids.address, factors, wire)
-            self._plans.put(key, launch)
+        stored = {"received": self._stored}
+        if wire is not None:
+            stored["results"] = self._loaded
+        for name, there in stored.items():
+            if not all(are_apart(each, there) for each in read):
+                raise ArgumentError(
+                    f"{what}: expected arrays apart from Experts.{name}, got one that "
+                    "overlaps it, where other ranks store tokens meanwhile; pass a copy"
+                )
+        with loads.of(what):
+            launch = self._bound(tokens, rows.address, ids.address, factors, wire)
         return launch, tokens
 
     def _bound(
@@ -360,7 +380,7 @@ class Experts:
         return tuple(each + self._offsets[name] for each in place.addresses)
 
     def _combined(self, given: Any) -> tuple[Enqueue, Any]:
-        """Check the arguments of a combine; return its launch and its output."""
+        """Return the launch of a combine, remembered or new, and its output."""
         (results, out, handle), what, sizes = given, "combine", self._sizes
         calls, tokens = self._calls, self._tokens
         calls.enqueuer.refuse_in_group(what)
@@ -368,24 +388,37 @@ class Experts:
             raise ArgumentError(
                 f"{what}: expected a dispatch before, got none; call dispatch first"
             )
-        whole = calls.size, sizes.capacity, sizes.hidden
-        weighted = len(arrays.view(results, what).shape) == 4
-        shape = (*whole[:2], sizes.top_k, sizes.hidden) if weighted else whole
-        source = self._rows(results, f"{what}: results", shape)
+        source = arrays.fields(results, "combine: results")
         if out is None:
-            out = calls.new(results, source, (tokens, sizes.hidden), handle, what)
-        target = self._rows(out, f"{what}: out", (tokens, sizes.hidden))
-        check_writable(target, f"{what}: out")
-        check_apart(source, target, what)
-        places = what, source, target, tokens
-        key = *places, calls.heap.generation
-        launch = self._plans.get(key)
+            like = self._results(source)
+            out = calls.new(results, like, (tokens, sizes.hidden), handle, what)
+        target = arrays.fields(out, "combine: out")
+        # All that is checked below.
+        key = what, source, target, tokens, calls.heap.generation
+        launch: Enqueue = self._plans.get(key)
         if launch is UNKNOWN:
-            self._check_results(source, target, weighted)
-            with loads.of(what):
-                launch = self._bound_sum(source, target.address, tokens, weighted)
+            launch = self._new_sum(source, target, tokens)
             self._plans.put(key, launch)
         return launch, out
+
+    def _results(self, results: Fields) -> ArrayView:
+        """Return the results of a combine, or refuse them."""
+        sizes = self._sizes
+        shape: tuple[int, ...] = self._calls.size, sizes.capacity, sizes.hidden
+        if len(results[1]) == 4:
+            shape = (*shape[:2], sizes.top_k, sizes.hidden)
+        return self._rows(results, "combine: results", shape)
+
+    def _new_sum(self, results: Fields, out: Fields, tokens: int) -> Enqueue:
+        """Check the arguments of a combine, and bind it."""
+        what, source = "combine", self._results(results)
+        target = self._rows(out, f"{what}: out", (tokens, self._sizes.hidden))
+        check_writable(target, f"{what}: out")
+        check_apart(source, target, what)
+        weighted = len(source.shape) == 4
+        self._check_results(source, target, weighted)
+        with loads.of(what):
+            return self._bound_sum(source, target.address, tokens, weighted)
 
     def _check_results(
         self, source: ArrayView, target: ArrayView, weighted: bool
