@@ -128,8 +128,7 @@ class Experts:
         nbytes = expert_dispatch.scratch_nbytes(size, self._grid)
         nbytes += 4 * sizes.tokens * size
         if self._mailed and self._mailed_codes:
-            blocks = max(self._mailed.dispatch[0], self._mailed_codes.dispatch[0])
-            nbytes = 4 * few_tokens.area_words(size) * blocks
+            nbytes = 4 * few_tokens.table_words(size)
         nbytes = divide_up(nbytes, VECTOR) * VECTOR
         of_codes = VECTOR * sizes.codes * sizes.tokens
         self._kept = kept = own_arrays.empty((nbytes + of_codes,), np.dtype("u1"), what)

@@ -404,7 +404,7 @@ def _bind_experts(given: list[np.dtype[Any]], end: Endpoint) -> None:
     room, rows = TokenRoom(*(1 for _ in TokenRoom._fields)), Rows(0, *row)
     counting = expert_dispatch.Counting(0, 0, 1)
     expert_dispatch.bind(end, 1, routing, counting, rows, room, nothing)
-    share = Share(1, 1, 1, 1)
+    share = Share(*(1 for _ in Share._fields))
     if end.size > 1:
         mailed_dispatch.bind(end, 1, share, routing, rows, room, 0, 0)
     for dtype in given:

@@ -40,7 +40,7 @@ from numba_symm.collectives.kernels import (
     two_shot_broadcast,
 )
 from numba_symm.collectives.operations import OPERATIONS
-from numba_symm.collectives.protocols import handshake
+from numba_symm.collectives.protocols import few_tokens, handshake
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
 from numba_symm.collectives.wires import WIRES as CODES
 from numba_symm.device import runs
@@ -144,9 +144,11 @@ SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8), ("transfer_counted", 2), ("transfer_counted", 8)}
 SPILLS |= {("transfer_asked", 2), ("transfer_asked", 8), ("combine", 8)}
 SPILLS |= {("mailed_apply", 4)}
-SPILLS |= {("mailed_dispatch", 8)}
+SPILLS |= {("mailed_dispatch", 2), ("mailed_dispatch", 8)}
 """With eight ranks' vectors, or for the ragged end of an array, these need more
 registers than a block's share. They spill at most 160 bytes to the stack."""
+INDEXED = {("mailed_dispatch", n): 8 * n * few_tokens.GROUPS for n in (2, 8)}
+"""The bytes of arrays of a thread that it indexes by a token."""
 
 HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 FLOATS = [(2, "float16", "sum"), (4, "float32", "sum"), (8, "bfloat16", "sum")]

@@ -1,15 +1,17 @@
 """Dispatch of few tokens: each vector of a token is posted to a peer's waiting thread.
 
-A call takes one latency: the ranks exchange no flags. ``few_tokens.py`` describes the
-mailboxes and the masks, which show a receiver what has been sent to it. A receiver
-stores tokens with their experts and weights in its own memory, whereas
-``expert_dispatch.py`` stores them at other ranks. So these stores follow all earlier
-work of the receiver's stream, and no sender has to ask whether there is room.
+A call takes one latency: the ranks exchange no flags, and threads do not wait for their
+block. ``few_tokens.py`` describes the mailboxes and the tags, which show a receiver
+what has been sent to it, and where to store it. A receiver stores tokens with their
+experts and weights in its own memory, whereas ``expert_dispatch.py`` stores them at
+other ranks. So these stores follow all earlier work of the receiver's stream, and no
+sender has to ask whether there is room.
 
-After the masks, a token's first vectors have two choices each: the number of an expert
-on the receiver and its weight, twice. The token itself follows.
+A token's first vectors have two choices each: the number of an expert and its weight,
+twice. The token itself follows. A thread loads its first vectors before it knows which
+ranks they are for.
 
-If an expert does not exist, or there are too many tokens for a rank, each block of the
+If an expert does not exist, or there are too many tokens for a rank, each warp of the
 sender detects that, and sends nothing.
 
 Source: the low-latency dispatch of DeepEP.
@@ -24,34 +26,26 @@ from numba.cuda import types
 
 from numba_symm import waits
 from numba_symm.collectives.protocols import binding, few_tokens, workspace
-from numba_symm.collectives.protocols.exchanges import EVERYONE
 from numba_symm.collectives.protocols.few_tokens import (
+    COUNT,
+    PLACE,
     Share,
-    count_in,
-    has,
-    load_mask,
-    place_in,
-    ranks_of,
+    keep_place,
     slot,
-    store_mask,
 )
 from numba_symm.collectives.protocols.tokens import (
     Routing,
     Rows,
     TokenRoom,
-    number_there,
+    number_on,
     typed,
     weight_of,
 )
-from numba_symm.collectives.protocols.workspace import (
-    THREADS,
-    VECTOR,
-    divide_up,
-    sync_block_or,
-)
+from numba_symm.collectives.protocols.workspace import VECTOR, divide_up, sync_block
 from numba_symm.device import intrinsics
 from numba_symm.device.intrinsics import (
     device_function,
+    ld_u32,
     ld_v2_u64,
     st_u32,
     st_u64,
@@ -70,15 +64,33 @@ def vectors_of(choices: int, vectors: int) -> int:
 
 
 @device_function
-def numbers_of(routing: Any, rank: int, token: int, pair: int) -> Any:
-    """Return the words of two of a token's choices, as a rank receives them."""
-    first = token * routing.choices + 2 * pair
-    low = number_there(routing, rank, first) | weight_of(routing, first) << 32
-    high = 0
-    if 2 * pair + 1 < routing.choices:
-        expert = number_there(routing, rank, first + 1)
-        high = expert | weight_of(routing, first + 1) << 32
-    return word_of(low), word_of(high)
+def load_choice(routing: Any, choice: int) -> int:
+    """Return the number of a choice's expert, and above it its weight."""
+    expert = word_of(ld_u32(routing.ids + 4 * choice)) & _LOW
+    return word_of(expert | weight_of(routing, choice) << 32)
+
+
+@device_function
+def choice_there(routing: Any, rank: int, word: int) -> int:
+    """Return the same with the number of the expert on a rank."""
+    number = number_on(routing, rank, word & _LOW)
+    return word_of(number | word & ~_LOW)
+
+
+@device_function
+def load_words(routing: Any, rows: Any, token: int, vector: int) -> Any:
+    """Return a vector of what is sent of a token, with experts as they are given."""
+    head, low, high = routing.choices + 1 >> 1, 0, 0
+    if token < routing.tokens:
+        if vector >= head:
+            row = rows.address + VECTOR * token * rows.vectors
+            low, high = ld_v2_u64(row + VECTOR * (vector - head))
+        else:
+            first = token * routing.choices + 2 * vector
+            low = load_choice(routing, first)
+            if 2 * vector + 1 < routing.choices:
+                high = load_choice(routing, first + 1)
+    return low, high
 
 
 @device_function
@@ -97,34 +109,41 @@ def store_numbers(
         st_u32(here + room.weights + there + 4, high >> 32 & _LOW)
 
 
-@device_function
-def keep_vector(
-    here: int,
-    room: Any,
-    choices: int,
-    vectors: int,
-    at: int,
-    token: int,
-    vector: int,
-    words: Any,
-) -> None:
-    """Store a vector of what a rank receives of a token, whose row is ``at``."""
-    head = choices + 1 >> 1
-    if vector < head:
-        store_numbers(here, room, choices, at, token, vector, words)
-    else:
-        row = here + room.tokens + VECTOR * at * vectors
-        st_v2_u64(row + VECTOR * (vector - head), words)
+def make_keep(size: int) -> Callable[..., None]:
+    """Return a device function that stores what was sent of a token of a rank.
+
+    ``(rank, k, to, token, vector, tag, words)``: of the k-th of the ring. ``to`` is
+    ``(share, choices, vectors, room, here, table)``.
+    """
+
+    @device_function
+    def keep(
+        rank: int, k: int, to: Any, token: int, vector: int, tag: int, words: Any
+    ) -> None:
+        share, choices, vectors, room, here, table = to
+        head, place = choices + 1 >> 1, tag & PLACE
+        keep_place(table, k, share, token, vector, tag)
+        source = (rank + 1 + k) % size
+        if tag >> COUNT != 0:
+            st_u64(here + 8 * source, (tag >> COUNT) - 1)
+        if place != 0:
+            at = source * room.capacity + place - 1
+            if vector < head:
+                store_numbers(here, room, choices, at, token, vector, words)
+            else:
+                row = here + room.tokens + VECTOR * at * vectors
+                st_v2_u64(row + VECTOR * (vector - head), words)
+
+    return keep
 
 
-def make_send(size: int, post_one: Any, box: Any) -> Callable[..., None]:
+def make_send(size: int, post: Any, keep: Any, place_for: Any) -> Callable[..., None]:
     """Return a device function by which a thread sends its vectors of an epoch.
 
-    ``(rank, ring, epoch, at, routing, rows, room, here, area, share)``; ``at`` is the
-    epoch's number in the call, the grid and the block. Vectors for this rank itself are
-    stored in its room.
+    ``(rank, ring, epoch, at, routing, rows, places, counts, words, to)``; ``at`` is the
+    epoch's number in the call, the grid and the block, and ``words`` the first vector.
+    It stores vectors for this rank itself.
     """
-    mask_for, _ = few_tokens.make_masks(size)
 
     @device_function
     def send(
@@ -134,46 +153,44 @@ def make_send(size: int, post_one: Any, box: Any) -> Callable[..., None]:
         at: Any,
         routing: Any,
         rows: Any,
-        room: Any,
-        here: int,
-        area: int,
-        share: Any,
+        places: Any,
+        counts: Any,
+        words: Any,
+        to: Any,
     ) -> None:
-        number, grid, block = at
+        (number, grid, block), share = at, to[0]
         head = routing.choices + 1 >> 1
         for tile in range(share.tiles):
             token, vector = slot(share, number, tile, grid, block)
-            ranks = 0
-            if token < routing.tokens:
-                ranks = ranks_of(area, token)
-            words = 0, 0
-            if ranks != 0 and vector >= head:
-                row = rows.address + VECTOR * token * rows.vectors
-                words = ld_v2_u64(row + VECTOR * (vector - head))
-            boxes = box(block, epoch, 0, 0, tile, thread_index_x())
+            low, high = words
+            if tile + 1 < share.tiles:
+                # Before this one is posted, because a post makes a load wait for it.
+                after = slot(share, number, tile + 1, grid, block)
+                words = load_words(routing, rows, after[0], after[1])
+            first = number + tile + block + thread_index_x() == 0
             for k in range(size):
-                if ranks >> k & 1 != 0:
-                    if vector < head:
-                        there = (rank + 1 + k) % size
-                        words = numbers_of(routing, there, token, vector)
-                    if k < size - 1:
-                        post_one(ring, k, boxes, words[0], words[1], epoch)
-                    else:
-                        place = place_in(mask_for(area, k), token)
-                        row = rank * room.capacity + place
-                        given = here, room, routing.choices, rows.vectors
-                        keep_vector(*given, row, token, vector, words)
+                tag = place_for(places, k, token, routing.tokens)
+                if first:
+                    tag |= word_of(counts[k]) + 1 << COUNT
+                sent = low, high
+                if vector < head:
+                    there = (rank + 1 + k) % size
+                    one = choice_there(routing, there, low)
+                    sent = one, choice_there(routing, there, high)
+                if k < size - 1:
+                    post(ring, k, block, epoch, tile, sent[0], sent[1], tag)
+                else:
+                    keep(rank, k, to, token, vector, tag, sent)
 
     return send
 
 
-def make_take(size: int, receive: Any, box: Any) -> Callable[..., bool]:
+def make_take(size: int, receive: Any, keep: Any) -> Callable[..., bool]:
     """Return a device function by which a thread receives and stores its vectors.
 
-    ``(guard, own, epoch, at, choices, vectors, room, here, area, share, low, high)``
-    returns whether it gave up. The last two are local arrays of ``size``.
+    ``(guard, own, epoch, at, to, low, high, tags)`` returns whether it gave up. The
+    last three are local arrays of ``size``.
     """
-    _, mask_from = few_tokens.make_masks(size)
 
     @device_function
     def take(
@@ -181,33 +198,19 @@ def make_take(size: int, receive: Any, box: Any) -> Callable[..., bool]:
         own: int,
         epoch: int,
         at: Any,
-        choices: int,
-        vectors: int,
-        room: Any,
-        here: int,
-        area: int,
-        share: Any,
+        to: Any,
         low: Any,
         high: Any,
+        tags: Any,
     ) -> bool:
-        number, grid, block = at
+        (number, grid, block), share = at, to[0]
         for tile in range(share.tiles):
             token, vector = slot(share, number, tile, grid, block)
-            wanted = 0
+            if not receive(guard, own, block, epoch, tile, low, high, tags):
+                return True  # explore: give-up
             for k in range(size - 1):
-                if has(mask_from(area, k), token):
-                    wanted |= 1 << k
-            if wanted != 0:
-                boxes = own + box(block, epoch, 0, 0, tile, thread_index_x())
-                if not receive(guard, boxes, epoch, block, low, high, wanted):
-                    return True  # explore: give-up
-                for k in range(size - 1):
-                    if wanted >> k & 1 != 0:
-                        source = (guard.rank + 1 + k) % size
-                        place = place_in(mask_from(area, k), token)
-                        row = source * room.capacity + place
-                        given = here, room, choices, vectors, row, token, vector
-                        keep_vector(*given, (low[k + 1], high[k + 1]))
+                words, tag = (low[k + 1], high[k + 1]), word_of(tags[k + 1])
+                keep(guard.rank, k, to, token, vector, tag, words)
         return False
 
     return take
@@ -216,28 +219,11 @@ def make_take(size: int, receive: Any, box: Any) -> Callable[..., bool]:
 def make_mailed_dispatch(size: int) -> Any:
     """Return the kernel for ``size`` ranks, at least two."""
     epochs, mail = few_tokens.make_mail(size, waits.DISPATCH)
-    next_epoch, box, _, post_one, receive, _, between_epochs = mail
-    mask_for, mask_from = few_tokens.make_masks(size)
-    route, others = few_tokens.make_route(size), size - 1
-    words, batch = few_tokens.area_words(size), few_tokens.BATCH
-    send, take = make_send(size, post_one, box), make_take(size, receive, box)
-
-    @device_function
-    def send_masks(
-        ring: Any, epoch: int, block: int, area: int, low: Any, high: Any
-    ) -> None:
-        boxes = box(block, epoch, 0, 0, 0, 0)
-        for k in range(others):
-            low[k], high[k] = load_mask(mask_for(area, k))
-        for k in range(others):
-            post_one(ring, k, boxes, low[k], high[k], epoch)
-
-    @device_function
-    def keep_masks(area: int, low: Any, high: Any) -> None:
-        for k in range(others):
-            store_mask(mask_from(area, k), low[k + 1], high[k + 1])
-        mine = load_mask(mask_for(area, others))
-        store_mask(mask_from(area, others), mine[0], mine[1])
+    route, place_for = few_tokens.make_route(size)
+    keep, of_all = make_keep(size), size * few_tokens.GROUPS
+    send = make_send(size, mail.post, keep, place_for)
+    take = make_take(size, mail.receive, keep)
+    next_epoch, between_epochs = mail.next_epoch, mail.between_epochs
 
     def mailed_dispatch(
         guard: Any,
@@ -250,50 +236,37 @@ def make_mailed_dispatch(size: int) -> Any:
         room: Any,
         share: Any,
         here: int,
-        areas: int,
+        table: int,
     ) -> None:
-        block, thread = intrinsics.block_index(), thread_index_x()
+        block = intrinsics.block_index()
         if block >= grid:
             return
         workspace.follow_previous_grid(early)
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
-        held = cuda.local.array(batch, types.uint32)
+        tags = cuda.local.array(size, types.uint32)
+        places = cuda.local.array(of_all, types.int64)
+        counts = cuda.local.array(size, types.int64)
         epoch, found = workspace.resume(own, epochs, block)
-        rank, area = guard.rank, areas + 4 * words * block
-        # The whole block agrees, after all its threads have read the epoch.
-        failed = found != 0
-        failed = route(guard, routing, room.capacity, area, held, failed)
+        token, vector = slot(share, 0, 0, grid, block)
+        words = load_words(routing, rows, token, vector)
+        wrong = route(guard, routing, room.capacity, places, counts)
+        failed = wrong or found != 0
+        to = share, routing.choices, rows.vectors, room, here, table
         for number in range(share.epochs):
             epoch = next_epoch(epoch)
             at = number, grid, block
-            if thread == 0 and not failed:
-                send_masks(ring, epoch, block, area, low, high)
-            if thread != 0 and not failed:
-                sent = routing, rows, room, here, area, share
-                send(rank, ring, epoch, at, *sent)
-            # A warp's threads may follow one another, so all send before one waits.
-            if thread == 0 and not failed:
-                boxes = own + box(block, epoch, 0, 0, 0, 0)
-                failed = not receive(guard, boxes, epoch, block, low, high, EVERYONE)
-                if number == 0 and not failed:
-                    keep_masks(area, low, high)
+            if not failed:
+                given = routing, rows, places, counts, words, to
+                send(guard.rank, ring, epoch, at, *given)
             if number == 0:
-                # All masks are stored before other threads load them.
-                failed = sync_block_or(failed)  # explore: known
-            if number == 0 and block == 0 and not failed:
-                for k in range(size):
-                    if thread == k % THREADS:
-                        source = (rank + 1 + k) % size
-                        st_u64(here + 8 * source, count_in(mask_from(area, k)))
-            if thread != 0 and not failed:
-                taken = routing.choices, rows.vectors, room, here, area, share
-                failed = take(guard, own, epoch, at, *taken, low, high)
+                # All have read the epoch before it changes.
+                sync_block()  # explore: resumed
+            if not failed:
+                failed = take(guard, own, epoch, at, to, low, high, tags)
             if number + 1 < share.epochs:
-                if thread == 0:  # explore: fence
-                    # Orders what thread 0 has received before the synchronization: the
-                    # other threads may post to ranks from which they receive nothing.
-                    intrinsics.fence_acq_rel_sys()
+                token, vector = slot(share, number + 1, 0, grid, block)
+                words = load_words(routing, rows, token, vector)
                 failed = between_epochs(failed)
         workspace.keep(own, epochs, block, epoch, failed)
 
@@ -304,7 +277,7 @@ def make_mailed_dispatch(size: int) -> Any:
 def kernel(size: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     structures = map(typed, (Routing, Rows, TokenRoom, Share))
-    arguments, weight = (*structures, types.int64, types.int64), few_tokens.WEIGHT
+    arguments, weight = (*structures, *2 * (types.int64,)), few_tokens.weight_of(size)
     return binding.make_kernel(make_mailed_dispatch, (size,), arguments, weight)
 
 
@@ -316,7 +289,7 @@ def bind(
     rows: Rows,
     room: TokenRoom,
     here: int,
-    areas: int,
+    table: int,
 ) -> Launch:
     """Return the launch.
 
@@ -328,7 +301,7 @@ def bind(
         rows: the tokens, as their bytes.
         room: where a rank has what it receives.
         here: the address of this rank's room.
-        areas: that of ``few_tokens.area_words`` for each block.
+        table: that of ``few_tokens.table_words``.
     """
-    arguments = routing, rows, room, share, here, areas
+    arguments = routing, rows, room, share, here, table
     return binding.launch(kernel(end.size), end, grid, arguments)

@@ -1,24 +1,22 @@
-"""Code that dispatches and combines of few tokens share: mailboxes and masks.
+"""Code that dispatches and combines of few tokens share: mailboxes, tags and places.
 
-For each vector of each token of a rank, a thread has a mailbox at every other rank,
-which is used only if the token is for that rank. The block's first thread has none. It
-exchanges a *mask* with every rank instead: a bit for each token that is for that rank.
-The mask shows the receiver for which mailboxes to wait, and where to store a token: the
-place is the number of ones before the token's bit.
+For each vector of each token of a rank, a thread has a mailbox at every other rank. It
+posts the vector to the ranks that need the token, and to all other ranks that there is
+none. So every thread exchanges with every rank in every epoch, in both directions, as
+``mailboxes.py`` requires. No thread waits for what another thread has received.
 
-``mailboxes.py`` states the order of memory accesses. As it requires, the first threads
-of the blocks of an index exchange in every epoch, in both directions.
+The mailboxes are the marked ones. The word of marks has a *tag* above its two marks.
+The tag is 0 if there is no vector; then the mailbox's vector stays empty. In a
+dispatch, the tag is the token's place among the sender's tokens for this receiver, and
+how many these tokens are. So a tag shows where the receiver stores its vector.
 
-Every block finds the masks of all tokens of its rank itself, so no block needs another
-one's. It keeps them in an *area* of its own:
+Places: each warp determines the ranks of all tokens of its rank by itself. Each lane
+has one token of each group of tokens, and the lanes vote. So no thread waits for its
+block.
 
-1. for each token, the ranks that it is for, as bits;
-2. for each rank, the mask of this rank's tokens for it;
-3. for each rank, the mask of its tokens for this one.
-
-Ranks are numbered along the ring (``order.py``), and this rank itself is the last one.
-
-``combine`` reads the area of the first block, too.
+The receiver of a dispatch keeps the places in a *table*, by which ``combine`` finds the
+results: for each rank and token, the place + 1, or 0. Ranks are numbered along the ring
+(``order.py``), and this rank itself is the last one.
 """
 
 import functools
@@ -26,36 +24,45 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba_symm.collectives.protocols import binding, mailboxes, workspace
+from numba_symm.collectives.protocols.mailboxes import EMPTY, UNMARKED, marks_of
 from numba_symm.collectives.protocols.tokens import (
+    LANES,
     NONE,
     inverse_of,
+    make_ranks_of,
     refuse,
     report_above,
 )
-from numba_symm.collectives.protocols.workspace import (
-    HELD,
-    THREADS,
-    sync_block,
-    sync_block_or,
-)
+from numba_symm.collectives.protocols.workspace import HELD, THREADS, divide_up
 from numba_symm.device.intrinsics import (
     device_function,
+    ld_relaxed_sys_u32,
+    ld_relaxed_sys_v2_u64,
     ld_u32,
     ones_of,
+    st_relaxed_sys_u32,
+    st_relaxed_sys_v2_u64,
     st_u32,
     thread_index_x,
+    votes,
     word_of,
 )
+from numba_symm.device.order import make_mirror
+from numba_symm.device.polling import (
+    is_time_to_check,
+    must_give_up,
+    pause,
+    since,
+    wait_record,
+)
+from numba_symm.environment import SIMULATED
 
 TRANSPORT = "marked"
 """That of the mailboxes (``mailboxes.py``): tokens keep all their bits."""
 
-WEIGHT = 2 if HELD > 2 else 1
-"""That of the kernels (``binding.make_kernel``): they need many registers. The
-simulator's may nevertheless share a thread block."""
 
-MOST = 128
-"""Most tokens of a rank: the bits of a mask, which is a vector."""
+MOST = 16 if SIMULATED else 128
+"""Most tokens of a rank."""
 
 MOST_RANKS = 32
 MOST_EPOCHS = 4
@@ -63,26 +70,42 @@ MOST_EPOCHS = 4
 move a quarter more of them than stores do."""
 
 _MOST_VECTORS = 4096  # so that numbers of vectors are divided exactly
-_WORDS = MOST // 32  # of a mask
 
-BATCH = 8
-"""Words that a thread loads before it uses them."""
+GROUPS = divide_up(MOST, LANES)
+"""Groups of tokens: a lane of a warp has one of each."""
+
+PLACE = 0xFF
+"""The bits of a tag that have a place + 1. A number of tokens is above them."""
+
+COUNT = 8
+"""By how many bits that number is shifted."""
 
 
 class Share(NamedTuple):
     """How the vectors of tokens are shared among threads; equal on all ranks.
 
     Attributes:
+        tokens: the most tokens of a rank.
         vectors: those of a token, with what else is sent of it.
         inverse: ``inverse_of`` them.
         tiles: vectors of a thread in an epoch.
         epochs: how many epochs there are.
     """
 
+    tokens: int
     vectors: int
     inverse: int
     tiles: int
     epochs: int
+
+
+def weight_of(size: int) -> int:
+    """Return the weight of the kernels (``binding.make_kernel``).
+
+    With more than two ranks, they need many registers. The simulator's may nevertheless
+    share a thread block.
+    """
+    return 1 if size == 2 or HELD <= 2 else 2
 
 
 def share_of(
@@ -98,26 +121,135 @@ def share_of(
     if not 1 < end.size <= MOST_RANKS or tokens > MOST or vectors > _MOST_VECTORS:
         return None
     protocol = workspace.ONE_SHOT[TRANSPORT]
-    slots = workspace.divide_up(tokens * vectors, THREADS - 1) * THREADS
-    grid, tiles = mailboxes.mailed_grid(end, TRANSPORT, protocol, slots, WEIGHT)
-    epochs = workspace.divide_up(slots, grid * THREADS * tiles)
+    given = TRANSPORT, protocol, tokens * vectors, weight_of(end.size)
+    grid, most = mailboxes.mailed_grid(end, *given)
+    all_tiles = divide_up(tokens * vectors, THREADS)
+    epochs = divide_up(all_tiles, grid * most)
     if epochs > MOST_EPOCHS:
         return None
-    return grid, Share(vectors, inverse_of(vectors), tiles, epochs)
+    tiles = divide_up(all_tiles, grid * epochs)  # as many in each epoch
+    return grid, Share(tokens, vectors, inverse_of(vectors), tiles, epochs)
 
 
-def area_words(size: int) -> int:
-    """Return how many words of 4 bytes a block's area has."""
-    return MOST + 2 * _WORDS * size
+def table_words(size: int) -> int:
+    """Return how many words of 4 bytes the table has."""
+    return MOST * size
 
 
-def make_mail(size: int, operation: int) -> tuple[int, mailboxes.Mailboxes]:
-    """Return where the epochs are, and the device functions of the mailboxes."""
+class Mail(NamedTuple):
+    """Device functions for the mailboxes of few tokens.
+
+    ``at`` is the epoch's number in the call, the grid and the block.
+
+    Attributes:
+        next_epoch: ``mailboxes.Mailboxes.next_epoch``.
+        post: ``(ring, k, block, epoch, tile, low, high, tag)`` sends a vector to the
+            k-th of the ring; with the tag 0, that there is none.
+        receive: ``(guard, own, block, epoch, tile, low, high, tags)`` waits for what
+            all others send. It fills three local arrays from index 1 on, and makes the
+            mailboxes ready for the next vectors. It returns False if it gave up.
+        between_epochs: ``mailboxes.Mailboxes.between_epochs``.
+    """
+
+    next_epoch: Callable[[int], int]
+    post: Callable[..., None]
+    receive: Callable[..., bool]
+    between_epochs: Callable[[bool], bool]
+
+
+@device_function
+def _peek(box: int) -> Any:
+    # Returns a vector's words, its tag, and what is not 0 if anything is missing.
+    first, second = ld_relaxed_sys_v2_u64(box)
+    marks = ld_relaxed_sys_u32(marks_of(box)) & UNMARKED
+    tag = marks >> 2
+    empty = (first == EMPTY) | (second == EMPTY)
+    # explore: missing
+    missing = word_of((marks == UNMARKED) | ((tag & PLACE != 0) & empty))
+    if marks & 1 != 0:
+        first = EMPTY
+    if marks & 2 != 0:
+        second = EMPTY
+    return first, second, tag, missing
+
+
+@functools.cache
+def make_mail(size: int, operation: int) -> tuple[int, Mail]:
+    """Return where the epochs are, and the device functions for ``size`` ranks."""
     region = workspace.layout(size).one_shot_marked
     epochs = workspace.layout(size).one_shot_marked.epochs  # explore: epochs
     protocol = workspace.ONE_SHOT[TRANSPORT]
     given = size, TRANSPORT, region, protocol, 1, operation
-    return epochs, mailboxes.make_mailboxes(*given)
+    made = mailboxes.make_mailboxes(*given)
+    box, mirror, others = made.box, make_mirror(size), size - 1
+
+    @device_function
+    def post(
+        ring: Any,
+        k: int,
+        block: int,
+        epoch: int,
+        tile: int,
+        low: int,
+        high: int,
+        tag: int,
+    ) -> None:
+        there = ring[k] + box(block, epoch, 0, mirror(k), tile, thread_index_x())
+        marks = tag << 2
+        if tag & PLACE != 0:
+            if low == EMPTY:
+                low = 0
+                marks |= 1
+            if high == EMPTY:
+                high = 0
+                marks |= 2
+            st_relaxed_sys_v2_u64(there, (low, high))
+        st_relaxed_sys_u32(marks_of(there), marks)
+
+    @device_function
+    def receive(
+        guard: Any,
+        own: int,
+        block: int,
+        epoch: int,
+        tile: int,
+        low: Any,
+        high: Any,
+        tags: Any,
+    ) -> bool:
+        polls, started = 0, 0
+        arrived, given_up = False, False
+        thread = thread_index_x()
+        while not arrived and not given_up:
+            # All are loaded before any is compared, as in ``packets.py``.
+            missing = 0
+            for k in range(others):
+                there = own + box(block, epoch, 0, k, tile, thread)
+                low[k + 1], high[k + 1], tags[k + 1], gap = _peek(there)
+                missing |= gap
+            arrived = missing == 0
+            if not arrived:
+                polls = pause(polls)
+                if is_time_to_check(polls):
+                    started = since(started)
+                    late = 0
+                    for k in range(others):
+                        there = own + box(block, epoch, 0, k, tile, thread)
+                        _, _, _, gap = _peek(there)
+                        if gap != 0:
+                            late = (guard.rank + 1 + k) % size
+                    record = wait_record(operation, guard.rank, late, block, epoch)
+                    given_up = must_give_up(guard, started, record)
+        if arrived:  # explore: arrived
+            for k in range(others):
+                there = own + box(block, epoch, 0, k, tile, thread)
+                if word_of(tags[k + 1]) & PLACE != 0:
+                    st_relaxed_sys_v2_u64(there, (EMPTY, EMPTY))  # explore: clear
+                st_relaxed_sys_u32(marks_of(there), UNMARKED)  # explore: unmark
+        return arrived
+
+    mail = Mail(made.next_epoch, post, receive, made.between_epochs)
+    return epochs, mail
 
 
 @device_function
@@ -132,159 +264,84 @@ def slot(share: Any, epoch: int, tile: int, grid: int, block: int) -> Any:
         block: this one.
     """
     row = (epoch * share.tiles + tile) * grid + block  # explore: row
-    number = row * (THREADS - 1) + thread_index_x() - 1
+    number = row * THREADS + thread_index_x()
     token = number * share.inverse >> 32
     return token, number - token * share.vectors
 
 
 @device_function
-def ranks_of(area: int, token: int) -> int:
-    """Return the ranks that a token of this rank is for, as bits along the ring."""
-    return word_of(ld_u32(area + 4 * token))
+def keep_place(
+    table: int, k: int, share: Any, token: int, vector: int, tag: int
+) -> None:
+    """Store in the table where a token of the k-th of the ring is."""
+    if vector == 0 and token < share.tokens:
+        st_u32(table + 4 * (MOST * k + token), tag & PLACE)
+
+
+@device_function
+def place_of(table: int, k: int, share: Any, token: int) -> int:
+    """Return the place + 1 of a token of the k-th of the ring; 0: it is not here."""
+    place = 0
+    if token < share.tokens:
+        place = word_of(ld_u32(table + 4 * (MOST * k + token)))
+    return place
 
 
 @functools.cache
-def make_masks(
-    size: int,
-) -> tuple[Callable[[int, int], int], Callable[[int, int], int]]:
-    """Return device functions for ``size`` ranks.
+def make_route(size: int) -> tuple[Callable[..., bool], Callable[..., int]]:
+    """Return device functions by which a warp finds the places of its rank's tokens.
 
-    ``(area, k)`` returns the address of the mask for the k-th of the ring, or from it.
+    ``(guard, routing, capacity, places, counts)`` fills two local arrays. The first has
+    a word for each rank and group, in which the upper half is how many tokens of
+    earlier groups are for that rank, and the lower half has a bit for each lane's. The
+    second has how many are for it. It returns True if an expert does not exist, or more
+    tokens than ``capacity`` are for a rank. Then it does so in all warps of the rank,
+    each of which reports that, because the others may end as soon as one has marked the
+    failure. The whole warp calls it.
+
+    ``(places, k, token, tokens)`` returns the place + 1 of a token at the k-th of the
+    ring, or 0; this rank has ``tokens``.
     """
+    ranks_of = make_ranks_of(size)
 
     @device_function
-    def mask_for(area: int, k: int) -> int:
-        return area + 4 * (MOST + _WORDS * k)
-
-    @device_function
-    def mask_from(area: int, k: int) -> int:
-        return area + 4 * (MOST + _WORDS * (size + k))
-
-    return mask_for, mask_from
-
-
-@device_function
-def load_mask(mask: int) -> Any:
-    """Return a mask as a vector's two words."""
-    low, more = word_of(ld_u32(mask)), word_of(ld_u32(mask + 4))
-    high, most = word_of(ld_u32(mask + 8)), word_of(ld_u32(mask + 12))
-    return word_of(low | more << 32), word_of(high | most << 32)
-
-
-@device_function
-def store_mask(mask: int, low: int, high: int) -> None:
-    """Store a vector's two words as a mask."""
-    st_u32(mask, low & 0xFFFFFFFF)
-    st_u32(mask + 4, low >> 32 & 0xFFFFFFFF)
-    st_u32(mask + 8, high & 0xFFFFFFFF)
-    st_u32(mask + 12, high >> 32 & 0xFFFFFFFF)
-
-
-@device_function
-def has(mask: int, token: int) -> bool:
-    """Return whether a mask has a token."""
-    word = ld_u32(mask + 4 * min(token >> 5, _WORDS - 1))
-    return token < MOST and word_of(word) >> (token & 31) & 1 != 0
-
-
-@device_function
-def place_in(mask: int, token: int) -> int:
-    """Return the place of a token of a mask among its tokens."""
-    found = 0
-    for w in range(_WORDS):
-        word = word_of(ld_u32(mask + 4 * w))
-        before = min(max(token - 32 * w, 0), 32)
-        found += word_of(ones_of(word & (1 << before) - 1))
-    return found
-
-
-@device_function
-def count_in(mask: int) -> int:
-    """Return how many tokens a mask has."""
-    found = 0
-    for w in range(_WORDS):
-        found += word_of(ones_of(word_of(ld_u32(mask + 4 * w))))
-    return found
-
-
-@functools.cache
-def make_route(size: int) -> Callable[..., bool]:
-    """Return a device function by which a block finds the masks of its rank's tokens.
-
-    ``(guard, routing, capacity, area, words, failed)`` stores the first two parts of
-    the block's area; ``words`` is a local array of ``BATCH``. The whole block calls it.
-    It returns True in all its threads if one passes ``failed``, or an expert does not
-    exist, or more tokens than ``capacity`` are for a rank. Every block reports the
-    latter two, because the others may end as soon as one has marked the failure.
-    """
-    mask_for, _ = make_masks(size)
-
-    @device_function
-    def mark(guard: Any, routing: Any, token: int, words: Any) -> Any:
-        # Returns the ranks of a token, and whether an expert does not exist.
-        ranks, wrong, first = 0, NONE, routing.ids + 4 * token * routing.choices
-        for start in range(0, routing.choices, BATCH):
-            for i in range(BATCH):
-                choice = min(start + i, routing.choices - 1)
-                words[i] = word_of(ld_u32(first + 4 * choice))
-            for i in range(BATCH):  # a choice that is looked at twice changes nothing
-                expert = word_of(words[i])
-                if expert < routing.experts:
-                    k = (expert * routing.inverse >> 32) - guard.rank - 1
-                    ranks |= 1 << (k + size if k < 0 else k)
-                elif expert != NONE:
-                    wrong = expert
-        if wrong != NONE:
-            refuse(guard, token, wrong)
-        return ranks, wrong != NONE
-
-    @device_function
-    def bits_for(area: int, k: int, start: int, tokens: int, words: Any) -> int:
-        # Returns a word of a mask: of 32 tokens.
-        bits = 0
-        for first in range(start, min(start + 32, tokens), BATCH):
-            for i in range(BATCH):
-                words[i] = ranks_of(area, min(first + i, tokens - 1))
-            for i in range(BATCH):
-                if first + i < tokens:
-                    bits |= (word_of(words[i]) >> k & 1) << (first - start + i)
-        return bits
+    def place_for(places: Any, k: int, token: int, tokens: int) -> int:
+        place = 0
+        if token < tokens:
+            word = word_of(places[k * GROUPS + token // LANES])
+            bit = 1 << token % LANES
+            if word & bit != 0:
+                place = (word >> 32) + word_of(ones_of(word & bit - 1)) + 1
+        return place
 
     @device_function
     def route(
-        guard: Any,
-        routing: Any,
-        capacity: int,
-        area: int,
-        words: Any,
-        failed: bool,
+        guard: Any, routing: Any, capacity: int, places: Any, counts: Any
     ) -> bool:
-        token = thread_index_x()
-        while token < routing.tokens:
-            ranks, wrong = mark(guard, routing, token, words)
-            failed |= wrong
-            st_u32(area + 4 * token, ranks)
-            token += THREADS
-        # The ranks of all tokens are stored before they are put together.
-        if sync_block_or(failed):  # explore: marked
-            return True
-        i = thread_index_x()
-        while i < _WORDS * size:
-            k, start = i // _WORDS, 32 * (i % _WORDS)
-            bits = bits_for(area, k, start, routing.tokens, words)
-            st_u32(mask_for(area, k) + start // 8, bits)
-            i += THREADS
-        # All masks are stored before any is sent.
-        sync_block()  # explore: masked
-        if capacity < routing.tokens:  # explore: above
+        lane, failed, group = thread_index_x() % LANES, False, 0
+        for k in range(size):
+            counts[k] = 0
+        while group * LANES < routing.tokens:
+            token = group * LANES + lane
+            bits, wrong = 0, NONE
+            if token < routing.tokens:
+                bits, wrong = ranks_of(routing, token, guard.rank)
             for k in range(size):
-                if thread_index_x() == k % THREADS:
-                    count = count_in(mask_for(area, k))
-                    if count > capacity:
-                        failed = True
-                        rank = (guard.rank + 1 + k) % size
-                        report_above(guard, rank, capacity, count)
-            failed = sync_block_or(failed)
+                here = word_of(votes(bits >> k & 1 != 0))
+                places[k * GROUPS + group] = here | word_of(counts[k]) << 32
+                counts[k] = word_of(counts[k]) + word_of(ones_of(here))
+            if votes(wrong != NONE) != 0:
+                failed = True
+                if wrong != NONE:
+                    refuse(guard, token, wrong)
+            group += 1
+        for k in range(size):
+            count = word_of(counts[k])
+            if count > capacity:  # explore: above
+                failed = True
+                if lane == 0:
+                    rank = (guard.rank + 1 + k) % size
+                    report_above(guard, rank, capacity, count)
         return failed
 
-    return route
+    return route, place_for

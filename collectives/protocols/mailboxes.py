@@ -138,7 +138,7 @@ def _sent_as_it_is(low: int, high: int) -> Any:
 
 
 @device_function
-def _marks(box: int) -> int:
+def marks_of(box: int) -> int:
     """Return the address of the marks of this thread's vector."""
     return box + TILE_BYTES - (VECTOR - MARK) * thread_index_x()  # explore: marks
 
@@ -154,13 +154,13 @@ def _post_marked(box: int, first: int, second: int, epoch: int) -> None:
         second = 0
         marks += 2
     st_relaxed_sys_v2_u64(box, (first, second))
-    st_relaxed_sys_u32(_marks(box), marks)
+    st_relaxed_sys_u32(marks_of(box), marks)
 
 
 @device_function
 def _peek_marked(box: int, epoch: int) -> Any:
     first, second = ld_relaxed_sys_v2_u64(box)
-    marks = ld_relaxed_sys_u32(_marks(box)) & UNMARKED
+    marks = ld_relaxed_sys_u32(marks_of(box)) & UNMARKED
     unmarked = marks == UNMARKED
     # explore: missing
     missing = word_of((first == EMPTY) | (second == EMPTY) | unmarked)
@@ -174,7 +174,7 @@ def _peek_marked(box: int, epoch: int) -> Any:
 @device_function
 def _clear_marked(box: int) -> None:
     st_relaxed_sys_v2_u64(box, (EMPTY, EMPTY))
-    st_relaxed_sys_u32(_marks(box), UNMARKED)  # explore: unmark
+    st_relaxed_sys_u32(marks_of(box), UNMARKED)  # explore: unmark
 
 
 @device_function

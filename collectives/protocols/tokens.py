@@ -8,7 +8,7 @@ from numba.cuda import types
 
 from numba_symm import waits
 from numba_symm.collectives.protocols.credit import MOST_SHOWN
-from numba_symm.collectives.protocols.workspace import VECTOR
+from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import lanes
 from numba_symm.device.intrinsics import (
     device_function,
@@ -23,6 +23,9 @@ from numba_symm.dtypes import Element
 
 NONE = 0xFFFFFFFF
 """The number of no expert, -1, as it is loaded; and the place of a token not sent."""
+
+LANES = min(THREADS, 32)
+"""Threads of a warp, which vote."""
 
 MOST_TOKENS = (1 << 15) - 1
 MOST_EXPERTS = (1 << 15) - 1
@@ -101,6 +104,30 @@ def inverse_of(each: int) -> int:
     return (1 << 32) // each + 1
 
 
+@functools.cache
+def make_ranks_of(size: int) -> Callable[..., Any]:
+    """Return a device function for ``size`` ranks.
+
+    ``(routing, token, rank)`` returns the ranks that a token is for, as bits along the
+    ring of ``rank``, which is the last one; and an expert that does not exist, or NONE.
+    """
+
+    @device_function
+    def ranks_of(routing: Any, token: int, rank: int) -> Any:
+        bits, wrong = 0, NONE
+        for i in range(routing.choices):
+            choice = token * routing.choices + i
+            expert = word_of(ld_u32(routing.ids + 4 * choice))
+            if expert < routing.experts:
+                k = (expert * routing.inverse >> 32) - rank - 1
+                bits |= 1 << (k + size if k < 0 else k)
+            elif expert != NONE:
+                wrong = expert
+        return bits, wrong
+
+    return ranks_of
+
+
 @device_function
 def refuse(guard: Any, token: int, expert: int) -> None:
     """Report a token whose expert does not exist."""
@@ -115,10 +142,16 @@ def report_above(guard: Any, rank: int, capacity: int, count: int) -> None:
 
 
 @device_function
+def number_on(routing: Any, rank: int, expert: int) -> int:
+    """Return an expert's number on a rank; NONE if it is elsewhere."""
+    number = expert - rank * routing.each
+    return word_of(number if 0 <= number < routing.each else NONE)
+
+
+@device_function
 def number_there(routing: Any, rank: int, choice: int) -> int:
     """Return the number of a choice's expert on a rank; NONE if it is elsewhere."""
-    expert = word_of(ld_u32(routing.ids + 4 * choice)) - rank * routing.each
-    return word_of(expert if 0 <= expert < routing.each else NONE)
+    return number_on(routing, rank, word_of(ld_u32(routing.ids + 4 * choice)))
 
 
 @device_function

@@ -221,6 +221,14 @@ _add(
     "pred = u32",
     MEETS,
 )
+# Which of the 32 threads of a warp have a condition that holds, as bits. It orders no
+# accesses.
+_add(
+    "votes",
+    "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
+    "u32 = u32",
+    MEETS,
+)
 _FIRST_LANES = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
 _add("of_first_lane", _FIRST_LANES, "u32 = u32", MEETS)
 # The maximum of the numbers of 8 adjacent lanes, whose first is a multiple of 8.

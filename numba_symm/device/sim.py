@@ -375,14 +375,26 @@ def warp_or(condition: bool) -> bool:
     return bool(_thread().wait_at(barrier, threads, bool(condition)))
 
 
+def _values(first: int, threads: int, value: int) -> list[int]:
+    """Return the values of adjacent threads of a block, all of which call it."""
+    values = _thread()._manager.__dict__
+    values["of", thread_index()] = value
+    bar_sync(1000 + first, threads)  # those of blocks and warps are below 1000
+    found = [values["of", first + i] for i in range(threads)]
+    bar_sync(1000 + first, threads)  # all have read before one stores again
+    return found
+
+
+def votes(condition: bool) -> int:
+    """Return where a condition holds in a warp, as bits; here a row is a warp."""
+    held, width = bool(condition), _thread()._manager._block_dim[0]
+    first = thread_index() - thread_index_x()
+    return sum(value << i for i, value in enumerate(_values(first, width, held)))
+
+
 def max_of_eight(number: int) -> int:
     """Return the maximum of the numbers of 8 adjacent threads, which call it."""
-    first, numbers = thread_index() & ~7, _thread()._manager.__dict__
-    numbers["of", thread_index()] = number
-    bar_sync(1000 + first, 8)  # those of blocks and warps are below 1000
-    found = max(numbers["of", first + i] for i in range(8))
-    bar_sync(1000 + first, 8)  # all have read before one stores again
-    return int(found)
+    return int(max(_values(thread_index() & ~7, 8, number)))
 
 
 def thread_index() -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from explore import scheduler
 from explore.memory import ACQUIRE, RELAXED, RELEASE, WEAK
-from explore.scheduler import POLL, STEP, SYNC, WAIT
+from explore.scheduler import POLL, STEP, SYNC, VOTES, WAIT
 from explore.updates import update
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.device.sim import (  # noqa: F401
@@ -186,13 +186,23 @@ def warp_or(condition: bool) -> Generator[int, None, bool]:
     return bar_red_or(16, block_size(), condition)
 
 
-def bar_red_or(
-    barrier: int, threads: int, condition: bool
-) -> Generator[int, None, bool]:
+def _meet(barrier: int, threads: int, condition: bool) -> Generator[int, None, int]:
+    """Return which of the threads at a barrier have a condition that holds, as bits."""
     thread = scheduler.current
     thread.barrier, thread.condition = (barrier, threads), bool(condition)
     yield SYNC
-    return thread.any_condition
+    return thread.conditions
+
+
+def bar_red_or(
+    barrier: int, threads: int, condition: bool
+) -> Generator[int, None, bool]:
+    return (yield from _meet(barrier, threads, condition)) != 0
+
+
+def votes(condition: bool) -> Generator[int, None, int]:
+    """Of the threads of a block, which are one warp."""
+    return _meet(VOTES + thread_index_y(), scheduler.machine.threads, condition)
 
 
 def max_of_eight(number: int) -> Generator[int, None, int]:

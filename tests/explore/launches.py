@@ -129,7 +129,7 @@ class Thread:
         self.failed = False  # whether a thread of its block has found a failure
         self.has_looked_at_the_clock = False
         self.condition = False  # its argument of bar_red_or or syncthreads_or
-        self.any_condition = False  # the result of that
+        self.conditions = 0  # the threads with one that held there, as bits
         self.done = False
         self.polled_at = -1  # memory.changes when its poll began
         self.asleep_until = 0  # memory.changes at which it wakes

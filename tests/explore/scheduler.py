@@ -46,6 +46,7 @@ from explore.launches import (
 from explore.memory import Finding, Memory, Observer, synchronize
 
 STEP, SYNC, POLL, WAIT = range(4)  # the reasons for which a thread stops
+VOTES = 32  # from this number on, barriers are votes, which order no accesses
 
 _MOST_STEPS = 100_000  # of one run, about fifty times the usual number
 _PRIORITY_CHANGES = 4
@@ -404,14 +405,16 @@ class Machine:
             raise Finding("divergence", text)
         if len(here) < expected:
             return
-        synchronize([other.observer for other in here])
-        found = any(other.condition for other in here)
+        found = sum(1 << other.index for other in here if other.condition)
         failed = any(other.failed for other in here)
+        if number < VOTES:
+            synchronize([other.observer for other in here])
         for other in here:
-            other.failed = failed
             other.at_sync = other.condition = False
-            other.any_condition = found
-            other.observer.outdated = self.random.random() < 0.5
+            other.conditions = found
+            if number < VOTES:
+                other.failed = failed
+                other.observer.outdated = self.random.random() < 0.5
 
     def clock(self) -> int:
         """Return the time; with the probability ``haste``, after all deadlines."""

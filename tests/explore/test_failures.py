@@ -136,10 +136,6 @@ BROKEN = {
         ("few_tokens",),
         removed("mailed_combine", "give-up"),
     ),
-    "masks that did not arrive": (
-        ("few_tokens",),
-        replaced("mailed_dispatch", "known", "workspace.sync_block()"),
-    ),
     "messages after giving up": (("messages",), removed("transfer", "give-up")),
     "messages of a block that does not agree": (
         ("messages",),

@@ -46,7 +46,7 @@ def wanted_effect(template):
         "fence": ORDERS,
         "griddepcontrol": ORDERS,
     }
-    effects |= {"bar": MEETS, "shfl": MEETS}
+    effects |= dict.fromkeys(("bar", "shfl", "vote"), MEETS)
     if template == "exit;":
         return ENDS
     if "timer" in template:
