@@ -33,10 +33,12 @@ from numba_symm import waits
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.tokens import (
+    LANES,
     NONE,
     Routing,
     Rows,
     TokenRoom,
+    make_ranks_of,
     number_there,
     refuse,
     report_above,
@@ -48,19 +50,19 @@ from numba_symm.device import intrinsics
 from numba_symm.device.intrinsics import (
     device_function,
     ld_u32,
-    ld_u64,
     ld_v2_u64,
+    ones_of,
     st_u32,
     st_u64,
     st_v2_u64,
     thread_index_x,
+    votes,
     word_of,
 )
 from numba_symm.kernels import Kernel, Launch
 
 _LOADS = 4  # vectors that a thread loads before it stores them
-_FIELD = 16  # bits of a count, of four in a word
-_COUNT = (1 << _FIELD) - 1
+_WARPS = workspace.divide_up(THREADS, LANES)
 
 
 class Counting(NamedTuple):
@@ -78,14 +80,9 @@ class Counting(NamedTuple):
     share: int
 
 
-def words_of(size: int) -> int:
-    """Return how many words have a count for each rank."""
-    return -(-size * _FIELD // 64)
-
-
 def scratch_nbytes(size: int, blocks: int) -> int:
-    """Return the bytes by which the threads of each block exchange their counts."""
-    return 2 * 8 * words_of(size) * THREADS * blocks
+    """Return the bytes by which the warps of each block exchange their counts."""
+    return workspace.divide_up(2 * 4 * size * _WARPS * blocks, VECTOR) * VECTOR
 
 
 def shift_of(vectors: int) -> int:
@@ -103,37 +100,49 @@ def grid_of(end: binding.Endpoint, tokens: int, vectors: int) -> int:
 def make_route(size: int) -> Callable[..., bool]:
     """Return a device function by which a block finds the places of its tokens.
 
-    ``(guard, routing, counting, block, first, end, base, before, words)`` stores the
-    places of the tokens from ``first`` on, and leaves in ``base`` how many tokens
-    before ``end`` are for each rank. The last three are local arrays of
-    ``words_of(size)``. It returns whether this thread has found an expert that does not
-    exist. The whole block calls it.
+    ``(guard, routing, counting, block, first, end, base, own)`` stores the places of
+    the tokens from ``first`` on, and leaves in ``base`` how many tokens before ``end``
+    are for each rank. The last two are local arrays of ``size``. It returns whether
+    this thread has found an expert that does not exist. The whole block calls it.
+
+    Each warp votes which of its lanes' tokens are for a rank, and the warps exchange
+    how many these are.
     """
-    number = words_of(size)
-    stride = 8 * number * THREADS
+    ranks_of, stride = make_ranks_of(size), 4 * size * _WARPS
 
     @device_function
-    def mark(routing: Any, token: int, words: Any) -> int:
-        # Sets the field of each rank that the token is for; returns a wrong expert.
-        wrong = NONE
-        for w in range(number):
-            words[w] = 0
-        for i in range(routing.choices):
-            at = routing.ids + 4 * (token * routing.choices + i)
-            expert = word_of(ld_u32(at))
-            if expert < routing.experts:
-                rank = expert * routing.inverse >> 32
-                for w in range(number):
-                    if rank >> 2 == w:
-                        words[w] |= word_of(1 << _FIELD * (rank & 3))
-            elif expert != NONE:
-                wrong = expert
-        return wrong
+    def share(at: int, counts: Any) -> None:
+        thread = thread_index_x()
+        if thread % LANES == 0:
+            for r in range(size):
+                place = size * (thread // LANES) + r
+                st_u32(at + 4 * place, word_of(counts[r]))
 
     @device_function
-    def share(at: int, words: Any) -> None:
-        for w in range(number):
-            st_u64(at + 8 * (number * thread_index_x() + w), words[w])
+    def before(at: int, r: int, warps: int) -> int:
+        # Returns what the first warps have shared for a rank.
+        found = 0
+        for w in range(_WARPS):
+            if w < warps:
+                found += word_of(ld_u32(at + 4 * (size * w + r)))
+        return found
+
+    @device_function
+    def count_earlier(routing: Any, first: int, counts: Any) -> None:
+        # Counts this warp's share of the tokens before the first one.
+        thread = thread_index_x()
+        lane = thread % LANES
+        start = thread - lane
+        for r in range(size):
+            counts[r] = 0
+        while start < first:
+            bits = 0
+            if start + lane < first:
+                bits, _ = ranks_of(routing, start + lane, size - 1)
+            for r in range(size):
+                here = word_of(ones_of(votes(bits >> r & 1 != 0)))
+                counts[r] = word_of(counts[r]) + here
+            start += THREADS
 
     @device_function
     def route(
@@ -144,57 +153,44 @@ def make_route(size: int) -> Callable[..., bool]:
         first: int,
         end: int,
         base: Any,
-        before: Any,
-        words: Any,
+        own: Any,
     ) -> bool:
         thread, found = thread_index_x(), False
+        warp, below = thread // LANES, (1 << thread % LANES) - 1
         earlier = counting.scratch + 2 * stride * block
-        own = earlier + stride
-        for w in range(number):
-            before[w] = 0
-            base[w] = 0
-        token = thread
-        while token < first:
-            mark(routing, token, words)
-            for w in range(number):
-                before[w] += words[w]
-            token += THREADS
-        share(earlier, before)
-        # All threads' counts are stored before they are added up.
+        here = earlier + stride
+        count_earlier(routing, first, base)
+        share(earlier, base)
+        # All warps' counts are stored before they are added up.
         sync_block()  # explore: counted
-        for j in range(THREADS):
-            for w in range(number):
-                base[w] += ld_u64(earlier + 8 * (number * j + w))
+        for r in range(size):
+            base[r] = before(earlier, r, _WARPS)
         start = first
         while start < end:
-            token = start + thread
-            for w in range(number):
-                words[w] = 0
+            token, bits, wrong = start + thread, 0, NONE
             if token < end:
-                wrong = mark(routing, token, words)
-                if wrong != NONE:
-                    found = True
-                    refuse(guard, token, wrong)
-            share(own, words)
-            # All threads' fields are stored before they are added up.
-            sync_block()  # explore: marked
-            for w in range(number):
-                before[w] = base[w]
-            for j in range(THREADS):
-                for w in range(number):
-                    fields = ld_u64(own + 8 * (number * j + w))
-                    base[w] += fields
-                    if j < thread:
-                        before[w] += fields
+                bits, wrong = ranks_of(routing, token, size - 1)
+            if wrong != NONE:
+                found = True
+                refuse(guard, token, wrong)
             for r in range(size):
-                shift = _FIELD * (r & 3)
-                place = NONE
-                if words[r >> 2] >> shift & 1 != 0:
-                    place = before[r >> 2] >> shift & _COUNT
+                mask = votes(bits >> r & 1 != 0)
+                own[r] = word_of(ones_of(mask))
+                place = word_of(ones_of(mask & below))
                 if token < end:
-                    st_u32(counting.places + 4 * (token * size + r), place)
+                    none = bits >> r & 1 == 0
+                    kept = NONE if none else word_of(base[r]) + place
+                    st_u32(counting.places + 4 * (token * size + r), kept)
+            share(here, own)
+            # All warps' counts are stored before they are added up.
+            sync_block()  # explore: marked
+            for r in range(size):
+                if token < end and warp > 0 and bits >> r & 1 != 0:
+                    at = counting.places + 4 * (token * size + r)
+                    st_u32(at, word_of(ld_u32(at)) + before(here, r, warp))
+                base[r] = word_of(base[r]) + before(here, r, _WARPS)
             start += THREADS
-            # All threads have loaded the fields before the next ones replace them.
+            # All threads have loaded the counts before the next ones replace them.
             sync_block()  # explore: added
         return found
 
@@ -265,7 +261,7 @@ def make_send(size: int) -> tuple[Callable[..., None], Callable[..., None]]:
 def make_dispatch(size: int) -> Any:
     """Return the kernel for ``size`` ranks."""
     region = workspace.layout(size).barrier
-    epochs, all_flags, number = region.epochs, region.flags, words_of(size)
+    epochs, all_flags = region.epochs, region.flags
     operation = waits.DISPATCH
     raise_flags, await_flags = make_flags(size)
     route, (send_numbers, send_tokens) = make_route(size), make_send(size)
@@ -274,7 +270,7 @@ def make_dispatch(size: int) -> Any:
     def above(guard: Any, room: Any, base: Any) -> bool:
         found = False
         for r in range(size):
-            count = base[r >> 2] >> _FIELD * (r & 3) & _COUNT
+            count = word_of(base[r])
             if count > room.capacity:  # explore: above
                 found = True
                 if thread_index_x() == 0:
@@ -299,9 +295,8 @@ def make_dispatch(size: int) -> Any:
         workspace.follow_previous_grid(early)
         low = cuda.local.array(_LOADS, types.int64)
         high = cuda.local.array(_LOADS, types.int64)
-        base = cuda.local.array(number, types.int64)
-        before = cuda.local.array(number, types.int64)
-        words = cuda.local.array(number, types.int64)
+        base = cuda.local.array(size, types.int64)
+        counts = cuda.local.array(size, types.int64)
         last, failed = workspace.resume(own, epochs, block)
         epoch, flags_at = (last + 1) & 0xFFFFFFFF, all_flags + 4 * size * block
         # What the rank's stream has loaded of its room precedes the flags.
@@ -310,7 +305,7 @@ def make_dispatch(size: int) -> Any:
         end = min(first + counting.share, routing.tokens)
         if not failed:  # in the whole block
             given = guard, routing, counting, block
-            failed = route(*given, first, end, base, before, words)
+            failed = route(*given, first, end, base, counts)
             if block == grid - 1 and not failed:
                 failed = above(guard, room, base)
         # All ranks' rooms are free; and the block's threads have stored the places.
@@ -320,8 +315,7 @@ def make_dispatch(size: int) -> Any:
             if block == grid - 1:
                 for r in range(size):
                     if thread == r % THREADS:
-                        count = base[r >> 2] >> _FIELD * (r & 3) & _COUNT
-                        st_u64(targets[r] + 8 * guard.rank, count)
+                        st_u64(targets[r] + 8 * guard.rank, word_of(base[r]))
             token, places = first + thread, counting.places
             while token < end:
                 send_numbers(guard.rank, routing, places, room, targets, token)
