@@ -37,7 +37,8 @@ def test_a_second_process_compiles_nothing(world, tmp_path):
     if world.rank > 0:  # the others wait after the test
         return
     environ = [{"XDG_CACHE_HOME": str(tmp_path)}]
-    assert run_ranks(1, compile_and_reduce, True, environ=environ) == [(4, True)]
+    # One rank copies; the kernels are of both barriers.
+    assert run_ranks(1, compile_and_reduce, True, environ=environ) == [(2, True)]
     assert run_ranks(1, compile_and_reduce, False, environ=environ) == [(0, True)]
 
 
@@ -46,5 +47,5 @@ def test_the_ranks_of_a_host_compile_each_kernel_once(world, tmp_path):
         return
     environ = [{"XDG_CACHE_HOME": str(tmp_path)}] * world.size
     found = run_ranks(world.size, compile_and_reduce, True, environ=environ)
-    assert sum(compiled for compiled, _ in found) == 4
+    assert sum(compiled for compiled, _ in found) == (4 if world.size > 1 else 2)
     assert all(right for _, right in found)
