@@ -98,7 +98,7 @@ ALGORITHMS = {
     "apply": lambda n, e, op: epilogue.kernel(n, *EPILOGUES[op](e), False, False),
     "decode_rows": lambda n, e, op: coded_sum.decode_rows_kernel(n, CODES[op], e),
     "mailed_apply": lambda n, e, op: mailed_epilogue.kernel(
-        *(n, "sum", *EPILOGUES[op](e), False, False, "ll", 1, 4 if op == "norm" else 1),
+        *(n, "sum", *EPILOGUES[op](e), False, False, "ll", 1),
         SCATTER if n == 4 else ALL,
     ),
     "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
@@ -143,7 +143,6 @@ SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
 SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8), ("transfer_counted", 2), ("transfer_counted", 8)}
 SPILLS |= {("transfer_asked", 2), ("transfer_asked", 8), ("combine", 8)}
-SPILLS |= {("mailed_apply", 4)}
 SPILLS |= {("mailed_dispatch", 2), ("mailed_dispatch", 8)}
 """With eight ranks' vectors, or for the ragged end of an array, these need more
 registers than a block's share. They spill at most 160 bytes to the stack."""

@@ -2,13 +2,12 @@
 
 An all-reduce or a reduce-scatter exchanges vectors as ``one_shot.py`` does, through the
 same mailboxes, whose epochs it continues. ``mailboxes.py`` states the order of memory
-accesses. A block takes *pieces* of the message, or of its shards, one after another: a
-row, or as many vectors as its threads exchange in an epoch. Each thread keeps its
-reduced elements in registers. After the piece's last epoch, it applies the epilogue to
-them, and stores the results.
+accesses. A block takes *pieces* of the message, or of its shards: one row, or one after
+another as many vectors as its threads exchange in an epoch. Each thread keeps its
+reduced elements in registers, applies the epilogue to them, and stores the results.
 
-In every epoch, thread 0 has a vector, because an epoch begins before the piece's end.
-So thread 0 exchanges with all ranks, both ways, as the mailboxes require.
+In every epoch, thread 0 has a vector. So thread 0 exchanges with all ranks, both ways,
+as the mailboxes require.
 
 Calls may be in place, and an operand may be the output: a thread has loaded whatever it
 overwrites, and other threads load other elements of these arrays.
@@ -43,18 +42,17 @@ def make_exchange(
     ragged: bool,
     transport: str,
     tiles: int,
-    parts: int,
     kind: exchanges.Exchange,
     by_row: bool,
 ) -> Any:
     """Return a device function that exchanges and reduces what is due in an epoch.
 
-    ``(guard, ring, own, block, epoch, piece, part, failed, kept_low, kept_high, low,
-    high, spare)`` returns whether the thread, or an earlier epoch, has failed.
+    ``(guard, ring, own, block, epoch, piece, failed, kept_low, kept_high, low, high,
+    spare)`` returns whether the thread, or an earlier epoch, has failed.
     ``piece`` is ``(array, shard_bytes, first, length, count)``: ``first`` and
     ``length`` in vectors, ``count`` in elements, of a shard if the ranks send shards.
-    The thread keeps reduced vectors from the index ``part`` on. The last three are
-    local arrays of ``size`` words.
+    The thread keeps the reduced vectors. The last three are local arrays of ``size``
+    words.
     """
     lanes, others = make_lanes(source, op, ragged, size), size - 1
     load, sends_shards = lanes.load, kind.sends_shards
@@ -70,7 +68,6 @@ def make_exchange(
         block: int,
         epoch: int,
         piece: Any,
-        part: int,
         failed: bool,
         kept_low: Any,
         kept_high: Any,
@@ -81,7 +78,7 @@ def make_exchange(
         array, shard_bytes, first, length, count = piece
         mine = array + guard.rank * shard_bytes if sends_shards else array
         thread = cuda.threadIdx.x
-        for tile in range(part, min(part + tiles, parts)):
+        for tile in range(tiles):
             at = tile * THREADS + thread
             if at < length and not failed:
                 pair = load(mine, first + at, count)
@@ -93,16 +90,16 @@ def make_exchange(
                         r = (guard.rank + 1 + k) % size
                         pair = load(array + r * shard_bytes, first + at, count)
                     low[k], high[k] = pair
-                boxes = box(block, epoch, 0, 0, tile - part, thread)
+                boxes = box(block, epoch, 0, 0, tile, thread)
                 for k in range(others):
                     post_one(ring, k, boxes, low[k], high[k], epoch)
         if not by_row:  # for rows, they synchronize for the sum
             # All have read the epoch before it changes.
             workspace.sync_block()  # explore: resumed
-        for tile in range(part, min(part + tiles, parts)):
+        for tile in range(tiles):
             at = tile * THREADS + thread
             if at < length and not failed:
-                boxes = own + box(block, epoch, 0, 0, tile - part, thread)
+                boxes = own + box(block, epoch, 0, 0, tile, thread)
                 if receive(guard, boxes, epoch, block, low, high, EVERYONE):
                     low[0], high[0] = kept_low[tile], kept_high[tile]
                     pair = reduce(guard.rank, size, low, high, spare)
@@ -134,10 +131,9 @@ def make_mailed_epilogue(
     one_row: bool,
     transport: str,
     tiles: int,
-    parts: int,
     kind: exchanges.Exchange,
 ) -> Any:
-    """Return the kernel; a thread has ``tiles`` vectors in an epoch, ``parts`` in all.
+    """Return the kernel; a thread has ``tiles`` vectors of a piece.
 
     Its other arguments are those of ``epilogue.make_apply`` and ``make_exchange``.
     """
@@ -145,7 +141,7 @@ def make_mailed_epilogue(
     epochs = getattr(layout, f"one_shot_{transport}").epochs
     by_row, none = epilogue.row_sum is not None, source.accumulate.type(0)
     next_epoch, *_, between_epochs = mailboxes_of(size, transport, kind.operation)
-    constants = size, op, source, ragged, transport, tiles, parts, kind, by_row
+    constants = size, op, source, ragged, transport, tiles, kind, by_row
     exchange = make_exchange(*constants)
     finish = finishing.make_finish(epilogue, source, targets, operands, ragged)
     words, written, _, gather, add_terms, apply_to, store = finish
@@ -171,8 +167,8 @@ def make_mailed_epilogue(
         if block >= grid:
             return
         workspace.follow_previous_grid(early)
-        kept_low = cuda.local.array(parts, types.int64)
-        kept_high = cuda.local.array(parts, types.int64)
+        kept_low = cuda.local.array(tiles, types.int64)
+        kept_high = cuda.local.array(tiles, types.int64)
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
@@ -185,31 +181,24 @@ def make_mailed_epilogue(
             first = piece * span
             length = min(span, -(-count // in_vector) - first)
             of_piece = given, shard_bytes, first, length, count
-            for part in range(0, parts, tiles):
-                if part > 0 or piece > block:
-                    if by_row and thread == 0:  # explore: fence
-                        # Orders what it received: others may have had no vector.
-                        intrinsics.fence_acq_rel_sys()
-                    failed = between_epochs(failed)
-                epoch = next_epoch(epoch)
-                failed = exchange(
-                    *(guard, ring, own, block, epoch, of_piece, part, failed),
-                    *(kept_low, kept_high, low, high, spare),
-                )
+            if piece > block:
+                failed = between_epochs(failed)
+            epoch = next_epoch(epoch)
+            failed = exchange(
+                *(guard, ring, own, block, epoch, of_piece, failed),
+                *(kept_low, kept_high, low, high, spare),
+            )
             total = none
-            if by_row:
-                for tile in range(parts):
-                    at = tile * THREADS + thread
-                    if at < length and not failed:
-                        column = at * in_vector
-                        place = piece * columns + column, piece, column, 0
-                        held[0], held[1] = kept_low[tile], kept_high[tile]
-                        gather(held, extra, place, columns - column)
-                        total = add_terms(held, total, columns - column)
-                # Threads agree on a failure here: the sum may lack another's terms. One
-                # room suffices, because they synchronize before the next row's sums.
+            if by_row:  # a thread has one vector, and a block one row
+                if thread < length and not failed:
+                    column = thread * in_vector
+                    place = piece * columns + column, piece, column, 0
+                    held[0], held[1] = kept_low[0], kept_high[0]
+                    gather(held, extra, place, columns - column)
+                    total = add_terms(held, total, columns - column)
+                # Threads agree on a failure here: the sum may lack another's terms.
                 total, failed = row_sum(own, block, 0, thread, total, failed)
-            for tile in range(parts):
+            for tile in range(tiles):
                 at = tile * THREADS + thread
                 if at < length and not failed:
                     row = 0 if one_row else piece if by_row else (first + at) // runs
@@ -226,7 +215,7 @@ def make_mailed_epilogue(
 
 
 def weight_of(transport: str, epilogue: UserEpilogue) -> int:
-    """Return the weight of the kernel: one that keeps a row has more registers."""
+    """Return the weight of the kernel: with a sum of rows, it has more registers."""
     by_row = epilogue.row_sum is not None
     return max(2 if by_row else 1, mailboxes.TRANSPORTS[transport].weight)
 
@@ -243,7 +232,6 @@ def kernel(
     one_row: bool,
     transport: str,
     tiles: int,
-    parts: int,
     kind: exchanges.Exchange,
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
@@ -252,7 +240,7 @@ def kernel(
     weight = weight_of(transport, epilogue)
     return binding.make_kernel(
         make_mailed_epilogue,
-        (*constants, transport, tiles, parts, kind),
+        (*constants, transport, tiles, kind),
         arguments,
         weight=weight,
     )
@@ -271,12 +259,14 @@ def fits(end: binding.Endpoint, work: finishing.Work, op: Op, transport: str) ->
         return False
     if work.epilogue.row_sum is None:
         return True
-    return work.runs <= THREADS and work.rows <= _most_rows(end, work, transport)
+    return work.runs <= THREADS and work.rows <= most_rows(
+        end, work.epilogue, transport
+    )
 
 
-def _most_rows(end: binding.Endpoint, work: finishing.Work, transport: str) -> int:
-    """Return the most blocks of a call that adds up rows."""
-    weight = weight_of(transport, work.epilogue)
+def most_rows(end: binding.Endpoint, epilogue: UserEpilogue, transport: str) -> int:
+    """Return the most rows of a call that adds up rows, each in a block of its own."""
+    weight = weight_of(transport, epilogue)
     return max(1, min(end.max_blocks // weight, ONE_SHOT[transport].most(end.size)))
 
 
@@ -300,9 +290,9 @@ def bind(
     weight = weight_of(transport, work.epilogue)
     heavier = weight // mailboxes.TRANSPORTS[transport].weight
     grid, tiles = mailboxes.mailed_grid(end, transport, protocol, vectors, heavier)
-    parts, span = tiles, tiles * THREADS
+    span = tiles * THREADS
     if work.epilogue.row_sum is not None:
-        grid, tiles, parts, span = work.rows, 1, 1, work.runs
+        grid, tiles, span = work.rows, 1, work.runs
     pieces = workspace.divide_up(vectors, span)
     of_call = kernel(
         *(end.size, call.op, work.epilogue, work.source, work.targets, work.operands),
@@ -310,7 +300,6 @@ def bind(
         one_row=work.rows == 1,
         transport=transport,
         tiles=tiles,
-        parts=parts,
         kind=kind,
     )
     shape = call.nbytes, call.count, work.columns, work.runs, pieces, span

@@ -43,6 +43,9 @@ def fused(code, transport=None):
 
     def one(world, way, kind):
         shape = world.random.choice([1, 3]), world.random.choice([4, WIDE])
+        if kind is ROWS:  # a thread has one run of a row, and a block one row
+            most = world.code.mailed_epilogue.most_rows(world.ends[0], kind, way)
+            shape = world.random.choice([1, min(most, 3)]), world.random.choice([4, 8])
         draw = np.random.default_rng(world.random.randrange(99))
         operation = world.random.choice([ALL_REDUCE, REDUCE_SCATTER])
         shards = operation.shards(world.size)

@@ -45,9 +45,8 @@ def test_all_reduces_that_apply_epilogues_hold(ranks):
         ("ll", removed("finishing", "partials")),
         ("ll", removed("mailed_epilogue", "resumed")),
         ("marked", removed("mailboxes", "synchronize")),
-        ("marked", removed("mailed_epilogue", "fence")),
     ],
-    ids=["no synchronization", "not resumed", "no epochs", "no fence"],
+    ids=["no synchronization", "not resumed", "no epochs"],
 )
 def test_broken_ones_are_found(transport, edit):
     breaks(fused(device_code(edit), transport), 2)
