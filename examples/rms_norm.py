@@ -203,7 +203,7 @@ def main():
             "by a call and a kernel": layer.by_calls,
             "through the host": layer.through_the_host,
         }
-        text = f"rank {comm.rank}, µs for {ROWS} rows"
+        text = f"rank {comm.rank} took these µs for {ROWS} rows"
         for name, way in ways.items():
             layer.checked(way)
             text += f"; {name} {layer.microseconds(way):.1f}"
