@@ -13,6 +13,7 @@ from numba_symm.bench.contenders import nccl as nccl_module
 from numba_symm.bench.contenders import torch as torch_module
 from numba_symm.bench.contenders.mpi import Mpi
 from numba_symm.bench.contenders.nccl import Nccl
+from numba_symm.bench.contenders.nccl_symm import NcclSymm
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.contenders.torch import Torch
 from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES
@@ -351,10 +352,12 @@ def test_torch_has_a_barrier(torch, monkeypatch):
     assert called == [0]
 
 
-def test_nccl_has_no_all_to_all_in_place(core):
+def test_nccl_has_no_all_to_all_in_place_and_no_broadcast_on_windows(core):
     x = np.zeros(4, np.float32)
     found = Nccl(Ranks()).all_to_all(x, x, "none")
     assert found == {"": "NCCL has no all-to-all in place"}
+    (reason,) = NcclSymm(Ranks()).broadcast(x, x, "none").values()
+    assert "does not end" in reason
 
 
 @pytest.mark.parametrize(("dtype", "op"), [("int32", "sum"), ("float32", "max")])
