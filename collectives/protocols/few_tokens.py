@@ -33,7 +33,12 @@ from numba_symm.collectives.protocols.tokens import (
     refuse,
     report_above,
 )
-from numba_symm.collectives.protocols.workspace import HELD, THREADS, divide_up
+from numba_symm.collectives.protocols.workspace import (
+    HELD,
+    THREADS,
+    VECTOR,
+    divide_up,
+)
 from numba_symm.device.intrinsics import (
     device_function,
     ld_relaxed_sys_u32,
@@ -66,8 +71,14 @@ MOST = 16 if SIMULATED else 128
 
 MOST_RANKS = 32
 MOST_EPOCHS = 4
-"""Most epochs of a dispatch. With more, its bytes take most of the time, and mailboxes
-move a quarter more of them than stores do."""
+"""Most epochs of a call."""
+
+MOST_BYTES = 768 << 10
+"""Most bytes of a rank's tokens. With more, the form for many tokens is faster.
+
+On an H200 that 2 ranks shared, a dispatch and a combine of 256 KiB took 12.5 us in this
+form and 20.5 us in the other one; of 1 MiB, 25.4 us and 21.0 us.
+"""
 
 _MOST_VECTORS = 4096  # so that numbers of vectors are divided exactly
 
@@ -119,6 +130,8 @@ def share_of(
         vectors: those that are sent of a token.
     """
     if not 1 < end.size <= MOST_RANKS or tokens > MOST or vectors > _MOST_VECTORS:
+        return None
+    if tokens * vectors * VECTOR > MOST_BYTES:
         return None
     protocol = workspace.ONE_SHOT[TRANSPORT]
     given = TRANSPORT, protocol, tokens * vectors, weight_of(end.size)
