@@ -167,9 +167,10 @@ def test_epilogues_in_a_graph(comm, stream):
         given = {"epilogue": share, "row_sum": square, "args": (kept,)}
         calls.append({"out": (y, kept), "algorithm": algorithm} | given)
         comm.all_reduce(x, stream=stream, **calls[-1])  # compiled, and allocates
-    add(x, 0, stream)  # compiled
+    flat = x.ravel()
+    add(flat, 0, stream)  # compiled
     with capturing(stream) as (builder, graphs):
-        add(x, 1, builder.stream)
+        add(flat, 1, builder.stream)
         for call in calls:
             comm.all_reduce(x, stream=builder.stream, **call)
     wanted = first
