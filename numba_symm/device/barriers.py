@@ -203,7 +203,7 @@ def grid_barrier(ctx: Any, channel: int, team: Any = None) -> bool:
 
 @device_function
 def grid_barrier_arrive(ctx: Any, channel: int, team: Any = None) -> int:
-    """Count this block at a :func:`grid_barrier`, and do not wait.
+    """Report that this block has arrived at a :func:`grid_barrier`; do not wait.
 
     Every thread of the grid calls it, and later :func:`grid_barrier_wait` on the same
     channel. What the block wrote before its arrival is visible to the blocks that have
