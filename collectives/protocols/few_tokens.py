@@ -253,7 +253,7 @@ def make_mail(size: int, operation: int) -> tuple[int, Mail]:
                             late = (guard.rank + 1 + k) % size
                     record = wait_record(operation, guard.rank, late, block, epoch)
                     given_up = must_give_up(guard, started, record)
-        if arrived:  # explore: arrived
+        if arrived:
             for k in range(others):
                 there = own + box(block, epoch, 0, k, tile, thread)
                 if word_of(tags[k + 1]) & PLACE != 0:

@@ -275,9 +275,9 @@ def test_a_rank_without_a_gpu_is_refused(world, fresh, everywhere, last, monkeyp
 
 @of_one_island
 def test_gpus_without_peer_access_are_islands(world, fresh, last, monkeypatch):
-    if last:  # its GPU reaches itself only, as one island and then several look at it
-        itself = [rank == world.rank for rank in range(world.size)]
-        found = itertools.chain(itself, itself, itertools.repeat(True))
+    if last:  # its GPU reaches no other, as one island and then several look at it
+        none = 2 * (world.size - 1) * [False]
+        found = itertools.chain(none, itertools.repeat(True))
         monkeypatch.setattr(devices, "_access", lambda *_: next(found))
     with ns.Communicator(world, timeout=60) as comm:
         others = tuple(range(world.size - 1))
