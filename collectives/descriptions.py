@@ -63,6 +63,8 @@ class Descriptions:
                 else f", {each[0]}"
                 for each in given.args
             )
+            if given.epilogue.row_sum is not None:
+                kinds += f", rows of {x.shape[-1] if x.shape else 1}"
             if given.second is not None:
                 kinds += f", with a second output of {given.second[2].name}"
             more.append(f"epilogue {given.epilogue!r}{kinds}")

@@ -15,6 +15,7 @@ from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives import expert_wires, kernel_set, wires
+from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import (
     are_apart,
@@ -126,13 +127,15 @@ class Experts:
         self._mailed = there if coded else None
         self._mailed_codes = coded if there else None
         nbytes = expert_dispatch.scratch_nbytes(size, self._grid)
-        nbytes += 4 * sizes.tokens * size
+        nbytes, no_place = nbytes + 4 * sizes.tokens * size, 0xFF
         if self._mailed and self._mailed_codes:
-            nbytes = 4 * few_tokens.table_words(size)
+            nbytes, no_place = 4 * few_tokens.table_words(size), 0
         nbytes = divide_up(nbytes, VECTOR) * VECTOR
         of_codes = VECTOR * sizes.codes * sizes.tokens
         self._kept = kept = own_arrays.empty((nbytes + of_codes,), np.dtype("u1"), what)
         self._scratch = arrays.view(kept, what).address
+        # A combine may precede its dispatch, if that one was captured in a graph.
+        calls.members.backend.fill(self._scratch, nbytes, no_place)
         self._codes = self._scratch + nbytes
         self._tokens: int | None = None  # of the last dispatch
         self._plans = Cache(64)
@@ -192,14 +195,14 @@ class Experts:
         calls, what = self._calls, "dispatch"
         calls.thread.begin(what)
         try:
-            launch, tokens = calls.agreement.checked(
+            (launch, tokens), chosen = calls.agreement.checked(
                 what,
                 lambda *_: f"{self._words}, wire {shown(wire)}",
                 self._dispatched,
-                (x, expert_ids, weights, wire),
+                (x, expert_ids, weights, wire, stream),
             )
-            chosen, kept = calls.streams.of(stream, x), (self, x, expert_ids, weights)
-            calls.enqueuer.run(self._about[what], launch, chosen, *kept)
+            about, kept = self._about[what], (self, x, expert_ids, weights)
+            calls.enqueuer.run(about, launch, chosen, *kept)
             self._tokens = tokens
         finally:
             calls.thread.finish()
@@ -237,10 +240,8 @@ class Experts:
         results = self.results if results is None else results
         calls.thread.begin(what)
         try:
-            chosen = calls.streams.of(stream, results)
-            given = results, out, chosen[0]
-            launch, out = calls.agreement.checked(
-                what, lambda *_: self._words, self._combined, given
+            launch, out, chosen = calls.agreement.checked(
+                what, lambda *_: self._words, self._combined, (results, out, stream)
             )
             calls.enqueuer.run(self._about[what], launch, chosen, self, results, out)
         finally:
@@ -270,9 +271,9 @@ class Experts:
             )
         return view
 
-    def _dispatched(self, given: Any) -> tuple[Enqueue, int]:
-        """Return the launch of a dispatch, remembered or new, and its tokens."""
-        (x, expert_ids, weights, wire), what = given, "dispatch"
+    def _dispatched(self, given: Any) -> tuple[tuple[Enqueue, int], HeldStream]:
+        """Return a dispatch's launch, remembered or new, its tokens and its stream."""
+        (x, expert_ids, weights, wire, stream), what = given, "dispatch"
         self._calls.enqueuer.refuse_in_group(what)
         if wire is not None:
             wires.check_name(wire, what)
@@ -287,7 +288,7 @@ class Experts:
         if known is UNKNOWN:
             known = self._new_dispatch(rows, ids, factors, wire)
             self._plans.put(key, known)
-        return known
+        return known, self._calls.streams.of(stream, x)
 
     def _new_dispatch(
         self, x: Fields, expert_ids: Fields, weights: Fields | None, wire: str | None
@@ -378,9 +379,9 @@ class Experts:
             )
         return tuple(each + self._offsets[name] for each in place.addresses)
 
-    def _combined(self, given: Any) -> tuple[Enqueue, Any]:
-        """Return the launch of a combine, remembered or new, and its output."""
-        (results, out, handle), what, sizes = given, "combine", self._sizes
+    def _combined(self, given: Any) -> tuple[Enqueue, Any, HeldStream]:
+        """Return a combine's launch, remembered or new, its output and its stream."""
+        (results, out, stream), what, sizes = given, "combine", self._sizes
         calls, tokens = self._calls, self._tokens
         calls.enqueuer.refuse_in_group(what)
         if tokens is None:
@@ -388,9 +389,10 @@ class Experts:
                 f"{what}: expected a dispatch before, got none; call dispatch first"
             )
         source = arrays.fields(results, "combine: results")
+        chosen = calls.streams.of(stream, results)
         if out is None:
             like = self._results(source)
-            out = calls.new(results, like, (tokens, sizes.hidden), handle, what)
+            out = calls.new(results, like, (tokens, sizes.hidden), chosen[0], what)
         target = arrays.fields(out, "combine: out")
         # All that is checked below.
         key = what, source, target, tokens, calls.heap.generation
@@ -398,7 +400,7 @@ class Experts:
         if launch is UNKNOWN:
             launch = self._new_sum(source, target, tokens)
             self._plans.put(key, launch)
-        return launch, out
+        return launch, out, chosen
 
     def _results(self, results: Fields) -> ArrayView:
         """Return the results of a combine, or refuse them."""

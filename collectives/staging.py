@@ -19,7 +19,7 @@ import numpy as np
 from numba_symm import arrays, libraries, own_arrays, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives.call_streams import CallStreams, HeldStream
-from numba_symm.collectives.checks import check_writable
+from numba_symm.collectives.checks import are_apart, check_writable
 from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import pack
@@ -269,11 +269,30 @@ def bound(
     """Do what ``Calls.bound`` does, if ``x``, or the output ``out``, has gaps."""
     if calls.enqueuer.group is None:
         calls.staging.begin()
-    dense = Replaced(calls, given.operation.name, given.x, out, chosen[0])
+    what = given.operation.name
+    if given.second is not None:  # later, the copies in their place are compared
+        second = _extent(given.second, f"{what}: out[1]")
+        others = [_extent(each, what) for each in (given.x, out) if each is not None]
+        if not all(are_apart(second, each) for each in others):
+            raise ArgumentError(
+                f"{what}: out[1]: expected an array apart from x and out[0], got "
+                "arrays that overlap; it may be one of args"
+            )
+    dense = Replaced(calls, what, given.x, out, chosen[0])
     launch, made, _, about = calls.bound(
         given._replace(x=dense.x, out=dense.out, stream=chosen[0])
     )
     return dense.around(launch), dense.result(made), chosen, about
+
+
+def _extent(array: Any, what: str) -> ArrayView:
+    """Return the bytes from an array's first element to its last one, as an array."""
+    address, shape, dtype, *_ = arrays.fields(array, what)
+    along = zip(shape, arrays.strides_of(array), strict=True)
+    steps = [(n - 1) * stride for n, stride in along] if 0 not in shape else []
+    first = address + sum(step for step in steps if step < 0)
+    nbytes = sum(map(abs, steps)) + dtype.itemsize * (0 not in shape)
+    return ArrayView(first, (nbytes,), np.dtype(np.uint8), "C", False)
 
 
 def prepared(

@@ -326,6 +326,7 @@ def test_what_an_epilogue_cannot_be_is_refused(comm, world):
         (x, {"epilogue": cast, "out": (y, None)}, "pass out=(y, z)"),
         (x, {"out": (y, x)}, "out: expected a device array, got tuple"),
         (x, {"epilogue": cast, "out": (y, x)}, "out[1]: expected an array apart from"),
+        (x[:, ::2], {"epilogue": cast, "out": (y[:, ::2], y[: len(y) // 2])}, "apart"),
         (x, {"epilogue": cast, "out": (y, half)}, "out[1]: expected a contiguous arra"),
         (x, {"epilogue": cast, "out": (y, 3)}, "out[1]: expected a device array"),
         (integers, by_add | {"row_sum": cast}, "expected x of floats with row_sum="),
@@ -396,3 +397,7 @@ def test_ranks_pass_numbers_and_outputs_of_the_same_dtypes(world):
         pair = {"out": (None, z), "epilogue": both_of, "args": (1,)}
         text = "int64, with a second output of float16, rank"
         refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, **pair), text)
+        rows = x.reshape((2, 4) if comm.rank == 0 else (4, 2))
+        of_rows = {"epilogue": share, "row_sum": itself}
+        call = functools.partial(comm.all_reduce, rows, **of_rows)
+        refused(world, ns.ArgumentError, call, "rows of 4, rank", "rows of 2")
