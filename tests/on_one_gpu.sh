@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Runs tests of ranks on one GPU, which the ranks share under MPS; several jobs at a time.
+#
+#     tests/on_one_gpu.sh LOGS [RANKS [SECONDS]]
+#
+# Starts MPS and ends it. Prints a line for each job, and the failures of a job that
+# failed; LOGS gets a folder for each job, with a file for each rank (rank.py). A job is
+# killed after SECONDS (600). The exit code is the number of jobs that failed.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+logs=$1 ranks=${2:-2} seconds=${3:-600} together=5
+
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
+export NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1 CUDA_DEVICE_MAX_CONNECTIONS=8
+# All kernels that wait must fit on the GPU together: here, on 120 multiprocessors.
+export NUMBA_SYMM_MULTIPROCESSORS=$((120 / together / ranks))
+export CUDA_MPS_PIPE_DIRECTORY=$logs/mps CUDA_MPS_LOG_DIRECTORY=$logs/mps-log
+mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
+nvidia-cuda-mps-control -d
+trap 'echo quit | nvidia-cuda-mps-control' EXIT
+
+job() { # NAME FILES...
+  local name=$1 folder=$logs/$1 began=$SECONDS
+  shift
+  mkdir -p "$folder"
+  timeout -k 10 "$seconds" "${PYTHON:-python3}" -m numba_symm.command.cli run \
+    -n "$ranks" tests/rank.py "$folder" $((seconds - 20)) -vs --no-header \
+    --no-summary -pno:cacheprovider -pno:faulthandler "$@" \
+    > "$folder/mpirun.txt" 2>&1 < /dev/null
+  local code=$?
+  echo "$name: exit code $code after $((SECONDS - began)) s: $(tail -n 1 "$folder/0.txt")"
+  ((code == 0)) || grep -h -E " FAILED|^E  " "$folder"/[0-9]*.txt | head -20
+  return $code
+}
+
+failed=0
+for path in tests/ranks/*/ tests/ranks/test_*.py tests/gpu/test_*.py; do
+  while (($(jobs -rp | wc -l) >= together)); do
+    wait -n || failed=$((failed + 1))
+  done
+  job "$(basename "$path" .py)" "$path" &
+done
+while [ -n "$(jobs -p)" ]; do
+  wait -n || failed=$((failed + 1))
+done
+exit $failed
