@@ -3,6 +3,7 @@
 import functools
 import sys
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from numba_symm.errors import RankLeft, left
@@ -96,10 +97,54 @@ def claim(comm: Any) -> None:
     waiting.drop_finished()
 
 
+@dataclass
+class _Calls:
+    """What this rank notes of its calls that use duplicates of one communicator.
+
+    A report has the number of the call that its sender left. Calls of higher numbers
+    ignore it, because the sender makes them, too. All ranks make these calls equally
+    often and begin a duplicate in the same one, so they count from that one. They may
+    differ in which call gives it up: a rank that was interrupted continues with it.
+
+    Reports of a later call may arrive before those of this one, so they stay here.
+
+    Attributes:
+        reports: messages of the duplicate that was given up last; None if the latest
+            one is in use.
+        why: the error that ended its use, as a text.
+        number: of this call, where 0 is the one that began that duplicate.
+        arrived: the reports, each with its call's number.
+        next: of this call, where 0 is the one that began the next duplicate.
+    """
+
+    reports: TaggedComm | None = None
+    why: str = ""
+    number: int = 0
+    arrived: list[tuple[int, RankLeft]] = field(default_factory=list)
+    next: int = 0
+
+
 @functools.cache
-def _given_up_key() -> int:
-    """Return the key of a communicator's attribute: what :func:`give_up` notes."""
+def _calls_key() -> int:
+    """Return the key of a communicator's attribute: its calls."""
     return int(sys.modules["mpi4py.MPI"].Comm.Create_keyval())
+
+
+def _calls(comm: Any) -> _Calls:
+    """Return the calls of mpi4py's communicator."""
+    found: _Calls | None = comm.Get_attr(_calls_key())
+    if found is None:
+        found = _Calls()
+        comm.Set_attr(_calls_key(), found)
+    return found
+
+
+def enter(comm: Comm) -> None:
+    """Note that a call begins that uses a duplicate, before anything else. Local."""
+    if is_mpi(comm):
+        calls = _calls(comm)
+        calls.number += 1
+        calls.next = calls.next + 1 if has_begun(comm) else 0
 
 
 def give_up(
@@ -116,10 +161,12 @@ def give_up(
         error: the error; None: nobody gives it up.
     """
     if isinstance(mine, TaggedComm):
-        kept = None
+        # The next duplicate, if any, begins in this call or in a later one.
+        calls = _Calls(number=_calls(comm).next)
         if error is not None and not mine.released:
-            kept = mine.part(range(mine.size), Purpose.GIVEN_UP), str(error)
-        comm.Set_attr(_given_up_key(), kept)  # type: ignore[attr-defined]
+            calls.reports = mine.part(range(mine.size), Purpose.GIVEN_UP)
+            calls.why = str(error)
+        comm.Set_attr(_calls_key(), calls)  # type: ignore[attr-defined]
 
 
 def leave(comm: Comm, cause: BaseException, what: str) -> None:
@@ -130,35 +177,27 @@ def leave(comm: Comm, cause: BaseException, what: str) -> None:
         cause: the exception by which this rank leaves.
         what: the call that it leaves.
     """
-    reports, _ = _given_up(comm)
-    if reports is None:
+    if not is_mpi(comm) or (reports := _calls(comm).reports) is None:
         return
     text = f"rank {reports.rank} {left(cause, what)}"
     error = RankLeft(text, ranks=(reports.rank,), operation=what)
+    report = _calls(comm).number, error
     for rank in range(reports.size):
         if rank != reports.rank:
             there = reports.ranks[rank], reports.tag
             with suppress(sys.modules["mpi4py.MPI"].Exception):  # it has ended
-                begin(waiting.unfinished, reports.mpi.isend, error, *there)
+                begin(waiting.unfinished, reports.mpi.isend, report, *there)
 
 
 def look(comm: Comm) -> None:
-    """Raise the error of a rank that has left, see :func:`leave`. Local."""
-    reports, why = _given_up(comm)
-    if reports is None:
+    """Raise the error of a rank that has left this call, see :func:`leave`. Local."""
+    if not is_mpi(comm) or (reports := (calls := _calls(comm)).reports) is None:
         return
     source, tag = sys.modules["mpi4py.MPI"].ANY_SOURCE, reports.tag
+    receive = functools.partial(reports.mpi.recv, None, source, tag)
     while reports.mpi.iprobe(source, tag):
-        receive = functools.partial(reports.mpi.recv, None, source, tag)
-        error = waiting.undisturbed(receive)
+        waiting.undisturbed(lambda: calls.arrived.append(receive()))
+    for number, error in calls.arrived:
         # A rank that left the duplicate itself has been named by then.
-        if str(error) not in why:
+        if number >= calls.number and str(error) not in calls.why:
             raise error
-
-
-def _given_up(comm: Comm) -> tuple[TaggedComm | None, str]:
-    """Return the messages of the duplicate that was given up, and the error's text."""
-    found = None
-    if is_mpi(comm):
-        found = comm.Get_attr(_given_up_key())  # type: ignore[attr-defined]
-    return found or (None, "")

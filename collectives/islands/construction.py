@@ -45,6 +45,7 @@ def begin(
 def _made(
     comm: ranks.Comm, device: int | None, timeout: float | None, options: Options
 ) -> Calls:
+    duplicates.enter(comm)
     look = functools.partial(duplicates.look, comm)
     with waiting.watching(_watch_of_open(comm)), waiting.watching(look):
         while True:

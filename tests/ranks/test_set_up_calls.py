@@ -255,6 +255,40 @@ def test_a_second_interrupt_leaves_nobody_waiting(world, monkeypatch):
         comm.zeros(3)
 
 
+def test_reports_of_an_interrupted_constructor_end_no_later_one(world, monkeypatch):
+    """All ranks are interrupted twice, so nobody reads the reports of the others."""
+    monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", f"{SOON}")
+    duplicate, last = duplicates.duplicate, world.size - 1
+
+    def fail(*given):
+        raise Late
+
+    def fail_with_it(*given):
+        duplicate(*given)
+        raise Late
+
+    def construct(module=None, name="", part=None):
+        with monkeypatch.context() as patch:
+            if part is not None:
+                patch.setattr(module, name, part)
+            with made(world) as comm:
+                comm.zeros(3)
+
+    errors = []
+    for given in (
+        (duplicates, "duplicate", fail_with_it),
+        (lifetime, "begin", fail),
+        (duplicates, "duplicate", fail_with_it if world.rank == last else duplicate),
+        (),
+    ):
+        errors.append(Lines().of(lambda given=given: construct(*given))[0])
+        world.barrier()
+    left = "Late: " if world.rank == last else f"RankLeft: rank {last} left Comm"
+    assert errors[:2] == ["Late: "] * 2
+    assert errors[2].startswith(left), errors
+    assert errors[3] == ""
+
+
 HANDOVERS = [
     (
         duplicates.claim,
