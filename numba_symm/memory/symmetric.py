@@ -302,7 +302,7 @@ class SymmetricMemory:
         self._launch("barrier", pads.barrier_kernel, stream, channel)
 
     def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a signal to rank ``dst``, after it has taken the previous signal.
+        """Enqueue a signal to ``dst``, sent when ``dst`` has taken the previous one.
 
         What this rank's stream wrote before the signal is visible to ``dst`` after
         ``dst`` has taken the signal. Channels, streams and errors are those of
