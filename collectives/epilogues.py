@@ -204,7 +204,32 @@ def checked(
     columns = shape[-1] if by_row and shape else total
     rows = total // columns if columns else 0
     work = found, source, targets, tuple(operands), tuple(words), rows, columns
-    return Work(*work, tuple(view.address for view in outputs[1:]))
+    made = Work(*work, tuple(view.address for view in outputs[1:]))
+    if SIMULATED:
+        _check_results(made, what)
+    return made
+
+
+def _check_results(work: Work, what: str) -> None:
+    """Refuse an epilogue that returns more or fewer numbers than there are outputs.
+
+    On GPUs, Numba compiles no kernel with it. In the simulator, this call finds out.
+    """
+    sums = [work.source] * (work.epilogue.row_sum is not None)
+    others = [operand.element for operand in work.operands]
+    ones = [each.accumulate.type(1) for each in (work.source, *sums, *others)]
+    try:
+        with np.errstate(all="ignore"):
+            found = work.epilogue.function(*ones)
+    except Exception:  # of these numbers, which the program may never pass
+        return
+    number = len(found) if isinstance(found, tuple) else 1
+    if number != len(work.targets):
+        raise ArgumentError(
+            f"{what}: expected epilogue to return {len(work.targets)} numbers, one for "
+            f"each output, got {number} of {work.epilogue}; return (y, z) for "
+            "out=(y, z), and one number otherwise"
+        )
 
 
 def _number(given: Number, source: Element) -> tuple[Operand, int]:

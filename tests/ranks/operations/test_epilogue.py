@@ -69,6 +69,10 @@ def share(value, total):
     return value / total
 
 
+def pair(value):
+    return value, value
+
+
 class Case(NamedTuple):
     """A call, of rows of any number.
 
@@ -295,13 +299,16 @@ def test_equal_numbers_of_other_types_are_other_calls(comm, world):
 
 
 def test_what_an_epilogue_cannot_be_is_refused(comm, world):
-    x, y = (comm.zeros((4 * comm.size, 6), np.float32) for _ in range(2))
+    x, y, z = (comm.zeros((4 * comm.size, 6), np.float32) for _ in range(3))
     weight, odd = comm.zeros(6, np.float32), comm.zeros((12, 6), np.float32)
     other, half = comm.zeros((5, 6), np.float32), ordinary(8, np.float16)
     integers, turned = comm.zeros(4, np.int32), ordinary((2, 3), np.float32, "F")
     by_add = {"epilogue": add}
     both = {"epilogue": normalize, "row_sum": cast}
     nothing = "expected epilogue= with args= and row_sum="
+    number = "expected functions that numba.cuda compiles"
+    if SIMULATED:
+        number = "expected epilogue to return "
     for array, given, text in [
         (x, {"epilogue": 3}, "expected epilogue to be a function of scalars, got 3"),
         (x, {"args": (y,)}, nothing),
@@ -329,6 +336,8 @@ def test_what_an_epilogue_cannot_be_is_refused(comm, world):
         (x[:, ::2], {"epilogue": cast, "out": (y[:, ::2], y[: len(y) // 2])}, "apart"),
         (x, {"epilogue": cast, "out": (y, half)}, "out[1]: expected a contiguous arra"),
         (x, {"epilogue": cast, "out": (y, 3)}, "out[1]: expected a device array"),
+        (x, {"epilogue": cast, "out": (y, z)}, number),
+        (x, {"epilogue": pair}, number),
         (integers, by_add | {"row_sum": cast}, "expected x of floats with row_sum="),
         (turned, {"epilogue": cast}, "expected x in C order with epilogue="),
     ]:
