@@ -225,10 +225,10 @@ def _check_results(work: Work, what: str) -> None:
         return
     number = len(found) if isinstance(found, tuple) else 1
     if number != len(work.targets):
+        wanted = "two numbers" if len(work.targets) == 2 else "one number"
         raise ArgumentError(
-            f"{what}: expected epilogue to return {len(work.targets)} numbers, one for "
-            f"each output, got {number} of {work.epilogue}; return (y, z) for "
-            "out=(y, z), and one number otherwise"
+            f"{what}: expected epilogue to return {wanted}, as many as there are "
+            f"outputs, got {number} of {work.epilogue}; pass out=(y, z) for two"
         )
 
 
