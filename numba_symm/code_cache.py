@@ -6,8 +6,8 @@ entry is found before a GPU runs the code. Without a usable entry, code is compi
 Processes that need the same code at the same time, such as the ranks of a node, share
 the work. One process locks a byte of a file in the cache's folder, and compiles. The
 Linux kernel releases the lock when the process ends. The other processes wait for the
-entry. If the lock is released but there is no entry, or after ``LONGEST_WAIT``, each of
-them compiles without a lock. So does a process that cannot lock. No process loads code
+entry. A process compiles without a lock in three cases: it cannot lock, it has waited
+for ``LONGEST_WAIT``, or the lock was released without an entry. No process loads code
 on a GPU under a lock, because loading may wait for a peer that waits for the lock.
 
 A process that waits tests locks only, at growing intervals, and reads the disk when the

@@ -1,14 +1,16 @@
-"""Code that dispatches and combines of few tokens share: mailboxes, tags and places.
+"""Mailboxes, tags and places: what dispatches and combines of few tokens share.
 
-For each vector of each token of a rank, a thread has a mailbox at every other rank. It
-posts the vector to the ranks that need the token, and to all other ranks that there is
-none. So every thread exchanges with every rank in every epoch, in both directions, as
-``mailboxes.py`` requires. No thread waits for what another thread has received.
+Each vector of a rank's tokens belongs to one thread, which has a mailbox for it at
+every other rank. The thread posts the vector to the ranks that need the token. To the
+other ranks, it posts a message without a vector. So every thread exchanges with every
+rank in every epoch, in both directions, as ``mailboxes.py`` requires. No thread waits
+for messages to another thread.
 
-The mailboxes are the marked ones. The word of marks has a *tag* above its two marks.
-The tag is 0 if there is no vector; then the mailbox's vector stays empty. In a
-dispatch, the tag is the token's place among the sender's tokens for this receiver, and
-how many these tokens are. So a tag shows where the receiver stores its vector.
+The mailboxes are the marked ones. Above its two marks, the word of marks contains a
+*tag*. In a message without a vector, the tag is 0, and the sender leaves the mailbox's
+vector empty. Otherwise, a dispatch's tag contains two numbers: the token's place among
+the sender's tokens for this receiver, and the count of these tokens. From the place,
+the receiver computes where it stores the vector.
 
 Places: each warp determines the ranks of all tokens of its rank by itself. Each lane
 has one token of each group of tokens, and the lanes vote. So no thread waits for its

@@ -149,14 +149,15 @@ def _type_of(scalars: tuple[str, ...]) -> Any:
 
 
 _ATTRIBUTES = {MEETS: ("convergent",), NONE: ("nounwind", "readnone")}
-"""What LLVM is told of a statement, by the effect of its instruction."""
+"""By the effect of an instruction, the LLVM attributes of its statement."""
 
 
 def statement(found: Instruction) -> Callable[..., Any]:
     """Return a function of a builder and scalars that adds one inline PTX statement.
 
-    If it has an effect, it is marked to have side effects and to clobber memory. So the
-    compiler does not drop it, repeat it, or move it across other memory accesses.
+    A statement with an effect is marked as one that has side effects and clobbers
+    memory. So the compiler neither drops nor repeats it, and does not move it across
+    other memory accesses.
     """
     effective = found.effect != NONE
     results = [_TYPES[each] for each in found.result]
