@@ -1,7 +1,7 @@
 """The choice of the fastest algorithm: all limits, for bytes, types and ranks.
 
 The limits were measured on H200s (bench/README.md). Those for 2 ranks were measured on
-31 multiprocessors, the default at that time. Those for more ranks were measured on all
+31 multiprocessors, and those for 4 on 32. Those for more ranks were measured on all
 multiprocessors, except for those in ``ESTIMATES``. ``numba-symm tune -n N`` measures
 the limits for N ranks.
 """
@@ -52,19 +52,13 @@ Choices = Mapping[str, Choice]
 _LL = Step("one_shot_ll", (64 * _K, 64 * _K, 224 * _K), sent=True)
 _MARKED = Step("one_shot_marked", (1280 * _K, 1536 * _K, 1792 * _K), sent=True)
 
-_COPIED = (
-    _LL,
-    _MARKED,
-    Step("chunked", (24 * _M, 40 * _M, 56 * _M), sent=True),
-    Step("copy_engine", (ALL, ALL, ALL)),
-)
-# Up to 48 MiB sent, ``direct`` of 2 ranks is faster than copy engines. But these occupy
-# no multiprocessors, and with 8 of them ``direct`` is slower.
+# Copy engines occupy no multiprocessors. Still, ``direct`` is chosen where it is faster
+# on 32 of them.
 _GATHERED = (
     _LL,
     _MARKED,
-    Step("chunked", (5 * _M, 40 * _M, 56 * _M), sent=True),
-    Step("direct", (24 * _M, NONE, NONE), sent=True),
+    Step("chunked", (5 * _M, 7 * _M, 56 * _M), sent=True),
+    Step("direct", (48 * _M, 72 * _M, NONE), sent=True),
     Step("copy_engine", (ALL, ALL, ALL)),
 )
 _SCANNED = Choice(
@@ -90,7 +84,7 @@ _SCATTERED = Choice(
 _REDUCED = Choice(
     floats=(
         Step("one_shot_sentinel", (1280 * _K, 256 * _K, 128 * _K)),
-        Step("two_shot_sentinel", (NONE, 8 * _M, 4 * _M)),
+        Step("two_shot_sentinel", (NONE, 3 * _M, 4 * _M)),
         Step("chunked", (6 * _M, NONE, NONE)),
         Step("direct", (128 * _M, ALL, ALL)),
         Step("copy_engine", (ALL, NONE, NONE)),
@@ -107,8 +101,8 @@ _REDUCED = Choice(
 # For two ranks, no rank has anything to pass on.
 _BROADCAST = (
     Step("one_shot_marked", (1280 * _K, 768 * _K, 896 * _K), sent=True),
-    Step("two_shot_marked", (NONE, 768 * _K, 1792 * _K)),
-    Step("chunked", (14 * _M, 1 * _M - 1, 2 * _M - 1)),
+    Step("two_shot_marked", (NONE, 576 * _K, 1792 * _K)),
+    Step("chunked", (14 * _M, NONE, 2 * _M - 1)),
     Step("copy_engine", (ALL, NONE, NONE)),
     Step("direct", (NONE, ALL, ALL)),
 )
@@ -116,21 +110,23 @@ ON_GPUS = {
     "all_reduce": Choice(
         floats=(
             Step("one_shot_sentinel", (1 * _M, 128 * _K, 64 * _K)),
-            Step("two_shot_sentinel", (6 * _M, 4 * _M, 8 * _M)),
-            Step("direct", (56 * _M, 128 * _M, ALL)),
-            Step("copy_engine", (ALL, ALL, ALL)),
+            Step("two_shot_sentinel", (6 * _M, ALL, 8 * _M)),
+            # From 3 to 4 ranks, only in the simulator.
+            Step("direct", (56 * _M, ALL, ALL)),
+            Step("copy_engine", (ALL, NONE, NONE)),
         ),
         others=(
             # Packets are twice the bytes, and need fewer instructions.
             Step("one_shot_ll", (64 * _K, 8 * _K, 32 * _K)),
             Step("one_shot_marked", (1536 * _K, 128 * _K, 64 * _K)),
             Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
-            Step("direct", (56 * _M, 128 * _M, ALL)),
-            Step("copy_engine", (ALL, ALL, ALL)),
+            Step("direct", (56 * _M, 48 * _M, ALL)),
+            Step("copy_engine", (ALL, NONE, NONE)),
+            Step("chunked", (NONE, ALL, NONE)),
         ),
     ),
     "all_gather": Choice(_GATHERED, _GATHERED),
-    "all_to_all": Choice(_COPIED, _COPIED),
+    "all_to_all": Choice(_GATHERED, _GATHERED),
     "reduce_scatter": _SCATTERED,
     "scan": _SCANNED,
     "reduce": _REDUCED,
@@ -140,16 +136,16 @@ ON_GPUS = {
 
 
 ESTIMATES: Mapping[str, tuple[str, ...]] = {
-    "all_reduce": ("direct", "copy_engine"),
+    "all_reduce": ("direct",),
     "reduce_scatter": ("direct",),
     "broadcast": ("two_shot_marked",),
 }
-"""The algorithms, by operation, whose sizes from 3 ranks on were not measured."""
+"""The algorithms, by operation, whose sizes from 5 ranks on were not measured."""
 
 
 def is_estimate(name: str, algorithm: str, size: int) -> bool:
     """Return whether ``ON_GPUS`` chooses the algorithm by an estimated size."""
-    return size > 2 and algorithm in ESTIMATES.get(name, ())
+    return size > 4 and algorithm in ESTIMATES.get(name, ())
 
 
 def _simulated(step: Step) -> Step:

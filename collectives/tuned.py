@@ -190,7 +190,7 @@ def described(gpu: str | None) -> str:
     except FileNotFoundError:
         guessed = (f"{name} by {' and '.join(a)}" for name, a in ESTIMATES.items())
         return (
-            "built in; `numba-symm tune` measures those of this node; from 3 ranks on, "
+            "built in; `numba-symm tune` measures those of this node; from 5 ranks on, "
             f"estimates for {', '.join(guessed)}"
         )
     except _UNREADABLE as error:

@@ -361,7 +361,7 @@ def test_info_shows_the_cache_and_how_much_is_in_it(
     compiling.show(compiling.facts(), printed)
     limits, empty = printed.export_text().splitlines()
     assert limits.startswith("Limits   built in; `numba-symm tune` measures those")
-    assert "3 ranks on, estimates for all_reduce by direct and copy_engine," in limits
+    assert "5 ranks on, estimates for all_reduce by direct, reduce_scatter by" in limits
     tuned.write("NVIDIA H200", 2, {})
     assert re.fullmatch(rf"Cache +{re.escape(str(cache))}, 0\.0 MiB", empty)
     monkeypatch.setattr(compiling, "visible_gpus", lambda: [gpu(0), gpu(1)])
