@@ -219,6 +219,18 @@ def mpi() -> Any:
     return sys.modules["mpi4py.MPI"]
 
 
+def progress() -> None:
+    """Let MPI make progress, which it does only within its calls.
+
+    A peer may arrive only after this process has received the peer's message.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    if mpi.Query_thread() == mpi.THREAD_MULTIPLE or mpi.Is_thread_main():
+        mpi.COMM_SELF.Iprobe()
+
+
 @contextmanager
 def living(rank: int) -> Iterator[None]:
     """Name ``rank`` if MPI raises in the block, which has messages with that rank.

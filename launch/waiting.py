@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -101,6 +100,16 @@ class Wait:
         return self.seconds > min(self._seconds / 4 or _LONG, _LONG)
 
     @property
+    def margin(self) -> float:
+        """A second, or half of its time."""
+        return min(self._seconds / 2, _LONG)
+
+    @property
+    def ending(self) -> bool:
+        """Whether its deadline passes within :attr:`margin`, or has passed."""
+        return time.monotonic() > self._end - self.margin
+
+    @property
     def overdue(self) -> bool:
         """Whether its deadline has passed a second ago, or a time as long as it."""
         return time.monotonic() > self._end + min(self._seconds, _LONG)
@@ -120,7 +129,7 @@ class Wait:
             )
         for look in _watched.get():
             look()
-        _progress()
+        ranks.progress()
         return now > self._end
 
     def pause(self, absent: Sequence[int]) -> bool:
@@ -482,15 +491,3 @@ def _received(
         comm.refused = True
         raise found.error
     return {rank: found}
-
-
-def _progress() -> None:
-    """Let MPI make progress, which it does only within its calls.
-
-    A peer may arrive only after this process has received the peer's message.
-    """
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
-        return
-    if mpi.Query_thread() == mpi.THREAD_MULTIPLE or mpi.Is_thread_main():
-        mpi.COMM_SELF.Iprobe()

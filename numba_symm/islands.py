@@ -29,6 +29,7 @@ from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.members import Members
+from numba_symm.questions import Questions
 from numba_symm.watchdog import Watchdog, neighbors
 
 T = TypeVar("T")
@@ -135,8 +136,9 @@ class Islands(Members):
         self._undo.callback(self.watchdog.stop)
 
     def _release_watchdog(self, comm: TaggedComm) -> None:
-        if self.watchdog is None or not self.watchdog.told:
-            comm.release()  # otherwise a report may not have arrived yet
+        watchdog = self.watchdog
+        if watchdog is None or not (watchdog.told or watchdog.questions.unanswered):
+            comm.release()  # otherwise a message may not have arrived yet
 
     def connect(self, multiprocessors: int) -> None:
         """Start the engine, and try it. Collective.
@@ -206,6 +208,12 @@ class Islands(Members):
         """Return "ranks 0, 1 on a, rank 2 on b; Open MPI v5.0.11 between them"."""
         parts = described(self.parts, self.nodes)
         return f"{parts}; {self.engine.version} between them"
+
+    @property
+    def questions(self) -> Questions:
+        """This rank's questions to ranks of other islands, and its answers."""
+        assert self.watchdog is not None
+        return self.watchdog.questions
 
     def wait(self, what: str) -> Wait:
         """Start a wait for other islands within a call, and return it."""

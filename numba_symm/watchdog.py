@@ -10,6 +10,8 @@ island.
 Each report is followed by the latest calls of the rank that sends it. The receiver
 compares them with its own, for the table of calls in errors.
 
+A watchdog also answers the other ranks' questions, see ``questions``.
+
 The watchdog also queries the engine for errors and for exchanges that last too long,
 and aborts it after a failure.
 """
@@ -26,6 +28,7 @@ from numba_symm.errors import CollectiveError, RankLeft, summary
 from numba_symm.launch import ranks, trees, waiting
 from numba_symm.launch.division import Parts
 from numba_symm.launch.tagged import TaggedComm
+from numba_symm.questions import Answer, Question, Questions
 
 _PAUSE = 0.02  # seconds between two looks
 _AT_FULL_RATE = 50
@@ -67,6 +70,7 @@ class Watchdog:
 
     Attributes:
         told: whether it has sent a failure, or begun to do so.
+        questions: for whom ranks of other islands wait.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Watchdog:
         local: int,
     ):
         self._comm, self._board = comm, board
+        self.questions = Questions(comm)
         self._parts, self._index, self._local = parts, index, local
         self._sources = set(comm.ranks)
         self._engine: Engine | None = None
@@ -225,7 +230,11 @@ class Watchdog:
         self._receives.clear()
         if not ours:  # from a rank of another communicator
             return True
-        if not isinstance(found, call_table.Sent):
+        if isinstance(found, Question) and (known := self._board.failure()):
+            self.questions.send(found.rank, known.exception())
+        elif isinstance(found, Question | Answer):
+            self.questions.take(found)
+        elif not isinstance(found, call_table.Sent):
             self._board.fail(found)
         elif self._board.record is not None:
             call_table.compare_across(self._board.record, found)

@@ -24,6 +24,7 @@ from numba_symm.launch.division import Parts
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
+from numba_symm.questions import Questions
 from numba_symm.streams import LEGACY_DEFAULT
 
 
@@ -46,6 +47,9 @@ class Joined(Protocol):
 
     @property
     def operation(self) -> str: ...  # noqa: D102
+
+    @property
+    def questions(self) -> Questions: ...  # noqa: D102
 
     def wait(self, what: str) -> Wait: ...  # noqa: D102
 
@@ -147,7 +151,7 @@ def _start_mpi(islands: Joined, direct: bool) -> Engine:
             return islands.wait(islands.operation)
 
         comm = islands.comm.part(range(exchange.size), Purpose.PARCELS)
-        return MpiEngine(comm, wait, islands.look, room)
+        return MpiEngine(comm, wait, islands.look, room, islands.questions)
 
 
 MOST_TRIED = 8

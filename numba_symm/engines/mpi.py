@@ -22,6 +22,7 @@ from numba_symm.errors import ArgumentError, CallMismatch
 from numba_symm.launch import ranks
 from numba_symm.launch.tagged import TAGS, Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait, begin
+from numba_symm.questions import Questions
 from numba_symm.streams import SideStream, StreamOrder
 
 _TAGS = TAGS - Purpose.PARCELS  # parcels of a pair are numbered by tags, which repeat
@@ -155,6 +156,7 @@ class MpiEngine:
             has been moved postpones.
         look: raises if the communicator has failed.
         room: where the bytes are meanwhile, of one kind on all ranks.
+        questions: answer for whom other ranks wait.
     """
 
     name = "mpi"
@@ -168,6 +170,7 @@ class MpiEngine:
         wait: Callable[[], Wait],
         look: Callable[[], None],
         room: ParcelMemory,
+        questions: Questions,
     ):
         self._comm, self._wait, self._look = comm, wait, look
         # Both ranks of a pair count their parcels, however these are grouped.
@@ -178,7 +181,7 @@ class MpiEngine:
         self._moved = 0  # messages since the latest look
         self._simulated: Future[None] = Future()  # the end of the side stream's work
         self._simulated.set_result(None)
-        self._room = room
+        self._room, self._questions = room, questions
         self.version = ranks.mpi().Get_library_version().split(",")[0]
 
     def exchange(
@@ -251,13 +254,24 @@ class MpiEngine:
                 if self._moved:
                     self._moved, wait = 0, self._wait()
                 absent = sorted({each.parcel.peer for each in moves})
-                if wait.pause(absent):
-                    raise wait.error(absent[:1])
+                self._questions.absent = tuple(absent)
+                late = wait.pause(absent)
+                if wait.ending:
+                    self._refuse_late(wait, late)
         except BaseException:
             requests = [each.give_up() for each in moves if each.requests]
             self._kept = _Kept(requests, [self._room])
             _given_up.append(self._kept)
             raise
+        finally:
+            self._questions.absent = ()
+
+    def _refuse_late(self, wait: Wait, late: bool) -> None:
+        """Find out for whom this rank waits, and raise if the deadline has passed."""
+        rank, certain = self._questions.last(wait.margin / 2)
+        if late and (certain or wait.overdue):
+            self._look()  # for a failure that has been reported since
+            raise wait.error([rank])
 
     def status(self) -> None:
         """Return None: an exchange raises its own errors."""

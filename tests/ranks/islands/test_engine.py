@@ -21,8 +21,9 @@ from numba_symm.engines.nccl import Installation
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import tagged
-from numba_symm.launch.tagged import TaggedComm
+from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
+from numba_symm.questions import Questions
 from tests.ranks.helpers import check_works, needs_peers, ordinary
 
 pytestmark = needs_peers
@@ -56,6 +57,11 @@ def pinned():
     return Pinned()
 
 
+def unheard(comm):
+    """Return questions that no watchdog answers."""
+    return Questions(comm.part(range(comm.size), Purpose.WATCHDOG))
+
+
 @pytest.fixture
 def engine(world, pinned):
     if not SIMULATED:  # the engine synchronizes a stream
@@ -65,7 +71,7 @@ def engine(world, pinned):
         return Wait("exchange", world.rank, 20)
 
     own = tagged.whole(world.Dup(), owned=True)
-    made = MpiEngine(own, wait, lambda: None, pinned.room())
+    made = MpiEngine(own, wait, lambda: None, pinned.room(), unheard(own))
     yield made
     world.barrier()
     made.close()
@@ -152,7 +158,7 @@ def test_a_message_that_is_too_long_is_not_received(world):
 
     wait = lambda: Wait("exchange", world.rank, 20)  # noqa: E731
     own = tagged.whole(world.Dup(), owned=True)
-    direct = MpiEngine(own, wait, look, Direct())
+    direct = MpiEngine(own, wait, look, Direct(), unheard(own))
     if world.rank == 0:
         with contextlib.suppress(ns.CallMismatch):  # MPI may have taken all of it
             direct.exchange([parcel], [], streams.LEGACY_DEFAULT)
