@@ -180,9 +180,10 @@ def test_multiprocessors_that_are_none_are_refused(world, wrong, monkeypatch):
             check_works(comm)
 
 
-def test_multiprocessors_must_agree(world):
+def test_multiprocessors_must_agree(world, monkeypatch):
     if world.size == 1:
         return
+    monkeypatch.delenv(MULTIPROCESSORS, raising=False)
     last = world.size - 1
     mine = 2 if world.rank == last else None
     text = f"rank {last} has multiprocessors=2"

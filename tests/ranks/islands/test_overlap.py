@@ -111,10 +111,9 @@ def test_shards_that_do_not_fit_are_reduced_together(world, monkeypatch, kind, o
     if world.size % 2:
         pytest.skip("needs islands of equally many ranks")
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", str(world.size // 2))
-    within, names, count = Site.within, set(), 6_251 if SIMULATED else 25_001
-    if SIMULATED:
-        small = dataclasses.replace(sizes.DEFAULT, staging=1 << 15)
-        monkeypatch.setattr(sizes, "DEFAULT", small)
+    within, names, count = Site.within, set(), 6_251
+    small = dataclasses.replace(sizes.DEFAULT, staging=1 << 15)
+    monkeypatch.setattr(sizes, "DEFAULT", small)
 
     def recorded(here, operation, call):
         names.add(operation.name)

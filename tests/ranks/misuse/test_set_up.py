@@ -155,6 +155,8 @@ def test_a_backend_that_is_asked_for_is_taken(world, monkeypatch, name):
 def test_ranks_on_two_nodes_are_two_islands(world, last, monkeypatch):
     with monkeypatch.context() as patch:
         patch.delenv("NUMBA_SYMM_ISLAND_SIZE", raising=False)
+        # NCCL would be chosen, and refuses ranks that share a GPU.
+        patch.setenv("NUMBA_SYMM_ENGINE", "mpi")
         if last:
             patch.setattr(nodes, "_boot_id", lambda: b"elsewhere")
             patch.setattr(nodes.socket, "gethostname", lambda: "node7")
