@@ -1,6 +1,7 @@
 """The stream on which calls are enqueued: a CUDA stream, or the simulator's host."""
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -10,6 +11,20 @@ from numba import cuda
 from numba_symm import driver
 from numba_symm.bench.calls import EnqueueOn
 from numba_symm.environment import SIMULATED
+
+
+class GpuGraph:
+    """A graph, which is destroyed with this object or by ``close``.
+
+    Args:
+        handle: of the executable graph.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        destroy = driver.function("cuGraphExecDestroy")
+        self.close = weakref.finalize(self, destroy, handle)
+        self.close.atexit = False  # CUDA may have ended
 
 
 class GpuStream:
@@ -36,35 +51,50 @@ class GpuStream:
         self,
         calls: Sequence[EnqueueOn],
         current: Callable[[int], AbstractContextManager[Any]],
-    ) -> Any:
+    ) -> GpuGraph:
         """Return a graph of consecutive calls.
+
+        If a call raises, the capture ends: CUDA refuses most other work before that.
+        cuda.core's builder is not used, because it destroys the graph of an invalid
+        capture, which the driver has destroyed.
 
         Args:
             calls: the calls to capture.
             current: returns a context that makes a stream current.
         """
+        relaxed = driver.function("CUstreamCaptureMode").CU_STREAM_CAPTURE_MODE_RELAXED
         with cuda.defer_cleanup():  # Numba must not free memory during a capture
-            builder = self._stream.create_graph_builder().begin_building("relaxed")
-            handle = int(builder.stream.handle)
-            with current(handle):
-                for call in calls:
-                    call(handle)
-            return builder.end_building().complete()
+            try:
+                driver.call("cuStreamBeginCapture", self.handle, relaxed)
+                with current(self.handle):
+                    for call in calls:
+                        call(self.handle)
+                graph = driver.call("cuStreamEndCapture", self.handle)
+            except BaseException:
+                # Without a check: an interrupt may precede the capture, or follow it.
+                _, begun = driver.function("cuStreamEndCapture")(self.handle)
+                if begun:
+                    driver.function("cuGraphDestroy")(begun)
+                raise
+            try:
+                return GpuGraph(driver.call("cuGraphInstantiate", graph, 0))
+            finally:
+                driver.call("cuGraphDestroy", graph)
 
     def follow(self, other: "GpuStream") -> None:
         """Let later work wait for the work that another stream has now."""
         self._stream.wait(other._stream)
 
-    def launch(self, graph: Any) -> None:
+    def launch(self, graph: GpuGraph) -> None:
         """Enqueue a graph."""
-        graph.launch(self._stream)
+        driver.call("cuGraphLaunch", graph.handle, self.handle)
 
-    def replay(self, graph: Any) -> None:
+    def replay(self, graph: GpuGraph) -> None:
         """Launch a graph and wait for it."""
         self.launch(graph)
         self._stream.sync()
 
-    def time(self, graph: Any, before: Callable[[int], object]) -> float:
+    def time(self, graph: GpuGraph, before: Callable[[int], object]) -> float:
         """Return the device time of a graph in microseconds.
 
         Args:
@@ -73,14 +103,14 @@ class GpuStream:
         """
         before(self.handle)
         start = self._stream.record(options=self._timed)
-        graph.launch(self._stream)
+        self.launch(graph)
         end = self._stream.record(options=self._timed)
         end.sync()
         return float(end - start) * 1e3
 
     def time_together(
         self,
-        graphs: Sequence[tuple["GpuStream", Any]],
+        graphs: Sequence[tuple["GpuStream", GpuGraph]],
         before: Callable[[int], object],
     ) -> float:
         """Return the device time in microseconds until all graphs are done.
@@ -94,7 +124,7 @@ class GpuStream:
         ends = []
         for on, graph in graphs:
             on._stream.wait(start)
-            graph.launch(on._stream)
+            on.launch(graph)
             ends.append(on._stream.record(options=self._timed))
         for end in ends:
             end.sync()

@@ -40,5 +40,8 @@ def _explanation(status: Any) -> str:
     _, reason = function("cuGetErrorString")(status)
     text = reason.decode() if reason else "unknown error"
     if "CAPTURE" in status.name:
-        text += "; make this call before or after the capture of a stream"
+        text += (
+            "; make this call before or after the capture of a stream, and end a "
+            "capture that raised"
+        )
     return f"{status.name}: {text}"

@@ -2,12 +2,17 @@
 
 import itertools
 import json
+from contextlib import nullcontext
 
 import pytest
+from numba import cuda
 
+import numba_symm as ns
+from numba_symm import streams
 from numba_symm.bench import __main__ as bench
 from numba_symm.bench import host
 from numba_symm.bench.operations import REDUCTIONS, TYPES
+from numba_symm.bench.streams import new_stream
 
 NAMES = {"nccl", "nccl-symm", "torch", "mpi"}
 
@@ -101,3 +106,18 @@ def test_the_host_s_time_is_shown_for_what_is_installed(world, capfd):
         shown = capfd.readouterr().out
         for name in ("torch's arrays", "CuPy's arrays"):
             assert (f"call, {name}" in shown) != (f"# {name}: missing" in shown)
+
+
+def test_a_capture_that_raises_is_ended(world):
+    """Also one that a query has invalidated, as a call of the library may do."""
+    stream = new_stream()
+    for spoil in (lambda handle: None, streams.spoil_capture):
+
+        def raises(handle, spoil=spoil):
+            spoil(handle)
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            stream.capture([raises], lambda _: nullcontext())
+        cuda.synchronize()
+        ns.Communicator(world, timeout=60).close()
