@@ -110,8 +110,7 @@ ON_GPUS = {
     "all_reduce": Choice(
         floats=(
             Step("one_shot_sentinel", (1 * _M, 128 * _K, 64 * _K)),
-            Step("two_shot_sentinel", (6 * _M, ALL, 8 * _M)),
-            # From 3 to 4 ranks, only in the simulator.
+            Step("two_shot_sentinel", (6 * _M, 256 * _M, 8 * _M)),
             Step("direct", (56 * _M, ALL, ALL)),
             Step("copy_engine", (ALL, NONE, NONE)),
         ),
