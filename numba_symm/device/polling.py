@@ -62,8 +62,11 @@ def fail(guard: Any, record: int) -> None:
     Peers may be reading their boards. The record is one relaxed store, which publishes
     nothing else.
     """
-    for r in range(guard.size):  # explore: fail
-        st_relaxed_sys_u64(guard.board + 8 * r, record)
+    # Before a range, the compiler would compute its length on the way to every wait.
+    r = 0
+    while r < guard.size:
+        st_relaxed_sys_u64(guard.board + 8 * r, record)  # explore: fail
+        r += 1
 
 
 @device_function
