@@ -38,8 +38,8 @@ from numba_symm.collectives.protocols.tokens import (
     Routing,
     Rows,
     TokenRoom,
-    make_ranks_of,
     number_there,
+    ranks_of,
     refuse,
     report_above,
     typed,
@@ -108,7 +108,7 @@ def make_route(size: int) -> Callable[..., bool]:
     Each warp votes which of its lanes' tokens are for a rank, and the warps exchange
     how many these are.
     """
-    ranks_of, stride = make_ranks_of(size), 4 * size * _WARPS
+    stride = 4 * size * _WARPS
 
     @device_function
     def share(at: int, counts: Any) -> None:
@@ -138,7 +138,7 @@ def make_route(size: int) -> Callable[..., bool]:
         while start < first:
             bits = 0
             if start + lane < first:
-                bits, _ = ranks_of(routing, start + lane, size - 1)
+                bits, _ = ranks_of(routing, start + lane)
             for r in range(size):
                 here = word_of(ones_of(votes(bits >> r & 1 != 0)))
                 counts[r] = word_of(counts[r]) + here
@@ -169,7 +169,7 @@ def make_route(size: int) -> Callable[..., bool]:
         while start < end:
             token, bits, wrong = start + thread, 0, NONE
             if token < end:
-                bits, wrong = ranks_of(routing, token, size - 1)
+                bits, wrong = ranks_of(routing, token)
             if wrong != NONE:
                 found = True
                 refuse(guard, token, wrong)

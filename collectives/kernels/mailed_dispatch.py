@@ -28,9 +28,12 @@ from numba_symm import waits
 from numba_symm.collectives.protocols import binding, few_tokens, workspace
 from numba_symm.collectives.protocols.few_tokens import (
     COUNT,
+    LOW,
     PLACE,
     Share,
+    along,
     keep_place,
+    place_for,
     slot,
 )
 from numba_symm.collectives.protocols.tokens import (
@@ -55,8 +58,6 @@ from numba_symm.device.intrinsics import (
 )
 from numba_symm.kernels import Kernel, Launch
 
-_LOW = 0xFFFFFFFF
-
 
 def vectors_of(choices: int, vectors: int) -> int:
     """Return how many vectors are sent of a token of so many choices and vectors."""
@@ -66,15 +67,8 @@ def vectors_of(choices: int, vectors: int) -> int:
 @device_function
 def load_choice(routing: Any, choice: int) -> int:
     """Return the number of a choice's expert, and above it its weight."""
-    expert = word_of(ld_u32(routing.ids + 4 * choice)) & _LOW
+    expert = word_of(ld_u32(routing.ids + 4 * choice)) & LOW
     return word_of(expert | weight_of(routing, choice) << 32)
-
-
-@device_function
-def choice_there(routing: Any, rank: int, word: int) -> int:
-    """Return the same with the number of the expert on a rank."""
-    number = number_on(routing, rank, word & _LOW)
-    return word_of(number | word & ~_LOW)
 
 
 @device_function
@@ -94,55 +88,53 @@ def load_words(routing: Any, rows: Any, token: int, vector: int) -> Any:
 
 
 @device_function
-def store_numbers(
-    here: int, room: Any, choices: int, at: int, token: int, pair: int, words: Any
+def store_choice(
+    rank: int, routing: Any, here: int, room: Any, at: int, word: int
 ) -> None:
-    """Store two choices of a token, and with the first ones the token's number."""
-    if pair == 0:
-        st_u32(here + room.sources + 4 * at, token)
-    there = 4 * (at * choices + 2 * pair)
-    low, high = words
-    st_u32(here + room.ids + there, low & _LOW)
-    st_u32(here + room.weights + there, low >> 32 & _LOW)
-    if 2 * pair + 1 < choices:
-        st_u32(here + room.ids + there + 4, high & _LOW)
-        st_u32(here + room.weights + there + 4, high >> 32 & _LOW)
+    """Store a choice as this rank, the receiver, numbers its experts."""
+    st_u32(here + room.ids + 4 * at, number_on(routing, rank, word & LOW))
+    st_u32(here + room.weights + 4 * at, word >> 32 & LOW)
 
 
 def make_keep(size: int) -> Callable[..., None]:
     """Return a device function that stores what was sent of a token of a rank.
 
     ``(rank, k, to, token, vector, tag, words)``: of the k-th of the ring. ``to`` is
-    ``(share, choices, vectors, room, here, table)``.
+    ``(share, routing, vectors, room, here, table)``.
     """
 
     @device_function
     def keep(
         rank: int, k: int, to: Any, token: int, vector: int, tag: int, words: Any
     ) -> None:
-        share, choices, vectors, room, here, table = to
-        head, place = choices + 1 >> 1, tag & PLACE
+        share, routing, vectors, room, here, table = to
+        choices, place = routing.choices, tag & PLACE
+        head, source = choices + 1 >> 1, along(rank, k, size)
         keep_place(table, k, share, token, vector, tag)
-        source = (rank + 1 + k) % size
         if tag >> COUNT != 0:
             st_u64(here + 8 * source, (tag >> COUNT) - 1)
         if place != 0:
-            at = source * room.capacity + place - 1
-            if vector < head:
-                store_numbers(here, room, choices, at, token, vector, words)
-            else:
+            at = source * room.capacity + place - 1 & LOW
+            if vector >= head:
                 row = here + room.tokens + VECTOR * at * vectors
                 st_v2_u64(row + VECTOR * (vector - head), words)
+            else:
+                if vector == 0:
+                    st_u32(here + room.sources + 4 * at, token)
+                choice = at * choices + 2 * vector
+                store_choice(rank, routing, here, room, choice, words[0])
+                if 2 * vector + 1 < choices:
+                    store_choice(rank, routing, here, room, choice + 1, words[1])
 
     return keep
 
 
-def make_send(size: int, post: Any, keep: Any, place_for: Any) -> Callable[..., None]:
+def make_send(size: int, post: Any, keep: Any) -> Callable[..., None]:
     """Return a device function by which a thread sends its vectors of an epoch.
 
-    ``(rank, ring, epoch, at, routing, rows, places, counts, words, to)``; ``at`` is the
-    epoch's number in the call, the grid and the block, and ``words`` the first vector.
-    It stores vectors for this rank itself.
+    ``(rank, ring, epoch, at, rows, places, counts, mine, to)``; ``at`` is the epoch's
+    number in the call, the grid and the block, and ``mine`` the first vector's token,
+    number and words. It stores vectors for this rank itself.
     """
 
     @device_function
@@ -151,36 +143,30 @@ def make_send(size: int, post: Any, keep: Any, place_for: Any) -> Callable[..., 
         ring: Any,
         epoch: int,
         at: Any,
-        routing: Any,
         rows: Any,
         places: Any,
         counts: Any,
-        words: Any,
+        mine: Any,
         to: Any,
     ) -> None:
-        (number, grid, block), share = at, to[0]
-        head = routing.choices + 1 >> 1
-        for tile in range(share.tiles):
-            token, vector = slot(share, number, tile, grid, block)
-            low, high = words
-            if tile + 1 < share.tiles:
+        (number, grid, block), share, routing = at, to[0], to[1]
+        tile, (token, vector), words = 0, mine[0], mine[1]
+        while tile < share.tiles:
+            this, sent = (token, vector), words
+            tile += 1
+            if tile < share.tiles:
                 # Before this one is posted, because a post makes a load wait for it.
-                after = slot(share, number, tile + 1, grid, block)
-                words = load_words(routing, rows, after[0], after[1])
-            first = number + tile + block + thread_index_x() == 0
+                token, vector = slot(share, number, tile, grid, block)
+                words = load_words(routing, rows, token, vector)
+            first = number + tile - 1 + block + thread_index_x() == 0
             for k in range(size):
-                tag = place_for(places, k, token, routing.tokens)
+                tag = place_for(places, k, this[0], routing.tokens)
                 if first:
                     tag |= word_of(counts[k]) + 1 << COUNT
-                sent = low, high
-                if vector < head:
-                    there = (rank + 1 + k) % size
-                    one = choice_there(routing, there, low)
-                    sent = one, choice_there(routing, there, high)
                 if k < size - 1:
-                    post(ring, k, block, epoch, tile, sent[0], sent[1], tag)
+                    post(ring, k, block, epoch, tile - 1, sent[0], sent[1], tag)
                 else:
-                    keep(rank, k, to, token, vector, tag, sent)
+                    keep(rank, k, to, this[0], this[1], tag, sent)
 
     return send
 
@@ -203,14 +189,15 @@ def make_take(size: int, receive: Any, keep: Any) -> Callable[..., bool]:
         high: Any,
         tags: Any,
     ) -> bool:
-        (number, grid, block), share = at, to[0]
-        for tile in range(share.tiles):
-            token, vector = slot(share, number, tile, grid, block)
+        (number, grid, block), share, tile = at, to[0], 0
+        while tile < share.tiles:
             if not receive(guard, own, block, epoch, tile, low, high, tags):
                 return True  # explore: give-up
+            token, vector = slot(share, number, tile, grid, block)
             for k in range(size - 1):
                 words, tag = (low[k + 1], high[k + 1]), word_of(tags[k + 1])
                 keep(guard.rank, k, to, token, vector, tag, words)
+            tile += 1
         return False
 
     return take
@@ -219,9 +206,9 @@ def make_take(size: int, receive: Any, keep: Any) -> Callable[..., bool]:
 def make_mailed_dispatch(size: int) -> Any:
     """Return the kernel for ``size`` ranks, at least two."""
     epochs, mail = few_tokens.make_mail(size, waits.DISPATCH)
-    route, place_for = few_tokens.make_route(size)
+    route = few_tokens.make_route(size)
     keep, of_all = make_keep(size), size * few_tokens.GROUPS
-    send = make_send(size, mail.post, keep, place_for)
+    send = make_send(size, mail.post, keep)
     take = make_take(size, mail.receive, keep)
     next_epoch, between_epochs = mail.next_epoch, mail.between_epochs
 
@@ -248,25 +235,27 @@ def make_mailed_dispatch(size: int) -> Any:
         places = cuda.local.array(of_all, types.int64)
         counts = cuda.local.array(size, types.int64)
         epoch, found = workspace.resume(own, epochs, block)
-        token, vector = slot(share, 0, 0, grid, block)
-        words = load_words(routing, rows, token, vector)
+        first = slot(share, 0, 0, grid, block)
+        words = load_words(routing, rows, first[0], first[1])
         wrong = route(guard, routing, room.capacity, places, counts)
         failed = wrong or found != 0
-        to = share, routing.choices, rows.vectors, room, here, table
-        for number in range(share.epochs):
+        to = share, routing, rows.vectors, room, here, table
+        number = 0
+        while number < share.epochs:
             epoch = next_epoch(epoch)
             at = number, grid, block
             if not failed:
-                given = routing, rows, places, counts, words, to
-                send(guard.rank, ring, epoch, at, *given)
+                mine = first, words
+                send(guard.rank, ring, epoch, at, rows, places, counts, mine, to)
             if number == 0:
                 # All have read the epoch before it changes.
                 sync_block()  # explore: resumed
             if not failed:
                 failed = take(guard, own, epoch, at, to, low, high, tags)
-            if number + 1 < share.epochs:
-                token, vector = slot(share, number + 1, 0, grid, block)
-                words = load_words(routing, rows, token, vector)
+            number += 1
+            if number < share.epochs:
+                first = slot(share, number, 0, grid, block)
+                words = load_words(routing, rows, first[0], first[1])
                 failed = between_epochs(failed)
         workspace.keep(own, epochs, block, epoch, failed)
 

@@ -31,7 +31,7 @@ from numba_symm.collectives.protocols.tokens import (
     LANES,
     NONE,
     inverse_of,
-    make_ranks_of,
+    ranks_of,
     refuse,
     report_above,
 )
@@ -86,6 +86,11 @@ _MOST_VECTORS = 4096  # so that numbers of vectors are divided exactly
 
 GROUPS = divide_up(MOST, LANES)
 """Groups of tokens: a lane of a warp has one of each."""
+
+LOW = 0xFFFFFFFF
+"""The bits of a number of 32 bits."""
+
+_LANES = LANES.bit_length() - 1
 
 PLACE = 0xFF
 """The bits of a tag that have a place + 1. A number of tokens is above them."""
@@ -279,9 +284,17 @@ def slot(share: Any, epoch: int, tile: int, grid: int, block: int) -> Any:
         block: this one.
     """
     row = (epoch * share.tiles + tile) * grid + block  # explore: row
-    number = row * THREADS + thread_index_x()
-    token = number * share.inverse >> 32
-    return token, number - token * share.vectors
+    # Numbers of 32 bits: of longer ones, every product takes four instructions.
+    number = row * THREADS + thread_index_x() & LOW
+    token = number * share.inverse >> 32 & LOW
+    return token, number - token * share.vectors & LOW
+
+
+@device_function
+def along(rank: int, k: int, size: int) -> int:
+    """Return the k-th of a rank's ring, without a division."""
+    found = rank + 1 + k
+    return found if found < size else found - size
 
 
 @device_function
@@ -302,9 +315,28 @@ def place_of(table: int, k: int, share: Any, token: int) -> int:
     return place
 
 
+@device_function
+def place_for(places: Any, k: int, token: int, tokens: int) -> int:
+    """Return the place + 1 of a token at the k-th of the ring, or 0.
+
+    Args:
+        places: what a route has filled.
+        k: the k-th of the ring.
+        token: the token.
+        tokens: how many this rank has.
+    """
+    place = 0
+    if token < tokens:
+        word = word_of(places[k * GROUPS + (token >> _LANES)])
+        lane = token & LANES - 1
+        if word >> lane & 1 != 0:
+            place = (word >> 32) + word_of(ones_of(word & (1 << lane) - 1)) + 1
+    return place
+
+
 @functools.cache
-def make_route(size: int) -> tuple[Callable[..., bool], Callable[..., int]]:
-    """Return device functions by which a warp finds the places of its rank's tokens.
+def make_route(size: int) -> Callable[..., bool]:
+    """Return a device function by which a warp finds the places of its rank's tokens.
 
     ``(guard, routing, capacity, places, counts)`` fills two local arrays. The first has
     a word for each rank and group, in which the upper half is how many tokens of
@@ -313,36 +345,22 @@ def make_route(size: int) -> tuple[Callable[..., bool], Callable[..., int]]:
     tokens than ``capacity`` are for a rank. Then it does so in all warps of the rank,
     each of which reports that, because the others may end as soon as one has marked the
     failure. The whole warp calls it.
-
-    ``(places, k, token, tokens)`` returns the place + 1 of a token at the k-th of the
-    ring, or 0; this rank has ``tokens``.
     """
-    ranks_of = make_ranks_of(size)
-
-    @device_function
-    def place_for(places: Any, k: int, token: int, tokens: int) -> int:
-        place = 0
-        if token < tokens:
-            word = word_of(places[k * GROUPS + token // LANES])
-            bit = 1 << token % LANES
-            if word & bit != 0:
-                place = (word >> 32) + word_of(ones_of(word & bit - 1)) + 1
-        return place
 
     @device_function
     def route(
         guard: Any, routing: Any, capacity: int, places: Any, counts: Any
     ) -> bool:
-        lane, failed, group = thread_index_x() % LANES, False, 0
+        lane, failed, group = thread_index_x() & LANES - 1, False, 0
         for k in range(size):
             counts[k] = 0
-        while group * LANES < routing.tokens:
-            token = group * LANES + lane
+        while group << _LANES < routing.tokens:
+            token = group << _LANES | lane
             bits, wrong = 0, NONE
             if token < routing.tokens:
-                bits, wrong = ranks_of(routing, token, guard.rank)
+                bits, wrong = ranks_of(routing, token)
             for k in range(size):
-                here = word_of(votes(bits >> k & 1 != 0))
+                here = word_of(votes(bits >> along(guard.rank, k, size) & 1 != 0))
                 places[k * GROUPS + group] = here | word_of(counts[k]) << 32
                 counts[k] = word_of(counts[k]) + word_of(ones_of(here))
             if votes(wrong != NONE) != 0:
@@ -350,13 +368,15 @@ def make_route(size: int) -> tuple[Callable[..., bool], Callable[..., int]]:
                 if wrong != NONE:
                     refuse(guard, token, wrong)
             group += 1
+        above, count = -1, 0
         for k in range(size):
-            count = word_of(counts[k])
-            if count > capacity:  # explore: above
-                failed = True
-                if lane == 0:
-                    rank = (guard.rank + 1 + k) % size
-                    report_above(guard, rank, capacity, count)
+            if word_of(counts[k]) > capacity:  # explore: above
+                above, count = k, word_of(counts[k])
+        if above >= 0:
+            failed = True
+            if lane == 0:
+                rank = along(guard.rank, above, size)
+                report_above(guard, rank, capacity, count)
         return failed
 
-    return route, place_for
+    return route

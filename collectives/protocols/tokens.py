@@ -104,28 +104,22 @@ def inverse_of(each: int) -> int:
     return (1 << 32) // each + 1
 
 
-@functools.cache
-def make_ranks_of(size: int) -> Callable[..., Any]:
-    """Return a device function for ``size`` ranks.
+@device_function
+def ranks_of(routing: Any, token: int) -> Any:
+    """Return the ranks that a token is for, as bits.
 
-    ``(routing, token, rank)`` returns the ranks that a token is for, as bits along the
-    ring of ``rank``, which is the last one; and an expert that does not exist, or NONE.
+    And an expert that does not exist, or NONE.
     """
-
-    @device_function
-    def ranks_of(routing: Any, token: int, rank: int) -> Any:
-        bits, wrong = 0, NONE
-        for i in range(routing.choices):
-            choice = token * routing.choices + i
-            expert = word_of(ld_u32(routing.ids + 4 * choice))
-            if expert < routing.experts:
-                k = (expert * routing.inverse >> 32) - rank - 1
-                bits |= 1 << (k + size if k < 0 else k)
-            elif expert != NONE:
-                wrong = expert
-        return bits, wrong
-
-    return ranks_of
+    bits, wrong, choice = 0, NONE, 0
+    at = routing.ids + 4 * token * routing.choices
+    while choice < routing.choices:
+        expert = word_of(ld_u32(at + 4 * choice))
+        if expert < routing.experts:
+            bits |= 1 << (expert * routing.inverse >> 32)
+        elif expert != NONE:
+            wrong = expert
+        choice += 1
+    return bits, wrong
 
 
 @device_function

@@ -252,7 +252,7 @@ def test_tokens_above_the_capacity(ranks, world):
         ),
         (
             FewTokens,
-            within("few_tokens", "above", "count > capacity", "False"),
+            within("few_tokens", "above", "word_of(counts[k]) > capacity", "False"),
         ),
     ],
     ids=["no record", "stored", "few"],
