@@ -161,7 +161,7 @@ def test_the_algorithm_follows_from_the_size(world, monkeypatch):
     monkeypatch.setattr(operations.Operation, "bind", noting)
     with ns.Communicator(world, timeout=60) as comm:
         for symmetric in (True, False):
-            for kilobytes in (0, 8, 20) if SIMULATED else (0, 768, 49152):
+            for kilobytes in (0, 1, 8, 20) if SIMULATED else (0, 768, 49152):
                 count, root = 256 * kilobytes + 1, comm.size - 1
                 x = array_of(comm, content(count, F4, comm.rank, 3), symmetric)
                 comm.broadcast(x, root=root)
