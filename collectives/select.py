@@ -1,9 +1,9 @@
 """The choice of the fastest algorithm: all limits, for bytes, types and ranks.
 
 The limits were measured on H200s (bench/README.md). Those for 2 ranks were measured on
-31 multiprocessors, and those for 4 on 32. Those for more ranks were measured on all
-multiprocessors, except for those in ``ESTIMATES``. ``numba-symm tune -n N`` measures
-the limits for N ranks.
+31 multiprocessors. Those for 3 and 4 ranks were measured with 4 ranks on 32, except for
+scans. The others were measured on all multiprocessors, except for those in
+``ESTIMATES``. ``numba-symm tune -n N`` measures the limits for N ranks.
 """
 
 import math
@@ -98,7 +98,8 @@ _REDUCED = Choice(
         Step("copy_engine", (ALL, NONE, NONE)),
     ),
 )
-# For two ranks, no rank has anything to pass on.
+# For two ranks, no rank has anything to pass on. The 576 KiB are interpolated between
+# the times of 256 KiB and 1 MiB.
 _BROADCAST = (
     Step("one_shot_marked", (1280 * _K, 768 * _K, 896 * _K), sent=True),
     Step("two_shot_marked", (NONE, 576 * _K, 1792 * _K)),
