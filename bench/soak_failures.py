@@ -224,10 +224,12 @@ def refuse(comm: ns.Communicator, failure: PlannedFailure) -> str:
 
     All ranks must raise the same error, and the communicator must work afterwards.
     """
-    kind = failure.kind
+    kind, rank = failure.kind, failure.rank
+    if kind == "out of shared memory" and not SIMULATED:
+        rank = 0  # it alone makes the board's file; other memory is the GPU's
     make = (lambda: _allocate(comm)) if kind == "out of memory" else comm.dup
     try:
-        with _limited(kind) if comm.rank == failure.rank else _unlimited():
+        with _limited(kind) if comm.rank == rank else _unlimited():
             made = make()
     except CollectiveError:
         raise
