@@ -102,7 +102,7 @@ class Wait:
     @property
     def margin(self) -> float:
         """A second, or half of its time."""
-        return min(self._seconds / 2, _LONG)
+        return min(self._seconds / 2 or _LONG, _LONG)
 
     @property
     def ending(self) -> bool:
@@ -110,9 +110,18 @@ class Wait:
         return time.monotonic() > self._end - self.margin
 
     @property
+    def late(self) -> bool:
+        """Whether its deadline has passed."""
+        return time.monotonic() > self._end
+
+    def end(self) -> None:
+        """Make its deadline pass now, unless it has passed before."""
+        self._end = min(self._end, time.monotonic())
+
+    @property
     def overdue(self) -> bool:
         """Whether its deadline has passed a second ago, or a time as long as it."""
-        return time.monotonic() > self._end + min(self._seconds, _LONG)
+        return time.monotonic() > self._end + min(self._seconds or _LONG, _LONG)
 
     def look(self, absent: Sequence[int]) -> bool:
         """Return whether the deadline has passed. Warn once when the wait is long.
@@ -120,8 +129,7 @@ class Wait:
         Args:
             absent: the ranks that it waits for; empty if they are unknown.
         """
-        now = time.monotonic()
-        if now > self._warn_at:
+        if time.monotonic() > self._warn_at:
             self._warn_at = math.inf
             environment.warn(
                 f"rank {self._rank} has {self.text(absent)} for {PATIENCE:g} s; "
@@ -130,12 +138,11 @@ class Wait:
         for look in _watched.get():
             look()
         ranks.progress()
-        return now > self._end
+        return self.late
 
     def pause(self, absent: Sequence[int]) -> bool:
         """Let other processes run for a moment, then return :meth:`look`."""
-        seconds = self.seconds
-        if seconds < _SPIN:
+        if (seconds := self.seconds) < _SPIN:
             time.sleep(0)  # releases the interpreter, too
             os.sched_yield()
         else:

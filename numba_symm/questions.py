@@ -2,26 +2,29 @@
 
 A rank may wait for a rank that itself waits for a third one. The deadlines of both pass
 at almost the same time, and both errors must name the third rank. So shortly before its
-deadline, a rank asks the rank that it waits for: for whom do you wait? It then asks the
-rank in the answer, and so on. The last rank
+deadline, a rank asks the ranks that it waits for: for whom do you wait? It then asks
+the ranks in the answers, and so on. A rank at an end
 
-- does not answer, because it has died or is stopped,
-- answers that it makes no call, so it is late, or
-- answers that it is in a call, but waits for no other island. Then its kernels wait
-  within its island, and report for whom when their deadline passes, or it is slow.
+- does not answer, because it has died or is stopped, or
+- answers that it waits for no other island. Then it is late, or its kernels wait within
+  its island, and report for whom when their deadline passes. With NCCL, it may also
+  have done its part of an exchange whose other ranks have not.
 
 The ranks' watchdogs pass these messages, so a rank also answers while it runs something
 else. A rank that has failed answers with its failure.
 """
 
+import math
 import time
 from contextlib import suppress
 from typing import NamedTuple
 
 from numba_symm.launch import ranks, waiting
 from numba_symm.launch.tagged import TaggedComm
+from numba_symm.launch.waiting import Wait
 
-_AGAIN = 0.05  # seconds after which a rank asks again
+_AGAIN = 0.05  # seconds after all answers, after which a rank asks again
+_MOST = 256  # ranks that one asks, so that it answers as many
 
 
 class Question(NamedTuple):
@@ -40,12 +43,10 @@ class Answer(NamedTuple):
     Attributes:
         rank: the rank that answers.
         absent: for which ranks of other islands it waits; empty: for none.
-        busy: whether it is in a call.
     """
 
     rank: int
     absent: tuple[int, ...]
-    busy: bool
 
 
 class Questions:
@@ -56,61 +57,91 @@ class Questions:
 
     Attributes:
         absent: for which ranks of other islands this rank waits now; empty: for none.
-        busy: whether this rank is in a call.
+            With NCCL, some of them may have done their part of the exchange.
         unanswered: the ranks that have not answered this rank.
+        silent: whether it must not use MPI any more. Then no rank is asked.
     """
 
     def __init__(self, comm: TaggedComm):
         self._comm = comm
         self.absent: tuple[int, ...] = ()
-        self.busy = False
         self.unanswered: set[int] = set()
-        self._answers: dict[int, Answer] = {}
-        self._chain: list[int] = []  # each rank waits for the next one
-        self._asked = 0.0  # when the last of them was asked
+        self.silent = False
+        self._answers: dict[int, Answer] = {}  # to the latest questions
+        self._of: tuple[Wait | None, tuple[int, ...]] = None, ()  # what it asks about
+        self._reached: dict[int, float] = {}  # by rank, since when
+        self._followed: set[int] = set()  # those whose answers were followed
+        self._again = math.inf  # when to ask again
+        self._found: tuple[int, ...] = ()  # by the latest answers of all
 
-    def last(self, patience: float) -> tuple[int, bool]:
-        """Return for whom this rank waits in the end, and whether that is certain.
+    def late(self, wait: Wait) -> tuple[int, ...]:
+        """Return whom the error of a wait names if it is to be raised now, or nobody.
 
-        Call it again and again. It asks further ranks, and waits for none.
-
-        Args:
-            patience: the seconds after which a rank is certain to give no answer.
+        Call it again and again during a wait for :attr:`absent`. Near the deadline it
+        asks ranks, and waits for none.
         """
-        if self._chain[:1] != [*self.absent[:1]]:
-            self._begin()
-        while (rank := self._chain[-1]) not in self.unanswered:
-            answer, circle = self._answers[rank], {*self._chain, self._comm.rank}
-            if not answer.absent or answer.absent[0] in circle:
-                if time.monotonic() - self._asked > _AGAIN:  # answers may have changed
-                    self._begin()
-                if answer.absent:  # every rank of a circle waits for another one
-                    return self.absent[0], True
-                return rank, not answer.busy
-            self._chain.append(answer.absent[0])
-            self._ask(answer.absent[0])
-        return rank, time.monotonic() - self._asked > patience
+        absent = self.absent
+        if not absent or not wait.ending:
+            return ()
+        found, certain = self._last(wait, absent)
+        return found if wait.late and (certain or wait.overdue) else ()
 
-    def _begin(self) -> None:
-        self._chain = [self.absent[0]]
-        self._ask(self.absent[0])
+    def _last(
+        self, wait: Wait, absent: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], bool]:
+        """Return for whom this rank waits in the end, and whether that is certain."""
+        now = time.monotonic()
+        if self._of != (wait, absent):
+            self._of, self._again, self._found = (wait, absent), now, absent
+        if now >= self._again:  # answers may have changed
+            self._again = math.inf
+            self._reached.clear()
+            self._followed.clear()
+            self._answers.clear()
+            self._reach(absent, now)
+        while new := [
+            answer
+            for rank in self._reached
+            if rank not in self._followed and (answer := self._answers.get(rank))
+        ]:
+            for rank, theirs in new:
+                self._followed.add(rank)
+                self._reach(theirs, now)
+        silent = [rank for rank in self._reached if rank not in self._followed]
+        dead = [rank for rank in silent if now - self._reached[rank] > wait.margin / 2]
+        if dead:
+            return tuple(dead), True
+        if silent:
+            return self._found, False
+        if self._again == math.inf:
+            self._again = now + _AGAIN
+        ends = tuple(each for each in self._reached if not self._answers[each].absent)
+        self._found = ends or absent  # every rank of a circle waits for another one
+        return self._found, not ends
 
-    def _ask(self, rank: int) -> None:
-        self._asked = time.monotonic()
-        if rank not in self.unanswered:
-            self.unanswered.add(rank)
-            self.send(rank, Question(self._comm.rank))
+    def _reach(self, found: tuple[int, ...], now: float) -> None:
+        """Ask the ranks that have not been reached."""
+        for rank in found:
+            if len(self._reached) == _MOST:
+                return
+            if rank not in self._reached and rank != self._comm.rank:
+                self._reached[rank] = now
+                if rank not in self.unanswered:
+                    self.unanswered.add(rank)
+                    self.send(rank, Question(self._comm.rank))
 
     def take(self, message: Question | Answer) -> None:
         """Answer a question, or store an answer."""
         if isinstance(message, Question):
-            self.send(message.rank, Answer(self._comm.rank, self.absent, self.busy))
-        else:
-            self._answers[message.rank] = message
+            self.send(message.rank, Answer(self._comm.rank, self.absent))
+        else:  # in this order, because another thread may ask again meanwhile
             self.unanswered.discard(message.rank)
+            self._answers[message.rank] = message
 
     def send(self, rank: int, message: object) -> None:
         """Send a message to a rank's watchdog."""
+        if self.silent:
+            return
         comm = self._comm
         waiting.drop_finished()
         with suppress(ranks.mpi().Exception):  # it has died

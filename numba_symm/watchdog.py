@@ -91,7 +91,6 @@ class Watchdog:
         self._sent: list[Any] = []
         self._receives: list[Any] = []
         self.told = False
-        self._silent = False  # whether it must not use MPI any more
         _fall_silent_before_finalize()
         _running.add(self)
         self._thread: threading.Thread | None = threading.Thread(
@@ -136,7 +135,7 @@ class Watchdog:
         with self._lock:
             if self._stopping.is_set():
                 return
-            if not self._silent:
+            if not self.questions.silent:
                 self._receive_reports()
             engine = self._engine
             if engine is not None and (error := engine.status()) is not None:
@@ -152,7 +151,7 @@ class Watchdog:
         self.told = True
         record = self._board.record
         try:
-            if not self._silent:
+            if not self.questions.silent:
                 peers = self._peers()
                 self._send(error, peers)
                 if record is not None:
@@ -244,7 +243,7 @@ class Watchdog:
         """Look for the last time by MPI."""
         with self._lock:
             self.look()
-            self._silent = True
+            self.questions.silent = True
 
     def stop(self) -> None:
         """End the thread, and look no more. Local and idempotent."""

@@ -6,9 +6,11 @@ islands of different sizes::
     numba-symm run -n 32 --simulate tests/test_many_islands.py 1,2,4,4x
     numba-symm run -n 24 --simulate tests/test_many_islands.py 5,1+2+8+3+6+4
 
-A rank that dies or stops, on 32 ranks, whose others raise in time::
+A rank that dies or stops, on 32 ranks, whose others raise in time, and name it::
 
     python -m tests.test_many_islands 32 1,2,4
+
+With GPUs for all ranks, or if ranks may share GPUs, that uses them.
 """
 
 import json
@@ -217,6 +219,8 @@ def lose(world, division, how, folder):
 
     import numba_symm as ns
 
+    if "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES" in os.environ:
+        os.environ["NCCL_HOSTID"] = str(world.rank)  # or NCCL refuses shared GPUs
     pids = world.allgather(os.getpid())
     comm = made(world, division, TIMEOUT)
     x = cuda.to_device(np.arange(300.0))
@@ -262,16 +266,18 @@ def kills(ranks, divisions):
                 found = launcher.find_mpirun()
                 command = launcher.mpirun_command(ranks, program, found)
                 command.insert(1, "--continuous")  # after a rank has died
-                environ = environment(ranks) | {"NUMBA_ENABLE_CUDASIM": "1"}
-                code = run(command, environ, folder / "mpirun.txt", 120)
+                code = run(command, environment(ranks), folder / "mpirun.txt", 120)
                 assert code is not None, (folder / "mpirun.txt").read_text()
                 files = [folder / f"{rank}.json" for rank in range(ranks - 1)]
                 raised = [json.loads(each.read_text()) for each in files]
             latest = max(seconds for *_, seconds in raised)
-            naming = sum(ranks - 1 in names for _, _, names, _ in raised)
+            lost = ranks - 1  # alone, beside the rank that waited for it
+            naming = sum(
+                names[-1] == lost and len(names) <= 2 for *_, names, _ in raised
+            )
             print(
                 f"{ranks} ranks, islands of {division}, {how}: {len(raised)} raised "
-                f"after {latest:.2f} s at most, {naming} name the lost rank",
+                f"after {latest:.2f} s at most, {naming} name the lost rank alone",
                 flush=True,
             )
             most = LATER + (0 if how == "raises" else TIMEOUT)

@@ -64,7 +64,7 @@ class IslandsBinder(Binder):
         if isinstance(call.op, UserOperator) and not call.op.commutative:
             self._refuse_interleaved(operation.name)
         found = own.call(self._site, operation, call)
-        return found or _Answering(self._site, STEPS[operation.name](self._site, call))
+        return found or Series(*STEPS[operation.name](self._site, call))
 
     def _refuse_interleaved(self, what: str) -> None:
         """Raise ArgumentError if an island's ranks are not consecutive."""
@@ -82,25 +82,8 @@ class IslandsBinder(Binder):
         self, sends: Sequence[Message], receives: Sequence[Message]
     ) -> Enqueue:
         """Bind messages: those within the island and the others, side by side."""
-        return _Answering(self._site, moves.messages(self._site, sends, receives))
+        return Series(*moves.messages(self._site, sends, receives))
 
     def barrier(self) -> Enqueue:
         """Bind a barrier of all ranks."""
-        return _Answering(self._site, moves.barrier(self._site))
-
-
-class _Answering(Series):
-    """The steps of a call, in which this rank answers others that it is in one."""
-
-    def __init__(self, site: Site, steps: Sequence[Enqueue]):
-        super().__init__(*steps)
-        self._islands = site.islands
-
-    def __call__(self, stream: int) -> None:
-        """Enqueue all."""
-        questions = self._islands.questions
-        questions.busy = True
-        try:
-            super().__call__(stream)
-        finally:
-            questions.busy = False
+        return Series(*moves.barrier(self._site))

@@ -121,7 +121,7 @@ def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
     with ExitStack() as undo:
         with exchange.agreed(what) as each:
             # Here, because its kernel may be compiled, for which NCCL must not wait.
-            deadline = Deadline(islands.timeout)
+            deadline = Deadline(islands.wait)
             undo.callback(deadline.close)
             each.mine = nccl.unique_id() if exchange.rank == 0 else b""
         unique = each.all[0]
@@ -135,6 +135,7 @@ def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
                 islands.look,
                 lambda: islands.operation,
                 deadline,
+                islands.questions,
             )
             undo.callback(engine.abort)
         exchange.barrier(what)  # raises on all ranks if one has failed

@@ -11,7 +11,6 @@ A graph in which an exchange directly follows another one has one kernel between
 
 import ctypes
 import functools
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from numba.cuda import types
 from numba_symm import driver, streams
 from numba_symm.device.intrinsics import st_relaxed_sys_u64
 from numba_symm.kernels import Kernel, Launch
+from numba_symm.launch.waiting import Wait
 
 _FOR_KERNELS = 0x03  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 
@@ -60,12 +60,12 @@ class Deadline:
     """The deadline of one communicator's exchanges, which run one after another.
 
     Args:
-        seconds: how long an exchange may last after it has begun; 0: indefinitely.
+        wait: starts a wait in a call, with the time that an exchange may last.
     """
 
-    def __init__(self, seconds: float):
-        self._seconds = seconds
-        self._since = 0.0
+    def __init__(self, wait: Callable[[str], Wait]):
+        self._start = wait
+        self._wait: Wait | None = None  # for the exchange that the GPU was in
         self._numbers: dict[TimedExchange, int] = {}
         self._exchanges: list[TimedExchange | None] = [None]  # by number
         self._memory = int(driver.call("cuMemHostAlloc", 8, _FOR_KERNELS))
@@ -115,19 +115,18 @@ class Deadline:
         """The exchange that the GPU is in, or None."""
         return self._exchanges[self._state[0]]
 
-    def late(self) -> TimedExchange | None:
-        """Return the exchange that the GPU is in if it has lasted too long.
+    def look(self) -> tuple[TimedExchange, Wait] | None:
+        """Return the exchange that the GPU is in, or None, and the wait for its end.
 
-        The host calls this regularly, one thread at a time.
+        The wait begins when the host first sees the exchange. The host calls this
+        regularly, one thread at a time.
         """
         running = self.running
-        if running is None or not self._seconds:
-            return None
-        if not self._state[1]:
-            self._since = time.monotonic()
+        if running is not None and not self._state[1]:
             self._state[1] = 1
-            return None
-        return running if time.monotonic() - self._since >= self._seconds else None
+            running = self.running  # another one may have begun before
+            self._wait = running and self._start(running.operation)
+        return (running, self._wait) if running and self._wait else None
 
     def close(self) -> None:
         """Free the word. The GPU must have done its work."""

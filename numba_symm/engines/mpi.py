@@ -255,9 +255,10 @@ class MpiEngine:
                     self._moved, wait = 0, self._wait()
                 absent = sorted({each.parcel.peer for each in moves})
                 self._questions.absent = tuple(absent)
-                late = wait.pause(absent)
-                if wait.ending:
-                    self._refuse_late(wait, late)
+                wait.pause(absent)
+                if late := self._questions.late(wait):
+                    self._look()  # for a failure that has been reported since
+                    raise wait.error(late)
         except BaseException:
             requests = [each.give_up() for each in moves if each.requests]
             self._kept = _Kept(requests, [self._room])
@@ -265,13 +266,6 @@ class MpiEngine:
             raise
         finally:
             self._questions.absent = ()
-
-    def _refuse_late(self, wait: Wait, late: bool) -> None:
-        """Find out for whom this rank waits, and raise if the deadline has passed."""
-        rank, certain = self._questions.last(wait.margin / 2)
-        if late and (certain or wait.overdue):
-            self._look()  # for a failure that has been reported since
-            raise wait.error([rank])
 
     def status(self) -> None:
         """Return None: an exchange raises its own errors."""

@@ -20,6 +20,7 @@ from numba_symm.engines.protocol import Collective, EnqueueCollective, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError, CollectiveError, RankLeft
 from numba_symm.launch.waiting import Wait
+from numba_symm.questions import Questions
 from numba_symm.streams import StreamOrder
 
 CURE = (
@@ -116,6 +117,7 @@ class NcclEngine:
         look: raises if the communicator has failed.
         operation: returns the call that is being enqueued.
         deadline: that of exchanges on the GPU.
+        questions: answer for whom other ranks wait.
     """
 
     name = "nccl"
@@ -131,6 +133,7 @@ class NcclEngine:
         look: Callable[[], None],
         operation: Callable[[], str],
         deadline: Deadline,
+        questions: Questions,
     ):
         self.version = found().version
         self.multiprocessors = multiprocessors
@@ -140,7 +143,8 @@ class NcclEngine:
         self._rank = rank
         self._others = tuple(each for each in range(size) if each != rank)
         self._wait, self._look, self._operation = wait, look, operation
-        self._deadline = deadline
+        self._deadline, self._questions = deadline, questions
+        self._asks = False  # whether it finds out which rank NCCL's error is about
         self._captured = False
         self._alone = math.inf  # from when on NCCL's error counts as the cause
         self._connected: set[tuple[Any, ...]] = set()
@@ -268,9 +272,11 @@ class NcclEngine:
             wait = self._wait(exchange.operation)
             while (state := self._state()) == _IN_PROGRESS:
                 self._look()
-                if wait.pause(exchange.peers) and connecting:
+                wait.pause(exchange.peers)
+                # The watchdog reports it earlier if the GPU is in the exchange.
+                if connecting and wait.overdue:
                     raise wait.error(exchange.peers)
-        while self._is_early(state):
+        while self._is_early(state) or self._asks:
             self._look()
             time.sleep(_GRACE / 60)
         if state != _SUCCESS:
@@ -327,11 +333,27 @@ class NcclEngine:
             if self._comm is None:
                 return None
             state = self._state()
-        if state not in (_SUCCESS, _IN_PROGRESS) and not self._is_early(state):
-            running = self._deadline.running
-            return self._error(state, running or TimedExchange(self._operation(), ()))
-        late = self._deadline.late()
-        return None if late is None else self._wait(late.operation).error(late.peers)
+        found = self._deadline.look()
+        if found is None:
+            self._questions.absent = ()
+            exchange = TimedExchange(self._operation(), ())
+        else:
+            exchange, wait = found
+            self._questions.absent = exchange.peers
+        self._asks = state == _REMOTE_ERROR and found is not None
+        if self._is_early(state):
+            return None
+        if state not in (_SUCCESS, _IN_PROGRESS) and not self._asks:
+            return self._error(state, exchange)
+        if found is None:
+            return None
+        if self._asks:
+            wait.end()
+        if not (late := self._questions.late(wait)):
+            return None
+        if self._asks:
+            return self._error(state, exchange._replace(peers=late))
+        return wait.error(late)
 
     def abort(self) -> None:
         """End NCCL's kernels and its communicator. See :class:`Engine`.

@@ -8,6 +8,7 @@ import pytest
 
 from numba_symm import code_cache, driver, streams
 from numba_symm.engines import deadline
+from numba_symm.launch import waiting
 
 
 @pytest.fixture
@@ -80,5 +81,5 @@ def gpu(monkeypatch):
 def clock(monkeypatch):
     clock = types.SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(deadline, "time", clock)
+    monkeypatch.setattr(waiting, "time", clock)
     return clock

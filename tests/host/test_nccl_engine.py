@@ -75,7 +75,7 @@ class Ranks:
     """What the engine needs of a communicator."""
 
     def __init__(self):
-        self.failure = None
+        self.failure, self.ends = None, ()
 
     def wait(self, what):
         return Wait(what, 0, 0.02, "timeout: 0.02 s")
@@ -84,6 +84,9 @@ class Ranks:
         if self.failure is not None:
             raise self.failure
 
+    def late(self, wait):
+        return self.ends if wait.late else ()
+
 
 @pytest.fixture
 def ranks():
@@ -91,7 +94,7 @@ def ranks():
 
 
 def start(ranks):
-    given = ranks.wait, ranks.look, lambda: "all_reduce", Deadline(2)
+    given = ranks.wait, ranks.look, lambda: "all_reduce", Deadline(ranks.wait), ranks
     return nccl.NcclEngine(b"identifier", 0, 4, 16, *given)
 
 
@@ -254,21 +257,38 @@ def test_a_state_that_nccl_does_not_report_is_an_error_of_this_library(engine, f
         engine.exchange([Parcel(1, 10, 8)], [], STREAM)
 
 
-def test_errors_of_the_network_name_the_ranks(engine, fake, gpu):
+def test_errors_of_the_network_name_the_rank_in_the_end(engine, fake, gpu, ranks):
     engine.exchange([Parcel(1, 10, 8)], [Parcel(2, 10, 8)], STREAM)
-    assert engine.status() is None
+    assert (engine.status(), ranks.absent) == (None, ())
     gpu.bind(1, ctypes.addressof(gpu.memory), 1)(STREAM)
-    fake.states = [REMOTE_ERROR] * 2
+    fake.states = [REMOTE_ERROR] * 3
     assert engine.status() is None  # its cause may be on its way
+    assert ranks.absent == (1, 2)
     time.sleep(nccl._GRACE)
+    assert engine.status() is None  # no rank has answered yet
+    ranks.ends = (3,)
     error = engine.status()
     assert type(error) is ns.RankLeft
-    said = "rank 0 waited for ranks 1, 2 in all_reduce, and NCCL reports: state 6"
+    said = "rank 0 waited for rank 3 in all_reduce, and NCCL reports: state 6"
     assert str(error) == said
-    assert (error.ranks, error.operation) == ((0, 1, 2), "all_reduce")
+    assert (error.ranks, error.operation) == ((0, 3), "all_reduce")
+    ranks.ends = ()
     fake.states = [IN_PROGRESS, 1]
     assert engine.status() is None
-    assert type(engine.status()) is ns.CollectiveError
+    error = engine.status()
+    assert (type(error), error.ranks) == (ns.CollectiveError, (0, 1, 2))
+
+
+def test_a_call_waits_for_the_rank_that_an_error_is_about(engine, fake, gpu, ranks):
+    def look():
+        if (error := engine.status()) is not None:
+            raise error
+
+    engine._look, fake.states = look, [REMOTE_ERROR] * 10**6
+    late, ranks.late = [(), (), (3,)], lambda wait: late.pop(0)
+    with pytest.raises(ns.RankLeft, match="rank 0 waited for rank 3 in all_reduce"):
+        engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+    assert not late
 
 
 def test_a_cause_that_comes_after_a_connection_has_ended_is_raised(engine, fake):
@@ -288,14 +308,16 @@ def test_a_cause_that_comes_after_a_connection_has_ended_is_raised(engine, fake)
         engine.exchange([Parcel(1, 10, 8)], [], STREAM)
 
 
-def test_an_exchange_that_lasts_too_long_is_a_timeout(engine, gpu, clock):
+def test_an_exchange_that_lasts_too_long_is_a_timeout(engine, gpu, clock, ranks):
     engine.exchange([Parcel(1, 10, 8)], [], STREAM)
     gpu.bind(1, ctypes.addressof(gpu.memory), 1)(STREAM)
     assert engine.status() is None
     clock.now += 3
+    assert engine.status() is None
+    ranks.ends = (2,)
     error = engine.status()
     assert type(error) is ns.CollectiveTimeout
-    assert str(error) == "rank 0 waited for rank 1 in all_reduce (timeout: 0.02 s)"
+    assert str(error) == "rank 0 waited for rank 2 in all_reduce (timeout: 0.02 s)"
 
 
 def test_after_an_abort_nothing_is_asked_of_nccl(engine, fake, ranks):
@@ -410,7 +432,7 @@ def test_a_start_that_fails_on_another_rank_leaves_nothing(
         barrier=lambda what: step(1),
     )
     fake.get_unique_id = lambda: b"identifier"
-    given = {"exchange": exchange, "timeout": 2, "operation": ""}
+    given = {"exchange": exchange, "operation": "", "questions": ranks}
     islands = types.SimpleNamespace(wait=ranks.wait, look=ranks.look, **given)
     with pytest.raises(ns.BackendError, match="rank 1 failed"):
         engines._start_nccl(islands, 31)

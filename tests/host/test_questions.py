@@ -20,6 +20,9 @@ class Network:
             self.each.append(Questions(comm))
             self.each[-1].absent = waits[rank]
         self.silent, self.messages = set(silent), []
+        self.wait = types.SimpleNamespace(margin=120)
+        self.wait.ending = self.wait.late = True
+        self.wait.overdue = False
 
     def send(self, message, to, tag):
         assert tag == 7
@@ -32,13 +35,21 @@ class Network:
             if to not in self.silent:
                 self.each[to].take(message)
 
-    def found(self, rank, patience=60):
-        """Return what a rank finds after messages have been delivered often enough."""
+    def found(self, rank):
+        """Return what a rank finds after messages have been delivered often enough.
+
+        The second result is whether it is certain.
+        """
+        self.wait.overdue = False
         for _ in self.each:
-            self.each[rank].last(patience)
+            self.each[rank].late(self.wait)
             self.deliver()
             self.deliver()
-        return self.each[rank].last(patience)
+        certain = self.each[rank].late(self.wait)
+        self.wait.overdue = True
+        found = self.each[rank].late(self.wait)
+        assert certain in ((), found)
+        return found, bool(certain)
 
 
 @pytest.fixture(autouse=True)
@@ -51,47 +62,76 @@ CHAIN = [(1, 2), (3,), (3,), (4, 0), ()]
 
 
 def test_a_rank_that_waits_for_no_other_is_at_the_end_of_each_chain():
+    """Its kernels may wait within its island, so that is not certain."""
     job = Network(CHAIN)
-    assert [job.found(rank) for rank in range(4)] == [(4, True)] * 4
+    assert [job.found(rank) for rank in range(4)] == [((4,), False)] * 4
+
+
+def test_all_ranks_that_wait_for_no_other_are_named():
+    job = Network([(1, 2, 3), (), (4,), (0,), ()])
+    assert job.found(0) == ((1, 4), False)
 
 
 def test_a_rank_that_does_not_answer_is_at_the_end_after_some_time():
-    job = Network(CHAIN, silent=[4])
+    """Also if others wait for no rank, because they have done their part."""
+    job = Network([*CHAIN[:3], (4, 0, 5), (), ()], silent=[4])
     for rank in range(4):
-        assert job.found(rank) == (4, False)
-        assert job.found(rank, patience=0) == (4, True)
+        job.wait.margin = 120
+        assert job.found(rank) == (job.each[rank].absent, False)
+        job.wait.margin = 0
+        assert job.found(rank) == ((4,), True)
         assert job.each[rank].unanswered == {4}
     assert not job.messages  # each has asked it once
 
 
 def test_a_rank_that_is_continued_answers_then():
     job = Network([*CHAIN[:4], (5,), ()], silent=[4])
-    assert job.found(0) == (4, False)
+    assert job.found(0) == ((1, 2), False)
     late, job.silent = job.each[0], set()
     job.each[4].take(questions.Question(0))
-    assert job.found(0) == (5, True)
+    assert job.found(0) == ((5,), False)
     assert not late.unanswered
 
 
-def test_a_rank_that_its_own_island_may_delay_is_not_certain_to_be_late():
+def test_in_a_circle_a_rank_waits_for_its_neighbors():
+    job = Network([(1,), (2,), (0,), (0, 4), (3,)])
+    wanted = [((each,), True) for each in (1, 2, 0)] + [((0, 4), True), ((3,), True)]
+    assert [job.found(rank) for rank in range(5)] == wanted
+
+
+def test_nobody_is_asked_before_the_deadline_is_near():
     job = Network(CHAIN)
-    job.each[4].busy = True
-    assert job.found(0, patience=0) == (4, False)
+    job.wait.ending = False
+    assert job.found(0) == ((), False)
+    assert not job.each[0].unanswered
+    job.wait.ending, job.wait.late = True, False
+    assert job.found(0) == ((), False)
+    assert job.each[0]._found == (4,)
 
 
-def test_in_a_circle_a_rank_waits_for_its_neighbor():
-    job = Network([(1,), (2,), (0,), (0,), (3,)])
-    assert [job.found(rank)[0] for rank in range(5)] == [1, 2, 0, 0, 3]
+def test_without_mpi_a_rank_names_those_that_it_waits_for():
+    job = Network(CHAIN)
+    job.each[0].silent, job.wait.margin = True, 0
+    assert job.found(0) == ((1, 2), True)
+    assert not job.messages
+
+
+def test_a_rank_asks_no_more_than_answer_as_many(monkeypatch):
+    monkeypatch.setattr(questions, "_MOST", 3)
+    job = Network([(1,), (2, 3, 4), (5,), (), (), ()])
+    assert job.found(0) == ((3,), False)
 
 
 def test_a_rank_asks_again_because_answers_may_have_changed(monkeypatch):
     job = Network(CHAIN)
-    assert job.found(0) == (4, True)
+    assert job.found(0) == ((4,), False)
     job.each[3].absent, job.each[2].absent = (), ()
-    assert job.found(0) == (4, True)
+    assert job.found(0) == ((4,), False)
     monkeypatch.setattr(questions, "_AGAIN", -1)
-    job.each[0].last(60)
+    job.each[0]._again = 0
+    job.each[0].late(job.wait)
+    assert job.each[0]._found == (4,)  # until all have answered
     monkeypatch.setattr(questions, "_AGAIN", 60)
-    assert job.found(0) == (3, True)
+    assert job.found(0) == ((2, 3), False)
     job.each[0].absent = (2,)  # a message of rank 1 has arrived
-    assert job.found(0) == (2, True)
+    assert job.found(0) == ((2,), False)

@@ -289,7 +289,8 @@ def test_a_mark_is_stored_for_the_host(engine):
         deadline.kernel().bind(1, ctypes.addressof(word), 5)(default)
         assert word.value == 5
         return
-    watched, exchange = Deadline(60), TimedExchange("all_reduce", (1,))
+    watched = Deadline(lambda what: Wait(what, 0, 60))
+    exchange = TimedExchange("all_reduce", (1,))
     for mark, running in (
         (lambda: watched.begin(exchange, default, False), exchange),
         (lambda: watched.end(default, False), None),
