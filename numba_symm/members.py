@@ -87,7 +87,8 @@ class Members(ABC):
         sent: the bytes that this rank's calls have given to the engine for others.
         note: which ranks of a larger communicator these are, for errors; "" if it is
             the whole communicator.
-        known_failure: the last failure that a call of this rank has raised or caused.
+        known_failure: the last failure that a call of this rank has raised or caused;
+            after one, ``close`` raises none.
         closed: whether it was closed.
         why_closed: the text of the error that later calls raise.
     """

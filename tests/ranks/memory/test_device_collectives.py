@@ -212,6 +212,7 @@ def call_alone(ws, out, ok):
         first = symm.all_reduce(ws, one)
         second = symm.broadcast(ws, one, 0)
         ok[block, thread] = 10 * first + second
+    cuda.syncthreads()  # orders the 5 before the others' load
     out[block] = one[0]
 
 
