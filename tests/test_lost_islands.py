@@ -32,6 +32,13 @@ LOST = RANKS - 1
 TIMEOUT = 2.0
 
 
+def written(folder, name):
+    """Return what a rank has written, or show what the job has printed."""
+    file = folder / f"{name}.json"
+    assert file.exists(), (folder / "mpirun.txt").read_text()
+    return json.loads(file.read_text())
+
+
 @pytest.mark.parametrize("how", ["stopped", "killed", "ended", "raises"])
 def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
     if how == "ended" and RANKS == 2:
@@ -42,11 +49,7 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
     environ = environment(RANKS) | {"NUMBA_SYMM_ISLAND_SIZE": str(RANKS // 2)}
     code = run(command, environ, tmp_path / "mpirun.txt", 100)
     assert code is not None, (tmp_path / "mpirun.txt").read_text()
-    found = {
-        rank: json.loads((tmp_path / f"{rank}.json").read_text())
-        for rank in range(RANKS)
-        if rank != LOST
-    }
+    found = {rank: written(tmp_path, rank) for rank in range(RANKS) if rank != LOST}
     for kind, text, ranks, seconds in found.values():
         if how == "raises":
             assert kind == "RankLeft", text
@@ -79,7 +82,7 @@ def test_a_rank_that_dies_before_its_vote_ends_the_wait(tmp_path):
     environ["NUMBA_SYMM_TIMEOUT"] = str(TIMEOUT)
     code = run(command, environ, tmp_path / "mpirun.txt", 100)
     assert code is not None, (tmp_path / "mpirun.txt").read_text()
-    kind, text, ranks, seconds = json.loads((tmp_path / "0.json").read_text())
+    kind, text, ranks, seconds = written(tmp_path, 0)
     assert kind == "CollectiveTimeout", text
     assert re.match(r"rank 0 waited for rank 1( on .+)? in ", text), text
     assert "(timeout: 2 s)" in text
@@ -108,7 +111,7 @@ def test_a_rank_that_dies_in_construction_ends_the_wait(tmp_path):
     code = run(command, environ, tmp_path / "mpirun.txt", 100)
     assert code is not None, (tmp_path / "mpirun.txt").read_text()
     for other, (_, expected) in DEATHS.items():
-        kind, text, seconds = json.loads((tmp_path / f"{other}.json").read_text())
+        kind, text, seconds = written(tmp_path, other)
         assert kind == "CollectiveTimeout", text
         assert re.match(expected.replace("(", r"\(").replace(")", r"\)"), text), text
         assert 1 <= seconds < 5
@@ -184,7 +187,7 @@ def test_mpi_may_be_finalized_before_the_communicator_is_closed(tmp_path):
     code = run(command, environ, tmp_path / "mpirun.txt", 100)
     assert code == 0, (tmp_path / "mpirun.txt").read_text()
     for rank in range(2):
-        said = json.loads((tmp_path / f"{rank}.json").read_text())
+        said = written(tmp_path, rank)
         assert said == ["ExchangeError: MPI has been finalized"]  # close adds none
 
 
@@ -208,6 +211,9 @@ def finalized(folder):
 
 
 def play(how, folder):
+    if "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES" in os.environ:
+        # Otherwise NCCL refuses ranks that share a GPU.
+        os.environ["NCCL_HOSTID"] = os.environ["OMPI_COMM_WORLD_RANK"]
     if how == "finalized":
         finalized(folder)
         return
@@ -221,8 +227,6 @@ def play(how, folder):
     import numba_symm as ns
 
     world = MPI.COMM_WORLD
-    if "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES" in os.environ:
-        os.environ["NCCL_HOSTID"] = str(world.rank)  # or NCCL refuses shared GPUs
     pids = world.allgather(os.getpid())
     comm = ns.Communicator(world, timeout=TIMEOUT)
     x = comm.zeros(300, "float32")

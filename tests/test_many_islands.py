@@ -269,6 +269,8 @@ def kills(ranks, divisions):
                 code = run(command, environment(ranks), folder / "mpirun.txt", 120)
                 assert code is not None, (folder / "mpirun.txt").read_text()
                 files = [folder / f"{rank}.json" for rank in range(ranks - 1)]
+                all_wrote = all(each.exists() for each in files)
+                assert all_wrote, (folder / "mpirun.txt").read_text()
                 raised = [json.loads(each.read_text()) for each in files]
             latest = max(seconds for *_, seconds in raised)
             lost = ranks - 1  # alone, beside the rank that waited for it
