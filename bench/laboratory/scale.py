@@ -146,12 +146,13 @@ def table(of: Nodes) -> list[str]:
 
 
 def _bytes(number: int | None) -> str:
-    """Return a number of bytes with two digits or three."""
+    """Return a number of bytes with up to four digits and a unit."""
     if number is None:
         return "-"
     for power, unit in ((30, "G"), (20, "M"), (10, "K")):
         if number >= 1 << power:
-            return f"{number / (1 << power):.3g}{unit}"
+            amount = number / (1 << power)
+            return f"{amount:.0f}{unit}" if amount >= 1000 else f"{amount:.3g}{unit}"
     return str(number)
 
 
