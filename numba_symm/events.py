@@ -330,7 +330,7 @@ class Stream:
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Make later work of this stream wait for the event's latest record."""
+        """Make later work of this stream wait for the event's latest ``record``."""
         _checked_event(event, "wait_event").wait(self)
 
     def wait_stream(self, stream: Any) -> None:

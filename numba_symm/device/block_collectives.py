@@ -72,7 +72,7 @@ def all_reduce(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
 def reduce_scatter(
     ws: Any, x: Any, out: Any, op: Any = "sum", items: bool = False
 ) -> bool:
-    """Reduce an array over the blocks of all ranks; each rank gets its own shard.
+    """Reduce an array over the blocks of the same index; each gets its rank's shard.
 
     The bits are those of :meth:`Communicator.reduce_scatter`. Everything else but the
     arrays is as for :func:`all_reduce`.
@@ -105,7 +105,7 @@ def reduce_scatter(
 
 
 def all_gather(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
-    """Collect the arrays of the blocks of all ranks, in rank order.
+    """Collect the arrays of the blocks of the same index on all ranks, by rank.
 
     Everything but the arrays is as for :func:`all_reduce`.
 

@@ -147,7 +147,7 @@ def _put(
 @device_function
 def _is_overwritten(box: int, epoch: int) -> bool:
     """Return whether a packet is of a later epoch; 0 is that of an empty mailbox."""
-    found = ld_relaxed_sys_v2_u64(box)[0] >> 32 & 0xFFFFFFFF
+    found: int = ld_relaxed_sys_v2_u64(box)[0] >> 32 & 0xFFFFFFFF
     return found != 0 and 0 < ((found - epoch) & 0xFFFFFFFF) < 0x80000000
 
 

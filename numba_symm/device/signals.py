@@ -116,10 +116,10 @@ def take(ctx: Any, src: int, channel: int, operation: int) -> bool:
 
 @device_function
 def put_signal(ctx: Any, dst: int, channel: int) -> bool:
-    """Signal rank ``dst`` on ``channel``, after ``dst`` has taken the previous signal.
+    """Wait until the slot of ``channel`` at ``dst`` is empty; then signal ``dst``.
 
     One thread calls it. Earlier writes of this thread, and of threads with which it has
-    synchronized (``syncthreads``), are visible to the thread that takes the signal
+    synchronized (``syncthreads``), are visible to the thread that waits for the signal
     (release). ``channel`` is 0 to 127. GPUs check ``channel`` and ``dst`` only in debug
     mode.
 
@@ -140,7 +140,7 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
 
 @device_function
 def wait_signal(ctx: Any, src: int, channel: int) -> bool:
-    """Wait for rank ``src``'s signal on ``channel``, and take it.
+    """Wait for rank ``src``'s signal on ``channel``, and then reset its slot.
 
     One thread calls it, and then sees what ``src`` wrote before the signal (acquire).
     After a ``syncthreads``, all threads of its block see this, too. ``channel`` is 0 to

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
 import ml_dtypes
@@ -119,9 +119,9 @@ def st_v2_u64(address: int, words: tuple[int, int]) -> None:
     pair[0], pair[1] = int(words[0]), int(words[1])
 
 
-ld_relaxed_sys_v2_u64, st_relaxed_sys_v2_u64 = ld_v2_u64, st_v2_u64
-
-
+# Functions of their own, because intrinsics.py sets a docstring for each.
+ld_relaxed_sys_v2_u64 = FunctionType(ld_v2_u64.__code__, globals())
+st_relaxed_sys_v2_u64 = FunctionType(st_v2_u64.__code__, globals())
 ld_any_u8, ld_any_u16, ld_any_u32, ld_any_u64 = ld_u8, ld_u16, ld_u32, ld_u64
 st_any_u8, st_any_u16, st_any_u32, st_any_u64 = st_u8, st_u16, st_u32, st_u64
 ld_any_v2_u64, st_any_v2_u64 = ld_v2_u64, st_v2_u64

@@ -302,10 +302,10 @@ class SymmetricMemory:
         self._launch("barrier", pads.barrier_kernel, stream, channel)
 
     def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a signal to ``dst``, sent when ``dst`` has taken the previous one.
+        """Enqueue a wait until this rank's slot at ``dst`` is empty, and a signal.
 
         What this rank's stream wrote before the signal is visible to ``dst`` after
-        ``dst`` has taken the signal. Channels, streams and errors are those of
+        ``dst`` has waited for the signal. Channels, streams and errors are those of
         :meth:`barrier`. ``dst`` may be this rank.
         """
         pads.check_channel(channel, "put_signal")
@@ -313,7 +313,7 @@ class SymmetricMemory:
         self._launch("put_signal", pads.put_signal_kernel, stream, dst, channel)
 
     def wait_signal(self, src: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a wait for rank ``src``'s signal, and take the signal.
+        """Enqueue a wait for rank ``src``'s signal; the wait then resets the slot.
 
         Channels, streams and errors are those of :meth:`barrier`. ``src`` may be this
         rank, if this rank has already put a signal to itself, on any stream.

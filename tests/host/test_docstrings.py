@@ -53,6 +53,7 @@ def test_loads_and_stores_say_what_they_are():
         "ld_u16": "ld.global.u16",
         "ld_acquire_sys_u32": "ld.acquire.sys.global.u32",
         "st_release_sys_u64": "st.release.sys.global.u64",
+        "st_v2_u64": "st.global.v2.u64",
         "st_relaxed_sys_v2_u64": "st.relaxed.sys.global.v2.u64",
     }.items():
         function = getattr(device, name)
