@@ -58,7 +58,7 @@ def open_members() -> list[Members]:
 
 
 def backend() -> str:
-    """Return the name of the backend in use, or of the one to be tried first."""
+    """Return the name of the backend in use, or of the backend that is tried first."""
     if _in_use:
         return next(reversed(_in_use.values()))
     return environment.requested_backend() or environment.BACKENDS[0]

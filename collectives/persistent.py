@@ -335,7 +335,7 @@ class Persistent:
         dst: int | None,
         stream: Any = None,
     ) -> Plan:
-        """Return a plan of :meth:`send`. Making and calling it are local."""
+        """Return a plan of :meth:`send`. Making and calling the plan are local."""
         given = invocation(SEND, x, stream=stream, peers=(dst, None))
         return plans.of_messages(self._calls, given)
 
@@ -347,7 +347,7 @@ class Persistent:
         count: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Return a plan of :meth:`recv`. Making and calling it are local."""
+        """Return a plan of :meth:`recv`. Making and calling the plan are local."""
         given = invocation(RECV, None, out, stream, peers=(None, src), count=count)
         return plans.of_messages(self._calls, given)
 
@@ -361,7 +361,7 @@ class Persistent:
         count: Any = None,
         stream: Any = None,
     ) -> Plan:
-        """Return a plan of :meth:`sendrecv`. Making and calling it are local."""
+        """Return a plan of :meth:`sendrecv`. Making and calling the plan are local."""
         given = invocation(SENDRECV, x, out, stream, peers=(dst, src), count=count)
         return plans.of_messages(self._calls, given)
 

@@ -14,7 +14,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place among all ranks and among those of its node.
+    """One rank's place among all ranks and among the ranks of its node.
 
     Attributes:
         rank: this process's number, from 0 to size - 1.

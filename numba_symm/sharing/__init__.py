@@ -234,7 +234,7 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Return the numbers of this process, as of the last collect."""
+    """Return what this process shared and had open at the last collect, in numbers."""
     return producer.guard.do(_stats)
 
 
