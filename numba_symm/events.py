@@ -149,17 +149,17 @@ class Event:
         driver.call("cuEventRecord", self._handle, handle)
 
     def wait(self, stream: Any = None) -> None:
-        """Make later work of ``stream`` wait for the latest record."""
+        """Make later work of ``stream`` wait for the latest ``record``."""
         handle = streams.handle_or_default(stream)
         if not SIMULATED:
             driver.call("cuStreamWaitEvent", handle, self._handle, 0)
 
     def query(self) -> bool:
-        """Return whether all work before the latest record is done."""
+        """Return whether all work before the latest ``record`` is done."""
         return SIMULATED or _is_done("cuEventQuery", self._handle)
 
     def synchronize(self) -> None:
-        """Wait on the host until all work before the latest record is done."""
+        """Wait on the host until all work before the latest ``record`` is done."""
         if not SIMULATED:
             driver.call("cuEventSynchronize", self._handle)
 
