@@ -299,7 +299,7 @@ class StoreExchange:
 
     @contextmanager
     def agreed(self, what: str) -> Iterator[Outcomes[Any]]:
-        """Agree at the end of a ``with`` block whether it succeeded on every rank.
+        """Agree on whether a ``with`` block has succeeded on every rank.
 
         Collective. The block must contain local work only, because a rank that fails
         leaves it early, and would miss an exchange in the block. Each rank may set

@@ -140,7 +140,7 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
 
 @device_function
 def wait_signal(ctx: Any, src: int, channel: int) -> bool:
-    """Wait for rank ``src``'s signal on ``channel``, and then reset its slot.
+    """Wait for rank ``src``'s signal on ``channel``, and then reset the slot.
 
     One thread calls it, and then sees what ``src`` wrote before the signal (acquire).
     After a ``syncthreads``, all threads of its block see this, too. ``channel`` is 0 to
