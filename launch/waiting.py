@@ -30,7 +30,6 @@ from numba_symm.launch.ranks import Comm, living, name_ranks
 from numba_symm.launch.tagged import TaggedComm
 
 T = TypeVar("T")
-
 PATIENCE = 60.0
 """Seconds after which a waiting rank warns of the ranks that it waits for."""
 
@@ -42,6 +41,7 @@ Look = Callable[[], object]
 _watched: ContextVar[tuple[Look, ...]] = ContextVar("watched", default=())
 unfinished: list[Any] = []
 """Requests whose memory MPI may still use."""
+_dropping = threading.Lock()
 
 
 class Wait:
@@ -181,16 +181,17 @@ def watching(look: Callable[[], object]) -> Iterator[None]:
 
 
 def drop_finished() -> None:
-    """Drop the requests that MPI has ended."""
-    for each in list(unfinished):
-        request = each[1] if isinstance(each, tuple) else each
-        try:
-            ended = request.Test()
-        except ranks.mpi().Exception:  # it has failed
-            ended = True
-        if ended:
-            with suppress(ValueError):  # another thread has dropped it
-                unfinished.remove(each)
+    """Drop the requests that MPI has ended, unless another thread is doing so."""
+    if not _dropping.acquire(blocking=False):  # both would free the same requests
+        return
+    try:
+        for each in list(unfinished):
+            with suppress(ranks.mpi().Exception):  # a failed request has ended
+                if not (each[1] if isinstance(each, tuple) else each).Test():
+                    continue
+            unfinished.remove(each)
+    finally:
+        _dropping.release()
 
 
 def all_gather(
@@ -278,8 +279,7 @@ class _Step:
     def give_up(self) -> None:
         """Keep the requests that MPI may still serve."""
         unfinished.extend(self._sends)
-        for each in self._receives.values():
-            unfinished.extend(each[1:])
+        unfinished.extend(one for each in self._receives.values() for one in each[1:])
 
     def _await(self, peers: Sequence[int], beside: Sequence[int] = ()) -> None:
         """Wait for the values of neighbours.

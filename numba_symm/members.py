@@ -336,8 +336,10 @@ class Members(ABC):
         self.check_open()
         rank = self.world.rank
         text = f"rank {rank} aborted the communicator" + (reason and f": {reason}")
+        another = self.board.failure()  # which this rank may not have raised yet
         self.fail(Aborted(text, ranks=(rank,)))
-        self.known_failure = self.board.failure()
+        if another is None:
+            self.known_failure = self.board.failure()
 
     def fail(self, error: CollectiveError) -> None:
         """Make the communicator fail by an error that has named the ranks."""

@@ -24,7 +24,7 @@ from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
 
 _AGAIN = 0.05  # seconds after all answers, after which a rank asks again
-_MOST = 256  # ranks that one asks, so that it answers as many
+_MOST = 256  # ranks that one asks: those after it, so that it answers as many
 
 
 class Question(NamedTuple):
@@ -71,6 +71,7 @@ class Questions:
         self._of: tuple[Wait | None, tuple[int, ...]] = None, ()  # what it asks about
         self._reached: dict[int, float] = {}  # by rank, since when
         self._followed: set[int] = set()  # those whose answers were followed
+        self._others: set[int] = set()  # those above the limit, which are not asked
         self._again = math.inf  # when to ask again
         self._found: tuple[int, ...] = ()  # by the latest answers of all
 
@@ -97,6 +98,7 @@ class Questions:
             self._again = math.inf
             self._reached.clear()
             self._followed.clear()
+            self._others.clear()
             self._answers.clear()
             self._reach(absent, now)
         while new := [
@@ -115,20 +117,24 @@ class Questions:
             return self._found, False
         if self._again == math.inf:
             self._again = now + _AGAIN
-        ends = tuple(each for each in self._reached if not self._answers[each].absent)
-        self._found = ends or absent  # every rank of a circle waits for another one
+        ends = {each for each in self._reached if not self._answers[each].absent}
+        ends |= self._others  # it may be one of these
+        self._found = tuple(sorted(ends)) or absent  # in a circle, each waits
         return self._found, not ends
 
     def _reach(self, found: tuple[int, ...], now: float) -> None:
         """Ask the ranks that have not been reached."""
-        for rank in found:
+        own, size = self._comm.rank, len(self._comm.ranks)
+        for rank in sorted(found, key=lambda each: (each - own) % size):
+            if rank in self._reached or rank == own:
+                continue
             if len(self._reached) == _MOST:
-                return
-            if rank not in self._reached and rank != self._comm.rank:
-                self._reached[rank] = now
-                if rank not in self.unanswered:
-                    self.unanswered.add(rank)
-                    self.send(rank, Question(self._comm.rank))
+                self._others.add(rank)
+                continue
+            self._reached[rank] = now
+            if rank not in self.unanswered:
+                self.unanswered.add(rank)
+                self.send(rank, Question(own))
 
     def take(self, message: Question | Answer) -> None:
         """Answer a question, or store an answer."""

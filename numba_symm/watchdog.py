@@ -37,6 +37,7 @@ _AT_FULL_RATE = 50
 Each look holds Python's lock. At that rate, the looks of 700 would take a core.
 """
 _REPORTERS = 2  # ranks of an island
+_LOCKED = 1.0  # seconds for which a look waits for another one
 
 
 def neighbors(index: int, islands: int) -> list[int]:
@@ -132,7 +133,11 @@ class Watchdog:
 
     def look(self) -> None:
         """Exchange what is known of failures. Never waits for another rank."""
-        with self._lock:
+        # A signal's handler may call this in code that has the engine's lock, for which
+        # the thread waits with this lock. The thread looks again, so give up then.
+        if not self._lock.acquire(timeout=_LOCKED):
+            return
+        try:
             if self._stopping.is_set():
                 return
             if not self.questions.silent:
@@ -146,6 +151,8 @@ class Watchdog:
             error = failure.exception()
             # Nothing would repeat a report that an interrupt has ended.
             waiting.undisturbed(lambda: self._tell(error))
+        finally:
+            self._lock.release()
 
     def _tell(self, error: CollectiveError) -> None:
         self.told = True
@@ -252,6 +259,10 @@ class Watchdog:
         _running.discard(self)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        # MPI may still read the reports, whose memory the requests own.
+        waiting.unfinished.extend(self._sent)
+        waiting.unfinished.extend(request for request, _ in self._receives)
+        self._sent, self._receives = [], []
 
 
 _running: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()

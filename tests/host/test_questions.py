@@ -1,11 +1,12 @@
 """For whom a rank waits in the end, according to the answers of other ranks."""
 
+import threading
 import types
 
 import pytest
 
-from numba_symm import questions
-from numba_symm.launch import ranks
+from numba_symm import questions, watchdog
+from numba_symm.launch import ranks, waiting
 from numba_symm.questions import Questions
 
 
@@ -50,6 +51,41 @@ class Network:
         found = self.each[rank].late(self.wait)
         assert certain in ((), found)
         return found, bool(certain)
+
+
+def test_one_thread_at_a_time_tests_requests(monkeypatch):
+    """Two that test a request would both free it."""
+    tests = []
+
+    def test():
+        tests.append(1)
+        if len(tests) == 1:
+            other = threading.Thread(target=waiting.drop_finished)
+            other.start()
+            other.join()
+        return True
+
+    monkeypatch.setattr(waiting, "unfinished", [types.SimpleNamespace(Test=test)])
+    waiting.drop_finished()
+    assert (tests, waiting.unfinished) == ([1], [])
+
+
+def test_a_watchdog_waits_for_no_other_look_without_end(monkeypatch):
+    monkeypatch.setattr(watchdog, "_LOCKED", 0.01)
+    dog, locked = watchdog.Watchdog.__new__(watchdog.Watchdog), threading.Event()
+    dog._lock, ended = threading.RLock(), threading.Event()
+
+    def hold():
+        with dog._lock:
+            locked.set()
+            ended.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    locked.wait()
+    dog.look()  # uses nothing else of the object
+    ended.set()
+    holder.join()
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +155,12 @@ def test_without_mpi_a_rank_names_those_that_it_waits_for():
 def test_a_rank_asks_no_more_than_answer_as_many(monkeypatch):
     monkeypatch.setattr(questions, "_MOST", 3)
     job = Network([(1,), (2, 3, 4), (5,), (), (), ()])
-    assert job.found(0) == ((3,), False)
+    assert job.found(0) == ((3, 4, 5), False)  # 4 and 5 were not asked
+    everybody = [tuple({*range(6)} - {rank}) for rank in range(6)]
+    job = Network(everybody, silent=[5])
+    job.wait.margin = 0
+    assert job.found(0) == ((4, 5), False)
+    assert job.found(2) == ((5,), True)  # asks 3, 4 and 5
 
 
 def test_a_rank_asks_again_because_answers_may_have_changed(monkeypatch):

@@ -12,7 +12,7 @@ from numba_symm import islands, watchdog
 from numba_symm.collectives.islands.site import Site
 from numba_symm.engines.protocol import Parcel
 from numba_symm.failures import Failure
-from numba_symm.launch import ranks
+from numba_symm.launch import ranks, waiting
 from numba_symm.watchdog import Watchdog
 
 PARTS = ((0, 1), (2,), (3,))
@@ -86,6 +86,7 @@ def job(monkeypatch):
     mpi.Exception = OSError
     monkeypatch.setattr(ranks, "mpi", lambda: mpi)
     monkeypatch.setattr(watchdog, "_fall_silent_before_finalize", lambda: None)
+    monkeypatch.setattr(waiting, "unfinished", [])
     return job
 
 
@@ -105,6 +106,7 @@ def test_a_failure_is_reported_before_connections_of_islands_end(job):
     watch.look()
     watch.stop()
     assert job.done == ["left", "sent to 12", "sent to 13", "aborted"]
+    assert waiting.unfinished == [None, None]  # the requests of what was sent
 
 
 def test_a_report_to_a_rank_that_has_died_prevents_no_other(job, monkeypatch):

@@ -315,6 +315,16 @@ def test_closing_raises_no_other_failure_after_one_was_raised(comm, world):
             child.close()
 
 
+def test_closing_raises_what_an_abort_has_not(comm, world):
+    child = comm.dup()
+    if world.rank == 0:
+        child._calls.members.board.fail(ns.CallMismatch("not raised yet"))
+    world.barrier()
+    child.abort("another reason")
+    world.barrier()
+    refused(world, ns.CallMismatch, child.close, "not raised yet;")
+
+
 class Mistake(Exception):
     pass
 
