@@ -9,10 +9,10 @@ from numba_symm import device as symm
 @cuda.jit
 def pass_right(ctx, count):
     right = (ctx.rank + 1) % ctx.size
-    theirs = symm.peer_array(ctx, right, count, np.float32)  # x of that rank
+    theirs = symm.peer_array(ctx, right, count, np.float32)  # the array x of rank right
     for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
         theirs[i] = ctx.rank
-    symm.barrier(ctx, 0)  # every rank's stores are visible to every rank
+    symm.barrier(ctx, 0)  # now every rank sees all stores
 
 
 with ns.Communicator(MPI.COMM_WORLD) as comm:
