@@ -6,7 +6,7 @@ from numba import config, cuda
 import numba_symm as ns
 
 if config.ENABLE_CUDASIM:
-    raise SystemExit("graph.py: expected GPUs; the simulator captures nothing")
+    raise SystemExit("graph.py: expected GPUs; the simulator has no graphs")
 
 with ns.Communicator(MPI.COMM_WORLD) as comm:
     x = comm.empty(4, np.float32)
@@ -16,7 +16,7 @@ with ns.Communicator(MPI.COMM_WORLD) as comm:
         builder = stream.create_graph_builder().begin_building()
         comm.all_reduce(x, out=x, stream=builder.stream)
         graph = builder.end_building().complete()
-    for _ in range(3):  # every rank replays equally often
+    for _ in range(3):  # the same number on every rank
         graph.launch(stream)
     comm.synchronize(stream)
     print(comm.rank, x.copy_to_host())
