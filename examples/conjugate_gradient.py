@@ -1,4 +1,4 @@
-"""Solve a linear system on all GPUs with conjugate gradients, in one launch.
+"""Solve a linear system with conjugate gradients, in one kernel on each GPU.
 
     numba-symm run -n 4 examples/conjugate_gradient.py
 

@@ -1,4 +1,4 @@
-"""Share frames between processes: one draws them on the GPU, two others read them.
+"""Share frames: one process draws them on the GPU, two other processes read them.
 
     python examples/frames.py
 

@@ -1,4 +1,4 @@
-"""Count the values in the data of all ranks; blocks take chunks from a common queue.
+"""Count the values in all ranks' data; all blocks take chunks from one queue.
 
     numba-symm run -n 4 examples/histogram.py
 

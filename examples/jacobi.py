@@ -1,4 +1,4 @@
-"""Solve Laplace's equation with Jacobi's method and the halo exchange inside a kernel.
+"""Solve Laplace's equation with Jacobi's method; one kernel also exchanges the halos.
 
     numba-symm run -n 4 examples/jacobi.py --picture field.png
 

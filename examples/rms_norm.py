@@ -1,4 +1,4 @@
-"""Fuse an all-reduce with the residual and the RMS norm that follow it.
+"""Fuse an all-reduce with the addition of a residual and an RMS norm.
 
     numba-symm run -n 4 examples/rms_norm.py
 

@@ -1,4 +1,4 @@
-"""The method of conjugate gradients for the matrix (-1, 2, -1).
+"""Solve a linear system with the matrix (-1, 2, -1) by conjugate gradients.
 
 Each rank has a part of the vectors. The product with the matrix needs one element of
 each neighbour; the scalar products are reductions over all ranks.

@@ -1,4 +1,4 @@
-"""A pipeline: each rank applies its step to blocks that pass through all ranks.
+"""Run a pipeline: blocks pass through all ranks, and each rank applies its own step.
 
 The tag of a message is the number of its block. The last rank receives the blocks as
 they arrive.

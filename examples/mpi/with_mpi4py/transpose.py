@@ -1,4 +1,4 @@
-"""The transpose of a matrix of which each rank has some rows, with one Alltoall.
+"""Transpose a matrix with one Alltoall; each rank has some rows of the matrix.
 
 A derived datatype describes the columns that go to each rank.
 """

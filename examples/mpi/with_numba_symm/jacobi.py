@@ -1,4 +1,4 @@
-"""Jacobi's method for Laplace's equation; each rank has some rows of the plane.
+"""Solve Laplace's equation with Jacobi's method; each rank has some rows of the plane.
 
 Neighbours exchange their border rows in each step. The upper border of the plane is 1,
 the others are 0.

@@ -1,4 +1,4 @@
-"""k-means of points that are distributed over the ranks."""
+"""Cluster points, which are distributed over the ranks, with k-means."""
 
 import numpy as np
 from numba import config, cuda
