@@ -51,6 +51,7 @@ class CopyStream:
         owner: Any,
         after: Event | None,
         on: int | None = None,
+        from_host: bool = False,
     ) -> Event:
         """Start a copy to an array; return its end.
 
@@ -61,12 +62,14 @@ class CopyStream:
             owner: keeps the data.
             after: what the copy follows, if anything.
             on: another stream for the copy.
+            from_host: whether the data is in host memory; then the array has no gaps.
         """
         stream = self.stream if on is None else on
         if after is not None:
             after.wait(stream)
         if nbytes and into.layout.runs is None:
-            streams.copy(into.address, source, nbytes, stream)
+            copy = streams.copy_from_host if from_host else streams.copy
+            copy(into.address, source, nbytes, stream)
         elif nbytes:
             packed = Memory(source, nbytes, owner).array(nbytes, np.dtype(np.uint8))
             packing.unpack(into, packed)(stream)

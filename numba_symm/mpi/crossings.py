@@ -14,6 +14,7 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.calls import waited
 from numba_symm.mpi.channels import Channel
 from numba_symm.mpi.envelopes import Envelope, not_sent
+from numba_symm.mpi.inline import Pinned
 from numba_symm.mpi.rooms import Opened, Room
 
 
@@ -26,6 +27,7 @@ class Copying(NamedTuple):
         into: the array's items, which live until then; None: it is not copied.
         block: the sender's memory, which is mapped until then; None for data by MPI.
         room: memory of this process for such data.
+        pinned: host memory of this process for a small message.
     """
 
     done: "Event | Crossing"
@@ -33,6 +35,7 @@ class Copying(NamedTuple):
     into: buffers.Items | None
     block: Any
     room: Room | None = None
+    pinned: Pinned | None = None
 
 
 class Crossing:
@@ -144,7 +147,12 @@ class Data(Channel):
 
     def coming(self, envelope: Envelope) -> Coming | None:
         """Return the data that :meth:`receive_parts` receives, if MPI sends any."""
-        if envelope.handle or envelope.follows or not envelope.nbytes:
+        if (
+            envelope.handle
+            or envelope.follows
+            or envelope.data is not None
+            or not envelope.nbytes
+        ):
             return None
         data = np.empty(envelope.nbytes, np.uint8)
         return Coming(envelope.source, envelope.number % self._tags, data, [])

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from numba_symm.errors import SymmError
 from numba_symm.launch.waiting import begin
-from numba_symm.mpi import buffers
+from numba_symm.mpi import buffers, inline
 from numba_symm.mpi.calls import waited
 from numba_symm.mpi.errors import MPIError, refusal, unsupported
 from numba_symm.mpi.rooms import Room
@@ -20,6 +20,12 @@ message only; its handle follows."""
 
 FOLLOWS = -1
 """The offset of data that has no place yet; the place follows in another message."""
+
+INLINE = -2
+"""The offset of data that is part of the envelope, after the header."""
+
+ROOM = HEADER.size + max(inline.MOST, 4096)
+"""Bytes of an envelope, at most; a handle is shorter than 4096."""
 
 
 class Envelope(NamedTuple):
@@ -33,6 +39,7 @@ class Envelope(NamedTuple):
         offset: its first byte in the sender's block; ``FOLLOWS``: see there.
         handle: names that block; empty if the data follows by MPI.
         once: whether the block is for this message only.
+        data: the message itself, if it is small.
     """
 
     source: int
@@ -42,6 +49,7 @@ class Envelope(NamedTuple):
     offset: int
     handle: bytes
     once: bool = False
+    data: memoryview | None = None
 
     @property
     def follows(self) -> bool:
@@ -53,6 +61,11 @@ def announced(number: int, nbytes: int, offset: int, room: Room | None) -> bytes
     """Return an envelope of MPI."""
     handle, once = (b"", False) if room is None else (room.handle, bool(room.once))
     return HEADER.pack(number, nbytes, offset, once) + handle
+
+
+def with_data(number: int, data: Any) -> bytes:
+    """Return the envelope of a small message, which contains its bytes."""
+    return HEADER.pack(number, data.nbytes, INLINE, False) + bytes(data)
 
 
 def place(number: int, room: Room | None) -> bytes:
@@ -178,7 +191,12 @@ class Posted:
         self.cancelled = status.Is_cancelled()
         if not self.cancelled:
             number, nbytes, offset, once = HEADER.unpack_from(self._room)
-            handle = bytes(self._room[HEADER.size : status.Get_count(MPI.BYTE)])
+            handle, data = b"", None
+            rest = memoryview(self._room)[HEADER.size : status.Get_count(MPI.BYTE)]
+            if offset == INLINE:
+                data = rest
+            else:
+                handle = bytes(rest)
             self._envelope = Envelope(
                 source=status.source,
                 tag=status.tag,
@@ -187,6 +205,7 @@ class Posted:
                 offset=offset,
                 handle=handle,
                 once=bool(once),
+                data=data,
             )
         if self._ended is not None:
             self._ended(self)

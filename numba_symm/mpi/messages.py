@@ -6,7 +6,8 @@ it sends an envelope with the data's place through MPI, with the tag of the mess
 source, tag, order and wildcards are MPI's. The receive copies the data from there, on a
 stream of its own, so it may run beside the program's kernels. When the copy is done, it
 sends a receipt, after which the sender reuses the memory. To a rank of another island,
-the data is a message of MPI, through host memory. Envelopes, receipts and data have
+the data is a message of MPI, through host memory. The data of a small message is part
+of its envelope (``inline.py``). Envelopes, receipts and data have
 communicators of their own, so host messages do not meet them.
 """
 
@@ -27,20 +28,24 @@ from numba_symm.launch import tagged, waiting
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import buffers, progress, rooms
+from numba_symm.mpi import buffers, inline, progress, rooms
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.calls import waited
 from numba_symm.mpi.channels import MOST, Channel, Receipts, after_messages, apart
 from numba_symm.mpi.copies import CopyStream
 from numba_symm.mpi.crossings import Coming, Copying, Crossing, Data
-from numba_symm.mpi.envelopes import Envelope, Posted, items_of, nothing, place_in
+from numba_symm.mpi.envelopes import (
+    ROOM,
+    Envelope,
+    Posted,
+    items_of,
+    nothing,
+    place_in,
+)
 from numba_symm.mpi.errors import FREED, MPIError
 from numba_symm.mpi.flow import Flow
 from numba_symm.mpi.rooms import Opened, Room, opened, opened_once
 from numba_symm.mpi.sends import Sends, alone
-
-_MOST = 4096  # bytes of an envelope, at most
-
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
 
@@ -216,6 +221,8 @@ class Post(Sends):
     def _ended(self, copying: Copying) -> None:
         self._copying.remove(copying)
         self._give_back(copying.room)
+        if copying.pinned is not None:
+            inline.give_back(copying.pinned)
         done, block = copying.done, copying.block
         rooms.copied(done.block if isinstance(done, Crossing) else block)
         self._acknowledge(copying.envelope)
@@ -239,7 +246,7 @@ class Post(Sends):
 
     def _posted(self, source: int, tag: int) -> "Posted":
         """Post a receive of MPI, which writes its room even if a program drops it."""
-        posted = Posted(bytearray(_MOST), self._read, source=source, tag=tag)
+        posted = Posted(bytearray(ROOM), self._read, source=source, tag=tag)
         self._open.add(posted)  # first, because an interrupt may follow the start
         try:
             posted.start(self._envelopes.comm)
@@ -349,6 +356,8 @@ class Post(Sends):
                 found = self._crossing(envelope, into, after, room, coming)
             elif envelope.follows:
                 found = self._following(envelope, into, after)
+            elif envelope.data is not None:
+                found = self._inlined(envelope, into, after, on)
             else:
                 done, block = self._copied(envelope, into, after, on)
                 found = Copying(done, envelope, into, block)
@@ -382,6 +391,27 @@ class Post(Sends):
         done = Crossing(coming.requests, envelope, start, self.check, self._lock)
         return Copying(done, envelope, into, None, room)
 
+    def _inlined(
+        self,
+        envelope: Envelope,
+        into: buffers.Items,
+        after: Event | None,
+        on: int | None,
+    ) -> Copying:
+        """Start the copy of a small message, which the envelope contains."""
+        nbytes, pinned = envelope.nbytes, inline.take()
+        pinned.data[:nbytes] = envelope.data
+        if into.layout.runs is None:
+            done = self.copies.begin(
+                into, pinned.address, nbytes, None, after, on, from_host=True
+            )
+            return Copying(done, envelope, into, None, pinned=pinned)
+        room = self._room_for(nbytes)  # from which a kernel stores the items
+        stream = self.copies.stream if on is None else on
+        streams.copy_from_host(room.address, pinned.address, nbytes, stream)
+        done = self.copies.begin(into, room.address, nbytes, room.memory, after, on)
+        return Copying(done, envelope, into, None, room, pinned)
+
     def _copied(
         self,
         envelope: Envelope,
@@ -402,7 +432,7 @@ class Post(Sends):
         self, envelope: Envelope, into: buffers.Items | None, after: Event | None
     ) -> Copying:
         """Copy data when its place has arrived; ``into`` is None: do not copy it."""
-        text = bytearray(_MOST)
+        text = bytearray(ROOM)
         requests: list[MPI.Request] = []
 
         def start() -> Event:
@@ -422,7 +452,7 @@ class Post(Sends):
 
     def _acknowledge(self, envelope: Envelope) -> None:
         """Let the sender reuse the memory of a message, if it has any."""
-        if envelope.handle or envelope.follows:
+        if envelope.handle or envelope.follows or envelope.data is not None:
             self._receipts.owe(envelope.source, envelope.number, envelope.nbytes)
 
 

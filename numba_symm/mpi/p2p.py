@@ -173,7 +173,7 @@ class Messages:
         staged = post.stage(found, dest, sendtag)
         try:  # what the host can do while the send's copy runs
             into = post.room(recvbuf)
-            idle = staged.room is not None and staged.stream == stream
+            idle = staged.nbytes > 0 and staged.stream == stream
             begin = partial(post.receive, source, recvtag)
             receives = Receiving(post, into, None if idle else stream, begin)
         except BaseException:

@@ -11,13 +11,14 @@ from mpi4py import MPI
 from numba_symm import arrays, streams
 from numba_symm.environment import SIMULATED
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import buffers, packing
+from numba_symm.mpi import buffers, inline, packing
 from numba_symm.mpi.channels import Channel, Receipts
 from numba_symm.mpi.copies import CopyStream
 from numba_symm.mpi.crossings import Data, on_host
-from numba_symm.mpi.envelopes import announced
+from numba_symm.mpi.envelopes import announced, with_data
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.flow import Flow
+from numba_symm.mpi.inline import Pinned
 from numba_symm.mpi.rooms import Room, Rooms, rooms_of
 from numba_symm.own_arrays import Memory
 
@@ -36,14 +37,15 @@ def alone(
 
 
 class StagedSend(NamedTuple):
-    """A message that is being copied to its room.
+    """A message that is being copied to its room, or to the host.
 
     Attributes:
         dest: the rank to which it is sent.
         tag: its tag.
         nbytes: its size.
-        room: the room; None if the message is empty.
+        room: the room; None if the message is empty or small.
         stream: of the copy.
+        pinned: host memory for a small message.
     """
 
     dest: int
@@ -51,6 +53,7 @@ class StagedSend(NamedTuple):
     nbytes: int
     room: Room | None
     stream: int
+    pinned: Pinned | None = None
 
 
 class Sends:
@@ -152,9 +155,13 @@ class Sends:
         """
         self._check_send(dest, tag)
         nbytes, stream = found.nbytes, self.stream_of(found.array, "Send")
-        room = self._room_for(nbytes) if nbytes else None
-        if room is None:
+        if not nbytes:
             return StagedSend(dest, tag, 0, None, stream)
+        if nbytes <= inline.MOST and found.layout.runs is None:
+            pinned = inline.take()
+            streams.copy_to_host(pinned.address, found.address, nbytes, stream)
+            return StagedSend(dest, tag, nbytes, None, stream, pinned)
+        room = self._room_for(nbytes)
         try:
             if found.layout.runs is None:
                 streams.copy(room.address, found.address, nbytes, stream)
@@ -169,26 +176,30 @@ class Sends:
 
     def announce(self, staged: StagedSend, matched: bool = False) -> MPI.Request:
         """Wait for the copy of a message, and send its envelope; see :meth:`send`."""
-        dest, tag, nbytes, room, stream = staged
+        dest, tag, nbytes, room, stream, pinned = staged
         data = None
-        if room is not None:
+        if nbytes:
             self._wait(staged)
-            if self.is_apart(dest):
-                try:
-                    self.reap()  # drops data that MPI has sent
-                    data = on_host(room, nbytes, stream)
-                finally:
-                    self._give_back(room)
-                room = None
+        if room is not None and self.is_apart(dest):
+            try:
+                self.reap()  # drops data that MPI has sent
+                data = on_host(room, nbytes, stream)
+            finally:
+                self._give_back(room)
+            room = None
         offset = 0 if room is None else room.offset
         with self._lock:
             self._data.reap()
             number = next(self._numbers)
             if data is not None:
                 self.send_data(data, dest, number)  # first, because it may fail
-            if room is not None:
+            if pinned is not None:
+                text = with_data(number, pinned.data[:nbytes])
+                inline.give_back(pinned)
+            else:
+                text = announced(number, nbytes, offset, room)
+            if room is not None or pinned is not None:
                 self.lend(room, dest, number, nbytes)
-            text = announced(number, nbytes, offset, room)
             try:
                 return self._envelopes.send(text, dest, tag, matched)
             except Exception:
@@ -196,8 +207,8 @@ class Sends:
                 self.flow.received(number)
                 raise
 
-    def lend(self, room: Room, dest: int, number: int, nbytes: int) -> None:
-        """Keep the room of a message until its receipt arrives."""
+    def lend(self, room: Room | None, dest: int, number: int, nbytes: int) -> None:
+        """Keep the room of a message, if it has one, until its receipt arrives."""
         self._receipts.unread[number] = room
         self.flow.sent(number, dest, nbytes)
 
@@ -222,7 +233,10 @@ class Sends:
         return self.islands[dest] != self.islands[self._rank]
 
     def _wait(self, staged: StagedSend) -> None:
-        """Wait for the copy of a message; if that fails, give its room back."""
+        """Wait for the copy of a message; if that fails, give its room back.
+
+        Pinned memory is not given back then, because the copy may still write it.
+        """
         try:
             if not SIMULATED:
                 streams.synchronize(staged.stream)
@@ -232,9 +246,11 @@ class Sends:
 
     def drop(self, staged: StagedSend) -> None:
         """Give the room of a message back, which is not sent."""
-        if staged.room is not None:
+        if staged.nbytes:
             self._wait(staged)
-            self._give_back(staged.room)
+        self._give_back(staged.room)
+        if staged.pinned is not None:
+            inline.give_back(staged.pinned)
 
     @alone
     def has_ended(self, request: MPI.Request) -> bool:

@@ -114,7 +114,7 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
 
 
 @needs_peers
-def test_data_for_other_islands(apart, monkeypatch):
+def test_data_for_other_islands(apart, monkeypatch, through_rooms):
     """It is sent in parts, before the envelope that announces it."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     monkeypatch.setattr(crossings, "_PART", 1000)
@@ -147,7 +147,7 @@ def test_data_for_other_islands(apart, monkeypatch):
     comm.Free()
 
 
-def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
+def test_a_failed_send_keeps_no_memory(comm, monkeypatch, through_rooms):
     comm = comm.Dup()
     comm.Sendrecv(array(1), comm.rank, 1, array(1), comm.rank, 1)
     while comm.post._receipts.unread:
@@ -255,7 +255,9 @@ def test_the_gpu_is_current_in_each_thread(comm, monkeypatch):
 
 
 @needs_peers
-def test_a_copy_that_fails_is_reported_by_its_request(apart, monkeypatch):
+def test_a_copy_that_fails_is_reported_by_its_request(
+    apart, monkeypatch, through_rooms
+):
     """Other calls, which may start it when its data arrives, do not raise."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     comm = MPI.Comm(apart, timeout=20)

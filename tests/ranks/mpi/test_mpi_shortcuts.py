@@ -11,6 +11,7 @@ from numba_symm import mpi as MPI
 from numba_symm import streams
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
+from numba_symm.mpi import inline
 from tests.ranks.helpers import of_one_island
 
 
@@ -110,7 +111,8 @@ def test_calls_of_a_communicator_that_was_freed(comm, apart, own):
 
 
 @of_one_island
-def test_a_message_takes_five_calls_of_the_driver(comm, monkeypatch):
+@pytest.mark.parametrize("small", [True, False])
+def test_a_message_takes_five_calls_of_the_driver(comm, monkeypatch, small):
     """Two copies, two waits and an event. A receive that waits needs no other stream.
 
     The simulator has the same copies and events, but does not wait for the stream.
@@ -129,16 +131,19 @@ def test_a_message_takes_five_calls_of_the_driver(comm, monkeypatch):
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x = cuda.to_device(np.array([comm.rank, 7]))
     out = cuda.to_device(np.zeros(2, int))
+    if not small:
+        monkeypatch.setattr(inline, "MOST", 0)
     comm.Sendrecv(x, right, 0, out, left)  # makes what later messages use again
     for name in ("record", "wait", "synchronize"):
         noting(Event, name)
-    noting(streams, "copy")
-    noting(streams, "synchronize")
+    for name in ("copy", "copy_to_host", "copy_from_host", "synchronize"):
+        noting(streams, name)
     comm.Send(x, right)
     comm.Recv(out, left)
     found = calls.copy()  # what follows is not the message's
     monkeypatch.undo()
     assert out.copy_to_host().tolist() == [left, 7]
     waits = [] if SIMULATED else ["synchronize"]
-    assert found == ["copy", *waits, "copy", "record", "synchronize"]
+    there, back = ("copy_to_host", "copy_from_host") if small else ("copy", "copy")
+    assert found == [there, *waits, back, "record", "synchronize"]
     comm.Barrier()
