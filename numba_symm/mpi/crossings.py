@@ -14,7 +14,7 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.calls import waited
 from numba_symm.mpi.channels import Channel
 from numba_symm.mpi.envelopes import Envelope, not_sent
-from numba_symm.mpi.inline import Pinned
+from numba_symm.mpi.inline import PinnedRoom
 from numba_symm.mpi.rooms import Opened, Room
 
 
@@ -35,7 +35,7 @@ class Copying(NamedTuple):
     into: buffers.Items | None
     block: Any
     room: Room | None = None
-    pinned: Pinned | None = None
+    pinned: PinnedRoom | None = None
 
 
 class Crossing:

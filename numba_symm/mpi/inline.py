@@ -19,8 +19,8 @@ _TOGETHER = 32  # pieces that are allocated together
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: pinned for every context
 
 
-class Pinned(NamedTuple):
-    """Pinned host memory for the copy of one message to or from the device.
+class PinnedRoom(NamedTuple):
+    """PinnedRoom host memory for the copy of one message to or from the device.
 
     Attributes:
         address: of ``MOST`` bytes.
@@ -31,10 +31,10 @@ class Pinned(NamedTuple):
     data: Any
 
 
-_free: list[Pinned] = []
+_free: list[PinnedRoom] = []
 
 
-def take() -> Pinned:
+def take() -> PinnedRoom:
     """Return pinned memory, which the caller gives back after its copy has ended."""
     while True:
         try:
@@ -43,12 +43,12 @@ def take() -> Pinned:
             _free.extend(_made())
 
 
-def give_back(pinned: Pinned) -> None:
+def give_back(pinned: PinnedRoom) -> None:
     """Let other messages use the memory."""
     _free.append(pinned)
 
 
-def _made() -> list[Pinned]:
+def _made() -> list[PinnedRoom]:
     """Allocate some. They stay until the process ends."""
     nbytes = MOST * _TOGETHER
     if SIMULATED:
@@ -57,4 +57,4 @@ def _made() -> list[Pinned]:
         first = int(driver.call("cuMemHostAlloc", nbytes, _PORTABLE))
         whole = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(first))
     parts = whole.reshape(_TOGETHER, MOST)
-    return [Pinned(int(part.ctypes.data), part) for part in parts]
+    return [PinnedRoom(int(part.ctypes.data), part) for part in parts]

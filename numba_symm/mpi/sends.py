@@ -18,7 +18,7 @@ from numba_symm.mpi.crossings import Data, on_host
 from numba_symm.mpi.envelopes import announced, with_data
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.flow import Flow
-from numba_symm.mpi.inline import Pinned
+from numba_symm.mpi.inline import PinnedRoom
 from numba_symm.mpi.rooms import Room, Rooms, rooms_of
 from numba_symm.own_arrays import Memory
 
@@ -53,7 +53,7 @@ class StagedSend(NamedTuple):
     nbytes: int
     room: Room | None
     stream: int
-    pinned: Pinned | None = None
+    pinned: PinnedRoom | None = None
 
 
 class Sends:
@@ -235,7 +235,7 @@ class Sends:
     def _wait(self, staged: StagedSend) -> None:
         """Wait for the copy of a message; if that fails, give its room back.
 
-        Pinned memory is not given back then, because the copy may still write it.
+        PinnedRoom memory is not given back then, because the copy may still write it.
         """
         try:
             if not SIMULATED:
