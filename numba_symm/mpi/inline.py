@@ -20,7 +20,7 @@ _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE: pinned for every context
 
 
 class PinnedRoom(NamedTuple):
-    """PinnedRoom host memory for the copy of one message to or from the device.
+    """Pinned host memory for the copy of one message to or from the device.
 
     Attributes:
         address: of ``MOST`` bytes.

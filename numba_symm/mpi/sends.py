@@ -235,7 +235,7 @@ class Sends:
     def _wait(self, staged: StagedSend) -> None:
         """Wait for the copy of a message; if that fails, give its room back.
 
-        PinnedRoom memory is not given back then, because the copy may still write it.
+        Pinned memory is not given back then, because the copy may still write it.
         """
         try:
             if not SIMULATED:
