@@ -20,9 +20,9 @@ from numba_symm.environment import SIMULATED
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-DESCRIPTION = """Time a collective by message size against other libraries, and check
-every result. Start it on several ranks: numba-symm run -n 4 -m numba_symm.bench
-all_reduce -e 1G"""
+DESCRIPTION = """Time a collective for several message sizes, compare it with other
+libraries, and check every result. Start the benchmark on several ranks:
+numba-symm run -n 4 -m numba_symm.bench all_reduce -e 1G"""
 
 MODULE = "python -m numba_symm.bench"
 """The benchmark's name in its usage, unless ``numba-symm bench`` starts it."""
@@ -189,8 +189,8 @@ def _add_repetitions(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=at_least(1),
         default=20,
-        help="the least calls in a graph, and the most in an eager sample; fewer if "
-        "they take more than 4 ms (default %(default)s)",
+        help="the least calls in a graph and the most in an eager sample; both are "
+        "smaller if so many calls take more than 4 ms (default %(default)s)",
     )
     add(
         "-w",
@@ -236,29 +236,29 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
             dest="algorithms",
             metavar="NAME,…",
             type=_names(operation.algorithms),
-            help="one: measure it instead of the algorithm chosen by size; several, or "
-            "all: measure each in its own column; "
+            help="one name: measure this algorithm instead of the one chosen by size; "
+            "several names, or all: measure each algorithm in its own column; "
             f"some of {', '.join(operation.algorithms)}",
         )
     add(
         "--plain",
         action="store_true",
-        help="use ordinary device memory for our arrays, not symmetric memory",
+        help="use ordinary device memory for numba_symm's arrays, not symmetric memory",
     )
     add(
         "--islands",
         metavar="N",
         type=at_least(1),
-        help="divide each node into islands of at most N ranks, between which NCCL "
-        "(the engine's and a contender's) uses its network transport; count the bytes "
-        "between them",
+        help="divide each node into islands of at most N ranks, and count the bytes "
+        "between islands; there, NCCL uses its network transport, as the engine and "
+        "as a contender",
     )
     add(
         "--overlap",
         action="store_true",
-        help="time the calls on a stream of the highest priority beside a matrix "
-        "product that takes about as long, each alone and both together; the product "
-        "is torch's if torch is installed",
+        help="time the calls, a matrix product that takes about as long, and both "
+        "together; the calls are on a stream of the highest priority, and torch "
+        "computes the product if it is installed",
     )
     add(
         "--leave",
@@ -271,22 +271,22 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         "--shuffle",
         metavar="N",
         type=at_least(1),
-        help="instead of timing, make N calls, each of a random size, type, reduction "
-        "and algorithm, in or out of place, and check all results",
+        help="instead of timing, make N calls of random size, type, reduction and "
+        "algorithm, in place or not, and check all results",
     )
     add(
         "--cold",
         action="store_true",
-        help="instead of calls by size, time a program's first calls with an empty "
-        "kernel cache: the first call after the communicator is made, then 400 calls "
-        "of ten operations in sizes from -b to -e",
+        help="instead of a table by size, time a program's first calls with an empty "
+        "kernel cache: the first call of a new communicator, then 400 calls of ten "
+        "operations with sizes from -b to -e",
     )
     add(
         "--cache",
         type=Path,
         metavar="FOLDER",
-        help="with --cold: the kernel cache, which is kept; a second run with the same "
-        "folder loads what the first one compiled",
+        help="with --cold: a folder that keeps the kernel cache; a second run with the "
+        "same folder loads the kernels that the first run compiled",
     )
     add("--seed", type=at_least(0), help="seed of the random numbers (default random)")
     add("--json", type=Path, metavar="FILE", help="write all measurements to a file")

@@ -542,7 +542,7 @@ class Communicator(Persistent, OthersNames):
         dtypes: Sequence[Any] = ("float32",),
         ops: Sequence[Any] = ("sum",),
     ) -> None:
-        """Load the kernels that later calls need, so that these calls load none.
+        """Load the kernels that later calls need, so that later calls load no kernels.
 
         Afterwards, such calls of any size and alignment neither compile nor load a
         kernel. There are two exceptions: calls that name an ``algorithm``, and a
@@ -705,7 +705,7 @@ class Communicator(Persistent, OthersNames):
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
-        """Reduce ``x`` over ranks 0 to r, on each rank r.
+        """Give each rank r the reduction of ``x`` over ranks 0 to r.
 
         Collective: every rank passes an array of equal count and dtype, and the same
         ``op``. Asynchronous.
@@ -737,7 +737,7 @@ class Communicator(Persistent, OthersNames):
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
-        """Reduce ``x`` over ranks 0 to r - 1, on each rank r.
+        """Give each rank r the reduction of ``x`` over ranks 0 to r - 1.
 
         The arguments and errors are those of :meth:`scan`.
 
@@ -759,7 +759,7 @@ class Communicator(Persistent, OthersNames):
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
-        """Reduce ``x`` over ranks r to size - 1, on each rank r.
+        """Give each rank r the reduction of ``x`` over ranks r to size - 1.
 
         The arguments and errors are those of :meth:`scan`. The reduction is in rank
         order, too. (MPI has no such scan; there, a program needs a communicator with
@@ -816,7 +816,7 @@ class Communicator(Persistent, OthersNames):
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
-        """Give every rank the contents of ``x`` on rank ``root``.
+        """Copy ``x`` of rank ``root`` into ``x`` of every rank.
 
         Collective: every rank passes an array of equal count and dtype, and the same
         ``root``. Asynchronous.
@@ -1322,7 +1322,7 @@ class Communicator(Persistent, OthersNames):
         return messages.request(self._calls, given)
 
     def group(self) -> AbstractContextManager[None]:
-        """Start the calls within a ``with`` block together, at its end.
+        """Start the calls within a ``with`` block together, at the block's end.
 
         Until the end of the block, no call starts, and no result may be used. Messages,
         and the collectives that consist of messages, proceed side by side in one kernel
@@ -1436,7 +1436,7 @@ class Communicator(Persistent, OthersNames):
         equality.check_equal(self._calls, x, stream)
 
     def check(self) -> None:
-        """Raise if the communicator has failed or was closed. Local; never waits.
+        """Raise an error if the communicator failed or was closed. Local; never waits.
 
         Raises:
             CollectiveError: it has failed: CollectiveTimeout, CallMismatch, Aborted or
@@ -1446,7 +1446,7 @@ class Communicator(Persistent, OthersNames):
         self._calls.members.check()
 
     def synchronize(self, stream: Any = None) -> None:
-        """Wait for a stream, compare calls, then :meth:`check`. Not collective.
+        """Wait for a stream, compare ranks' calls, then :meth:`check`. Not collective.
 
         The ranks must have made the same calls, with equal arguments where a method
         requires that. ``synchronize`` compares this rank's calls with those that the
@@ -1573,7 +1573,7 @@ class Communicator(Persistent, OthersNames):
         return cast(Communicator, self._of(rebuilding.rebuilt(self._calls)))
 
     def close(self) -> None:
-        """Wait for this GPU's work, unmap all peers, and free unused memory.
+        """Wait for this GPU's work, unmap peers' memory, and free unused memory.
 
         Collective, and idempotent. Arrays from :meth:`empty` stay usable on their own
         rank. After a failure, the call is local, and never waits for a peer.

@@ -53,7 +53,7 @@ class Persistent:
         args: Sequence[Any] = NONE,
         row_sum: Any = None,
     ) -> Plan:
-        """Return a plan of :meth:`all_reduce`, which MPI calls a persistent operation.
+        """Return a plan of :meth:`all_reduce`. MPI calls plans persistent operations.
 
         The arguments and errors are those of :meth:`all_reduce`. To call the plan, with
         ``plan()`` or ``plan(stream=…)``, is collective. To make it is collective only

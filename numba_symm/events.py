@@ -236,7 +236,7 @@ class _Owned:
 
 
 class Stream:
-    """A stream of a GPU that does not wait for the legacy default stream.
+    """A non-blocking stream, which does not wait for the legacy default stream.
 
     Every object makes a new stream, and destroys the stream when the object ends. All
     calls of this library accept a ``Stream``, as does any library that supports
@@ -294,7 +294,7 @@ class Stream:
 
     @property
     def core(self) -> Any:
-        """The stream as cuda.core's object, or as the simulator's."""
+        """The stream as an object of cuda.core, or of the simulator."""
         if SIMULATED:
             from numba import cuda
 
@@ -323,7 +323,7 @@ class Stream:
             streams.synchronize(self.handle)
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record ``event``, or a new event, after the work so far, and return it."""
+        """Record ``event`` or a new event after the work so far; return the event."""
         if event is None:
             event = self._new_event()
         _checked_event(event, "record_event").record(self)

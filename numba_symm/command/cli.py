@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Start a Python program on several ranks of this node. Without "
         "GPUs, or with --simulate, kernels run in Numba's CUDA simulator. An error "
         "that several ranks raise is printed once.",
-        epilog="Other flags are mpirun's and end with `--`: "
+        epilog="Pass flags for mpirun before `--`: "
         "numba-symm run -n 4 --bind-to core -- program.py",
         allow_abbrev=False,
     )
@@ -106,8 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--survive",
         action="store_true",
-        help="let the other ranks continue after one has failed, for comm.rebuild() "
-        "(Open MPI 5: --with-ft ulfm)",
+        help="let the other ranks continue after one rank has failed, so that they "
+        "can call comm.rebuild(); needs Open MPI 5 (--with-ft ulfm)",
     )
     run.add_argument(
         "--as-mpi4py",
@@ -124,11 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     shown = commands.add_parser(
         "info",
         help="show versions, GPUs, MPI, settings and the cache, for bug reports",
-        description="Show what a bug report needs: the versions of the system, "
-        "the packages and MPI, the GPUs with their peer access, the backend, the "
-        "environment variables of this library, of MPI and of launchers, with the "
-        "errors in them, the measured limits, and the cache of kernels. On ranks of "
-        "a launcher, rank 0 also shows the islands: mpirun -n 4 numba-symm info",
+        description="Show what a bug report needs: the versions of the system, the "
+        "packages and MPI, the GPUs with their peer access, and the backend. Also show "
+        "the environment variables of numba_symm, MPI and launchers, errors in these, "
+        "the measured limits, and the cache of kernels. If a launcher starts the "
+        "command, rank 0 also shows the islands: mpirun -n 4 numba-symm info",
         allow_abbrev=False,
     )
     shown.add_argument("--json", action="store_true", help="print one object of JSON")
@@ -144,10 +144,10 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser(
         "tune",
         help="measure which algorithms are the fastest on this node, and use these",
-        description="Measure the sizes from which on each algorithm is the fastest on "
-        "this node. It takes a few minutes, with nothing else on the GPUs. "
-        "Communicators of as many ranks use these limits from then on, until the GPUs "
-        "or the library's version change.",
+        description="Measure for which message sizes each algorithm is the fastest on "
+        "this node. The command takes a few minutes, and nothing else may use the "
+        "GPUs. Later communicators of the same number of ranks use these limits, "
+        "until the GPUs or the library's version change.",
         allow_abbrev=False,
     )
     tune.add_argument(
@@ -179,11 +179,12 @@ def _add_doctor(commands: Any) -> None:
         "doctor",
         help="check this machine, and print remedies",
         description="Check MPI, the packages, the GPUs, the limits, the folders and "
-        "the variables of this node. Then start a rank for each GPU, or two in the "
-        "simulator. The ranks store to each other's memory, check what arrives, and "
-        "measure every pair. On ranks of a launcher, check and compare their nodes "
-        "instead: mpirun -n 16 numba-symm doctor. The exit code is 0 if the machine "
-        "fits, otherwise 1. The command changes nothing.",
+        "the variables of this node. Then start a rank for each GPU, or two ranks in "
+        "the simulator. The ranks store into each other's memory, check the stored "
+        "data, and measure every pair of ranks. If a launcher starts the command, "
+        "check and compare the nodes of its ranks instead: mpirun -n 16 numba-symm "
+        "doctor. The exit code is 1 if a finding is `wrong`, otherwise 0. The command "
+        "changes nothing.",
         allow_abbrev=False,
     )
     doctor.add_argument(
@@ -206,10 +207,10 @@ def _add_status(commands: Any) -> None:
     status = commands.add_parser(
         "status",
         help="show what the ranks of running jobs do, without stopping them",
-        description="Show for each communicator and rank the last call and the time "
-        "since then, which ranks are behind, and failures. It "
-        "reads the memory of running jobs of the same user on this node, and does not "
-        "stop them.",
+        description="For each communicator and rank, show the last call and the time "
+        "since this call. Also show failures, and the ranks that have made fewer calls "
+        "than others. The command reads the memory of your running jobs on this node, "
+        "and does not stop them.",
         allow_abbrev=False,
     )
     status.add_argument(
@@ -231,7 +232,7 @@ def _add_status(commands: Any) -> None:
     status.add_argument(
         "--abort",
         action="store_true",
-        help="end the communicators of the job, on all ranks: their next calls raise",
+        help="end the job's communicators on all ranks; later calls raise errors",
     )
     status.add_argument(
         "--reason", metavar="TEXT", help="with --abort, a text for the errors"

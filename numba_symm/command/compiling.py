@@ -92,8 +92,8 @@ def parser() -> argparse.ArgumentParser:
         prog="numba-symm compile",
         usage="numba-symm compile [CALL ...] [options]",
         description="Compile kernels into the disk cache, so that programs need not "
-        "compile them. Run this when a container is built, on a login node or before a "
-        "job. Kernels that are in the cache are not compiled again.",
+        "compile them. Run this when you build a container, on a login node or before "
+        "a job. Kernels that are in the cache are not compiled again.",
         epilog="numba-symm compile all_reduce all_gather --ranks 4 8 --cc 9.0",
         allow_abbrev=False,
     )
@@ -120,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
         several = {"nargs": "+", "action": "extend", "metavar": metavar}
         add(option, type=_one(parse), help=text, **several)
     add("--jobs", metavar="N", type=_positive, default=cores, help="default: all cores")
-    words = "compile nothing; print how many kernels there are, and the time they need"
+    words = "compile nothing; print the number of kernels, and how long they take"
     add("--dry-run", action="store_true", help=words)
     return made
 

@@ -380,11 +380,12 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     made = argparse.ArgumentParser(
         prog="numba-symm soak",
-        description="Make random calls of all operations on four communicators side by "
-        "side, make and close communicators, and let ranks fail: they are killed and "
-        "stopped, raise, are interrupted, abort, and run out of memory, of descriptors "
-        "and of shared memory. Check each result, each deadline, and the state after "
-        "each failure. The exit code is 0 if no promise was broken, else 1.",
+        description="Make random calls of all operations on four communicators at the "
+        "same time, and make and close communicators. Meanwhile, let ranks fail: kill, "
+        "stop and interrupt ranks, let them raise or abort, and let them run out of "
+        "memory, descriptors and shared memory. Check each result, each deadline, and "
+        "the state after each failure. The exit code is 0 if all checks pass, "
+        "otherwise 1.",
         epilog="NUMBA_SYMM_TIMEOUT sets the deadline of calls, by default 5 s in the "
         "simulator and 20 s on GPUs.",
         allow_abbrev=False,
@@ -401,7 +402,7 @@ def parser() -> argparse.ArgumentParser:
         "--simulate", action="store_true", help="use the simulator instead of GPUs"
     )
     length = made.add_mutually_exclusive_group()
-    seconds = "how long it begins new rounds of calls (default 60)"
+    seconds = "time after which no new round of calls begins (default 60)"
     length.add_argument("--seconds", help=seconds, **number)
     length.add_argument("--calls", help="how many calls, instead of seconds", **number)
     cycles = "how many communicators to make and close meanwhile (default 20)"

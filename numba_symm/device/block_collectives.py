@@ -105,7 +105,7 @@ def reduce_scatter(
 
 
 def all_gather(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
-    """Collect the arrays of the blocks of the same index on all ranks, by rank.
+    """Collect the arrays of the blocks of the same index, in rank order.
 
     Everything but the arrays is as for :func:`all_reduce`.
 
@@ -170,7 +170,7 @@ def broadcast(ws: Any, x: Any, root: int, items: bool = False) -> bool:
 
 
 def all_to_all(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
-    """Send a shard to the block of each rank, and receive one from each.
+    """Send a shard to each rank's block of the same index; receive one from each.
 
     Everything but the arrays is as for :func:`all_reduce`.
 

@@ -10,7 +10,7 @@ from numba_symm.errors import ArgumentError
 
 
 def array_at(address: int, shape: Any, dtype: Any) -> Any:
-    """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
+    """Return a C-contiguous array of ``shape`` and ``dtype`` at ``address``."""
     if not isinstance(shape, int | np.integer | tuple):
         raise ArgumentError(
             f"expected shape to be an int or a tuple of ints, got {shape!r}"

@@ -28,7 +28,7 @@ GPUs, 64 KiB by LL packets: 128 us instead of 4).
 
 
 class Guard(NamedTuple):
-    """The timeout of a kernel's waits, and the status board for its failures.
+    """The timeout of a kernel's waits, and where the kernel reports failures.
 
     Attributes:
         board: the address of the status board, one 8-byte record for each rank.

@@ -370,7 +370,7 @@ def nbytes_of(typingctx: Any, shape: Any, dtype: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
-    """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
+    """Return a C-contiguous array of ``shape`` and ``dtype`` at ``address``."""
     lengths = _lengths(shape, dtype)
     ndim = len(lengths)
     array = types.Array(dtype.dtype, ndim, "C")

@@ -130,7 +130,7 @@ class SymmetricMemoryAllocator:
         return block
 
     def memory_of(self, block: Block) -> Memory:
-        """Return the memory of a new allocation, which is freed after it was dropped.
+        """Return the memory of a new allocation; it may be freed after you drop it.
 
         It is freed when the library next allocates memory, or closes a communicator.
         """

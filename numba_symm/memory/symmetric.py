@@ -302,7 +302,7 @@ class SymmetricMemory:
         self._launch("barrier", pads.barrier_kernel, stream, channel)
 
     def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a wait until this rank's slot at ``dst`` is empty, and a signal.
+        """Enqueue a wait until this rank's slot at ``dst`` is empty, then a signal.
 
         What this rank's stream wrote before the signal is visible to ``dst`` after
         ``dst`` has waited for the signal. Channels, streams and errors are those of

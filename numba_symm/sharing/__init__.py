@@ -215,7 +215,7 @@ def collect() -> bool:
 
 @dataclass(frozen=True)
 class Stats:
-    """What this process shares and has open, in numbers.
+    """Counts of what this process shares and has open.
 
     Attributes:
         limbo: shared arrays that this process has dropped, but which still have
@@ -234,7 +234,7 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Return what this process shared and had open at the last collect, in numbers."""
+    """Return how much this process shared and had open at the last collect."""
     return producer.guard.do(_stats)
 
 

@@ -146,7 +146,7 @@ class SharedHandle:
         return SharedHandle.from_bytes, (self.to_bytes(),)
 
     def cancel(self) -> int:
-        """Give back the references of opens that are still expected; return how many.
+        """Give back all references that no ``open_shared`` has taken; return how many.
 
         All handles of this sharing have these references in common. A later
         ``open_shared`` adds a reference if others remain, and otherwise raises an

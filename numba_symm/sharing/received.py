@@ -22,7 +22,7 @@ from numba_symm.sharing.sent import SentData, producer
 
 
 class ReceivedData:
-    """A shared array that this process has opened, and has not dropped or closed.
+    """A shared array that this process has opened.
 
     Args:
         handle: a handle of the producer's :func:`~numba_symm.sharing.share`.
@@ -60,7 +60,7 @@ class ReceivedData:
         self._memory.address, self._memory.nbytes, self._memory.owner = opened
 
     def array(self) -> Any:
-        """Return the array, whose method ``close`` is that of this object.
+        """Return the array. Its method ``close`` closes this object.
 
         Raises:
             ArgumentError: Numba has no arrays of this layout.
