@@ -115,11 +115,12 @@ class Communicator(Persistent, OthersNames):
     ``sendrecv``, ``isend``, ``irecv``, ``group``), the properties, and methods that are
     described as local or not collective. Every rank makes the collective calls in the
     same order. Each method's text lists the arguments that must be equal on all ranks;
-    ``algorithm`` always must be.
+    ``algorithm`` must always be equal.
 
     Only one thread at a time may be in a call; a call of a second thread raises an
-    error. The CUDA context of the construction must be current in every call: after
-    ``cuda.select_device`` of another GPU, select this GPU again first.
+    error. The CUDA context in which the communicator was constructed must be current in
+    every call. If the thread has selected another GPU, select this GPU again before the
+    call.
 
     The communicator is a context manager. If a rank leaves the ``with`` block with an
     exception, the communicator is closed on this rank only, and calls of the other
@@ -133,11 +134,12 @@ class Communicator(Persistent, OthersNames):
             object with ``rank``, ``size``, ``allgather`` and ``barrier``. For
             :meth:`split`, the object also needs a method ``split(color, key)``.
         device: the ordinal of this rank's GPU. None: the device of the current CUDA
-            context; without one, the GPU of this rank's number on its node.
+            context. If no context is current: GPU r, where r is this rank's index on
+            its node.
         timeout: seconds that a kernel waits for a peer, equal on all ranks; 0:
             indefinitely. None: ``NUMBA_SYMM_TIMEOUT``, else 300.
-        stream: the stream of calls without ``stream`` whose arrays name no stream.
-            None: the legacy default stream.
+        stream: the stream of calls that pass no ``stream`` and whose arrays name no
+            stream. None: the legacy default stream.
         debug: whether to compare the arguments of every collective call between the
             ranks before the call starts. If they differ, every rank raises an error.
             This is slow, because the hosts wait for all ranks, as in set-up calls.
@@ -146,22 +148,22 @@ class Communicator(Persistent, OthersNames):
         multiprocessors: the maximum number of multiprocessors that this communicator's
             kernels on one rank occupy at any time, at least 1, equal on all ranks.
             Messages, and the collectives that consist of messages, occupy at least one
-            for each four other ranks. None: ``NUMBA_SYMM_MULTIPROCESSORS``, else one
-            less than a quarter of the GPU's multiprocessors, divided by the number of
-            this communicator's ranks that share the GPU. So the kernels of four
-            communicators leave some multiprocessors to other kernels.
+            multiprocessor for each four other ranks. None:
+            ``NUMBA_SYMM_MULTIPROCESSORS``, else one less than a quarter of the GPU's
+            multiprocessors, divided by the number of this communicator's ranks that
+            share the GPU. So the kernels of four communicators leave some
+            multiprocessors to other kernels.
         requests: whether :meth:`isend` and :meth:`irecv` may be called, equal on all
-            ranks. If so, requests have their own memory, and up to two of the
-            multiprocessors for each other rank. All other calls use the remaining
-            multiprocessors.
+            ranks. If True, requests get their own memory and, for each other rank, up
+            to two multiprocessors of the limit. All other calls use the rest.
 
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
         device: this rank's GPU (name, UUID, ordinal …).
         backend: the backend: ``"vmm"``, ``"ipc"`` or ``"host"``.
-        refused_backends: for the name of each backend that was tried before, the reason
-            why it was rejected.
+        refused_backends: a dict with the names of backends that were tried before, and
+            the reason why each was rejected.
         peer_access: which of the GPUs of this node's ranks can access which; None where
             it is unknown.
         islands: the ranks of each island. There is one island, unless the ranks are on
@@ -253,10 +255,10 @@ class Communicator(Persistent, OthersNames):
 
         Returns:
             A C-contiguous device array, by default Numba's, whose memory every rank has
-            mapped. Drop it when you no longer need it. When every rank has dropped its
-            array, the memory is freed at a later allocation, or at ``close``. An array
-            that is dropped after ``close`` is freed at a later allocation, or
-            ``close``, of any communicator.
+            mapped. Drop the array when you no longer need it. When every rank has
+            dropped its array, the memory is freed at a later allocation, or at
+            ``close``. An array that is dropped after ``close`` is freed at a later
+            allocation, or ``close``, of any communicator.
 
         Raises:
             ArgumentError: shape or dtype are wrong, or differ between ranks.
@@ -313,15 +315,14 @@ class Communicator(Persistent, OthersNames):
         ``ctx`` is an argument of kernels, for :func:`numba_symm.device.all_reduce` and
         the other collectives there. Only one kernel at a time may use the workspace,
         with the same grid on every rank; later kernels on the stream may use it again.
-        The ranks must be of one island. On each rank, the memory of a block is 4 *
-        ``bytes``, rounded up, for each other rank, 128 bytes, and 4 bytes for each
-        thread.
+        The ranks must be of one island. On each rank, a block needs 4 * ``bytes``,
+        rounded up, for each other rank, 4 bytes for each thread, and another 128 bytes.
 
         Args:
             blocks: the maximum number of blocks of a kernel.
             threads: the maximum number of threads of a block, up to 1024.
             bytes: the maximum number of bytes that a block sends to each rank in a
-                call. A kernel with fewer threads may send proportionally fewer.
+                call. A kernel with fewer threads may send proportionally fewer bytes.
 
         Raises:
             ArgumentError: a number is wrong, or differs between ranks.
@@ -349,14 +350,14 @@ class Communicator(Persistent, OthersNames):
         ``capacity`` tokens for each rank, and for their metadata.
 
         Args:
-            experts: the number of experts of all ranks, a multiple of the number of
-                ranks.
+            experts: the total number of experts of all ranks, a multiple of the number
+                of ranks.
             top_k: the number of experts that a token chooses.
             hidden: the number of elements of a token, whose size is a multiple of 16
                 bytes.
             tokens: the maximum number of tokens that a rank passes to a dispatch, up to
-                32767. Up to 128, calls have a form that waits for the other ranks only
-                once.
+                32767. If ``tokens`` is at most 128, each call waits for the other ranks
+                only once.
             capacity: the maximum number of tokens that a rank sends to any one rank,
                 itself included, in a dispatch. A dispatch with more fails. None:
                 ``tokens``, which always suffices.
@@ -379,12 +380,12 @@ class Communicator(Persistent, OthersNames):
         Collective, as MPI's Comm_split. It fails on all ranks of this communicator or
         on none, whatever their colors. The new communicator has the same GPU, timeout,
         stream, debug mode and limit of multiprocessors. It has its own workspace,
-        status board and failures, and either may be closed first.
+        status board and failures. Either communicator may be closed first.
 
-        Communicators may have common ranks, and their calls may run side by side on
-        different streams, if their ``multiprocessors`` suffice. If two ranks share
-        several communicators, both make the set-up calls of these, ``close`` included,
-        in the same order.
+        Calls of communicators with common ranks may run simultaneously on different
+        streams, if the GPUs have enough multiprocessors for all of them. If two ranks
+        share several communicators, both must make the set-up calls of these
+        communicators, including ``close``, in the same order.
 
         Args:
             color: the number of this rank's new communicator, from 0 to 2**31 - 1.
@@ -417,7 +418,7 @@ class Communicator(Persistent, OthersNames):
         """Return a new communicator of the same ranks, in the same order.
 
         Collective. The new communicator has the properties that :meth:`split` lists.
-        The object that this one was made from needs no method ``split``.
+        The object from which this communicator was made needs no method ``split``.
 
         Raises:
             CollectiveError, ClosedError: this communicator has failed or was closed.
@@ -433,8 +434,8 @@ class Communicator(Persistent, OthersNames):
     def barrier(self, stream: Any = None) -> None:
         """Enqueue a barrier of all ranks. The host does not wait.
 
-        What any rank's stream wrote before its barrier is visible to every rank's
-        stream after that rank's barrier.
+        What each rank's stream wrote before the barrier is visible to every rank's
+        stream after the barrier.
         """
         self._calls.barrier(stream)
 
@@ -466,10 +467,11 @@ class Communicator(Persistent, OthersNames):
             op: one of
 
                 - ``"sum"``, ``"prod"``, ``"min"``, ``"max"``: the result is NaN if any
-                  rank has NaN. 0.0 and -0.0 are equal; "min" and "max" return that of
-                  the later rank. "min" and "max" do not accept complex numbers.
-                - ``"avg"``: the sum, divided by the number of ranks before it is
-                  rounded. Integers are rounded towards zero, and only sums of 64-bit
+                  rank has NaN. 0.0 and -0.0 are equal; of the two, "min" and "max"
+                  return the value of the later rank. "min" and "max" do not accept
+                  complex numbers.
+                - ``"avg"``: the sum, divided by the number of ranks before the result
+                  is rounded. Integers are rounded towards zero, and only sums of 64-bit
                   integers wrap around before the division. Not for bool.
                 - ``"band"``, ``"bor"``, ``"bxor"``: bit by bit, for bool and integers.
                 - ``"land"``, ``"lor"``, ``"lxor"``: 0 or 1 in x's type; NaN is true.
@@ -484,12 +486,12 @@ class Communicator(Persistent, OthersNames):
                   type. The function is applied in rank order, so it need not be
                   commutative or associative. Each function object is compiled once in
                   each process and kept, so define it outside of loops.
-            out: the output, of equal size, dtype and order (C or Fortran); ``x`` itself
+            out: the output, of x's size, dtype and order (C or Fortran); ``x`` itself
                 for a call in place. None: a new array of ordinary device memory. With
-                ``epilogue``, its dtype may differ. It may also be a pair: such an
-                output, and an array for the function's second result. The second array
-                must be contiguous, of equal size and any of these dtypes, and must not
-                overlap x or the output.
+                ``epilogue``, the output's dtype may differ, and ``out`` may be a pair:
+                the output, and an array for the epilogue's second result. The second
+                array must be contiguous, of equal size and any of these dtypes, and
+                must not overlap x or the output.
             stream: a stream of Numba, cuda.core, CuPy or torch, or a handle. None: the
                 stream that the array names (torch's or CuPy's current one for their
                 arrays), else ``comm.stream``.
@@ -507,10 +509,10 @@ class Communicator(Persistent, OthersNames):
                 dtypes accumulate. The result is cast to the type in which ``out``
                 accumulates, and rounded to that of ``out``.
             args: at most 8 device arrays in C order, and numbers, for ``epilogue`` and
-                ``row_sum``. An array has the output's shape, or only its last axis, or
-                its shape with a last axis of length 1, or one element. It may be an
-                output itself. Python's floats become float32, or float64 if x
-                accumulates in float64.
+                ``row_sum``. The shape of an array is the output's shape, the output's
+                last axis alone, or the output's shape with a last axis of length 1; or
+                the array has one element. An array may be an output itself. Python's
+                floats become float32, or float64 if x accumulates in float64.
             row_sum: a function like ``epilogue``, of the reduced element and the
                 entries of ``args``. Its results are added over each row, that is along
                 the output's last axis, in a fixed order. x must be of floats.
@@ -520,7 +522,7 @@ class Communicator(Persistent, OthersNames):
 
         Raises:
             ArgumentError: an array or a name is wrong; in debug mode, calls differ.
-            ExchangeError: in debug mode, the ranks are in different methods.
+            ExchangeError: in debug mode, the ranks call different methods.
             CollectiveError: an earlier call of the communicator has failed.
             ClosedError: the communicator was closed.
         """
@@ -549,9 +551,9 @@ class Communicator(Persistent, OthersNames):
         :meth:`group` with several messages from a rank to the same rank.
 
         Not collective, but every rank should call it. Otherwise peers wait, in the
-        first call, for a rank that still loads. The ranks of a node share the
-        compiling. Prepare before other calls, because loading may wait until the GPU is
-        idle.
+        first call, for a rank that is still loading. The ranks of a node share the
+        compilation. Call ``prepare`` before other calls, because loading may wait until
+        the GPU is idle.
 
         Args:
             *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``;
@@ -565,7 +567,8 @@ class Communicator(Persistent, OthersNames):
 
         Raises:
             ArgumentError: a name, dtype or operator is unknown, or none of the calls
-                accepts it; a request without ``requests=True`` in the constructor.
+                accepts it; or a request is named, but the constructor did not get
+                ``requests=True``.
             CollectiveError, ClosedError: as :meth:`check`.
         """
         self.check()
@@ -922,7 +925,8 @@ class Communicator(Persistent, OthersNames):
             counts: on the root, the number of elements of each rank's x. Ignored on
                 other ranks.
             displs: on the root, the index in ``out`` at which each rank's elements
-                begin; None: directly after the previous rank's. Ignored on other ranks.
+                begin; None: directly after the previous rank's elements. Ignored on
+                other ranks.
             root: the rank that gets all arrays.
             out: on the root, the output; None: a new array of one axis. Ignored on
                 other ranks.
@@ -992,7 +996,8 @@ class Communicator(Persistent, OthersNames):
             counts: on the root, the number of elements for each rank. Ignored on other
                 ranks.
             displs: on the root, the index in ``x`` at which each rank's elements begin;
-                None: directly after the previous rank's. Ignored on other ranks.
+                None: directly after the previous rank's elements. Ignored on other
+                ranks.
             root: the rank that has x.
             out: the output, an array of this rank's number of elements; required on all
                 ranks but the root. None on the root: a new array of one axis.
@@ -1037,8 +1042,8 @@ class Communicator(Persistent, OthersNames):
                 array of int64, one for each rank. The kernel reads ``counts[rank]``,
                 and stores the other ranks' counts in the other elements.
             displs: the index in ``out`` at which each rank's elements begin; None:
-                directly after the previous rank's, or with ``capacity`` at its
-                multiples.
+                directly after the previous rank's elements or, with ``capacity``, at
+                multiples of ``capacity``.
             capacity: the maximum number of elements of any rank; None: the counts are
                 on the host.
             out: the output; None: a new array of one axis. In place: x is this rank's
@@ -1086,11 +1091,11 @@ class Communicator(Persistent, OthersNames):
             recv_counts: the number of elements from each rank. With ``capacity``, a
                 device array of int64, in which the kernel stores these numbers.
             send_displs: the index in ``x`` at which the elements for each rank begin;
-                None: directly after the previous rank's. With ``capacity``, a device
-                array of int64, or None.
+                None: directly after the previous rank's elements. With ``capacity``, a
+                device array of int64, or None.
             recv_displs: the index in ``out`` at which the elements from each rank
-                begin; None: directly after the previous rank's, or with ``capacity`` at
-                its multiples.
+                begin; None: directly after the previous rank's elements or, with
+                ``capacity``, at multiples of ``capacity``.
             capacity: the maximum number of elements that any rank sends to another one;
                 None: the counts are on the host.
             out: the output, which must not overlap x. Without ``capacity``, it may be x
@@ -1124,10 +1129,11 @@ class Communicator(Persistent, OthersNames):
         names s as a destination. Asynchronous.
 
         Args:
-            x: a device array in C order; those of neighbours have equal size and dtype.
+            x: a device array in C order, of the same size and dtype as the x of each
+                neighbour.
             sources: ranks to receive from. The list may contain a rank, this one
-                included, several times; its messages match in order. None or
-                MPI.PROC_NULL: no rank; that part of out keeps its contents.
+                included, several times; its messages then match in order. None or
+                MPI.PROC_NULL: no rank; this source's part of out keeps its contents.
             destinations: ranks to send to; None: the sources.
             out: the output, an array of shape ``(len(sources), *x.shape)``, which does
                 not overlap x. None: a new array of ordinary device memory.
@@ -1226,10 +1232,10 @@ class Communicator(Persistent, OthersNames):
             src: the rank to receive from; this rank only within a group that also
                 sends the message. None or MPI.PROC_NULL: no rank; ``out`` keeps its
                 contents.
-            count: a device array of one int64, apart from out. The message may then be
-                shorter than out, and the call stores the number of received elements in
-                this array, 0 if ``src`` is None or MPI.PROC_NULL. None: the message has
-                the size of out.
+            count: a device array of one int64, which does not overlap out. The message
+                may then be shorter than out, and the call stores the number of received
+                elements in this array, 0 if ``src`` is None or MPI.PROC_NULL. None: the
+                message has the size of out.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -1262,9 +1268,9 @@ class Communicator(Persistent, OthersNames):
             dst: the rank to send to. It may be this rank if ``src`` is this rank, too,
                 or within a group. None or MPI.PROC_NULL: no rank.
             out: as for :meth:`recv`; does not overlap x.
-            src: the rank to receive from; it may be this rank as ``dst`` may. None or
-                MPI.PROC_NULL: no rank; ``out`` keeps its contents.
-            count: as for :meth:`recv`, apart from x and out.
+            src: the rank to receive from; it may be this rank under the same conditions
+                as ``dst``. None or MPI.PROC_NULL: no rank; ``out`` keeps its contents.
+            count: as for :meth:`recv`; does not overlap x or out.
             stream: as for :meth:`all_reduce`; None: as for ``x``.
 
         Returns:
@@ -1305,7 +1311,7 @@ class Communicator(Persistent, OthersNames):
     ) -> Request:
         """Start to receive into ``out`` from rank ``src``, which calls :meth:`isend`.
 
-        Like that of :meth:`isend`, the message runs beside all other calls.
+        As with :meth:`isend`, no later call waits for the message.
 
         Args:
             out: as for :meth:`recv`. Do not use it before the request is done.
@@ -1425,8 +1431,8 @@ class Communicator(Persistent, OthersNames):
 
         Raises:
             ArraysDiffer: on all ranks. The text names the ranks whose arrays differ
-                from those of most ranks, the first index that differs, and what each
-                rank has there.
+                from those of most ranks, the first index that differs, and each rank's
+                element there.
             ArgumentError: on all ranks: shapes or dtypes differ, an array or a stream
                 is wrong, or a group is open.
             CollectiveError, ClosedError: the communicator has failed or was closed.
@@ -1496,7 +1502,7 @@ class Communicator(Persistent, OthersNames):
         """Write the record of calls as a Chrome trace. Local.
 
         For each rank of this rank's island, the file contains the last 1024 collective
-        calls, and the last 1024 other ones, such as messages. A slice of the trace
+        calls, and the last 1024 other calls, such as messages. A slice of the trace
         lasts from a call to the rank's next call.
 
         Args:
@@ -1562,9 +1568,11 @@ class Communicator(Persistent, OthersNames):
             The communicator, which all its ranks must close.
 
         Raises:
-            ArgumentError: this communicator has not failed, was split from one with
-                more ranks, or was not made from mpi4py's.
-            ClosedError: it was closed without a failure, or was rebuilt before.
+            ArgumentError: this communicator has not failed, was split from a
+                communicator with more ranks, or was not made from an mpi4py
+                communicator.
+            ClosedError: this communicator was closed without a failure, or was rebuilt
+                before.
             ExchangeError: a process has ended, and MPI cannot continue.
             DeviceError, BackendError: the new communicator cannot be made.
         """
