@@ -85,7 +85,7 @@ class Meeting(Protocol):
 
 
 class StoreExchange:
-    """All-gathers of small values and barriers, in the same order on every rank.
+    """All-gathers of small values, and barriers, in the same order on every rank.
 
     Every message has a digest of its store and step. If the ranks are at different
     steps, they exchange the names of both, and raise an error that names each rank's
@@ -102,8 +102,8 @@ class StoreExchange:
         prefix: the store's name, the same on all ranks.
         timeout: seconds that a step waits for other ranks; 0: indefinitely. None:
             ``NUMBA_SYMM_SETUP_TIMEOUT``, else indefinitely.
-        names: by rank, its number in texts, where a larger communicator has these
-            ranks; None: the same.
+        names: for each rank, its number in error texts, if the ranks belong to a larger
+            communicator; None: the rank itself.
 
     Attributes:
         timeout: the seconds.

@@ -51,14 +51,14 @@ def barrier(ctx: Any, channel: int, team: Any = None) -> bool:
     """Wait until the same block of every rank has called this on ``channel``.
 
     Every thread of one block of every rank calls it. What any thread of these blocks
-    wrote before the barrier is visible to all these threads after the barrier. It takes
-    about two stores to each rank, and the time until these arrive.
+    wrote before the barrier is visible to all these threads after the barrier. A
+    barrier costs about two stores to each rank, and the time until these stores arrive.
 
     Args:
         ctx: the memory's context.
         channel: 0 to 127; between two ranks, only one block may use a channel at a
             time. GPUs check the channel only in debug mode.
-        team: a :class:`Team`, whose ranks alone call it; None: all ranks.
+        team: a :class:`Team`; only its ranks call the barrier. None: all ranks.
 
     Returns:
         False, in all threads of the block, if the deadline has passed or a rank has
@@ -119,9 +119,9 @@ def barrier_wait(ctx: Any, channel: int, arrived: bool, team: Any = None) -> boo
 
     Args:
         ctx: the memory's context.
-        channel: that of the arrival.
+        channel: the channel of the arrival.
         arrived: what the arrival returned in this thread.
-        team: that of the arrival.
+        team: the team of the arrival.
 
     Returns:
         As :func:`barrier`.
@@ -167,19 +167,19 @@ def grid_barrier(ctx: Any, channel: int, team: Any = None) -> bool:
 
     Every thread of every rank's grid calls it. Grids of different ranks may have
     different sizes. What any thread of these grids wrote before the barrier is visible
-    to all these threads after the barrier. It takes an atomic operation of each block
-    in its GPU's own memory, and one signal to each rank. The first block also stores a
-    word that the other blocks of its rank poll.
+    to all these threads after the barrier. The barrier costs an atomic operation of
+    each block, in the memory of the block's GPU, and one signal to each rank. The first
+    block also stores a word that the other blocks of its rank poll.
 
-    All blocks must fit on the GPU at the same time, with those of ranks that share the
-    GPU. Otherwise the first blocks wait until the deadline for blocks that cannot
-    start. ``comm.launch_limit`` returns how many blocks may wait.
+    All blocks must fit on the GPU at the same time, together with the blocks of other
+    ranks that share the GPU. Otherwise the first blocks wait until the deadline for
+    blocks that cannot start. ``comm.launch_limit`` returns how many blocks may wait.
 
     Args:
         ctx: the memory's context.
         channel: 0 to 127; no other block or kernel may use the channel at the same
             time. GPUs check the channel only in debug mode.
-        team: a :class:`Team`, whose ranks alone call it; None: all ranks.
+        team: a :class:`Team`; only its ranks call the barrier. None: all ranks.
 
     Returns:
         False, in all threads of a block, if the deadline has passed or a rank has
@@ -257,9 +257,9 @@ def grid_barrier_wait(ctx: Any, channel: int, token: int, team: Any = None) -> b
 
     Args:
         ctx: the memory's context.
-        channel: that of the arrival.
+        channel: the channel of the arrival.
         token: what the arrival returned in this thread.
-        team: that of the arrival.
+        team: the team of the arrival.
 
     Returns:
         As :func:`grid_barrier`.

@@ -48,8 +48,8 @@ class WorkspaceContext(_WorkspaceFields):
     Attributes:
         rank: this rank.
         size: the number of ranks.
-        ring: the workspaces' addresses, from that of the next rank on; this rank's own
-            is the last one.
+        ring: the addresses of all ranks' workspaces, beginning with the next rank's and
+            ending with this rank's.
         guard: the timeout, and the address to which a kernel reports a failure.
         blocks: the maximum number of blocks of a kernel.
         threads: the maximum number of threads of a block, a multiple of 32.

@@ -86,8 +86,8 @@ def signal_add(ctx: Any, dst: int, channel: int, value: int) -> None:
 
     Any thread may call it, also several threads simultaneously. Earlier writes of this
     thread, and of threads with which it has synchronized, are visible to a thread that
-    waits for the value (release). The call waits for no peer. It takes as long as a
-    :func:`put_signal` that finds its slot empty, and needs atomic operations over the
+    waits for the value (release). The call waits for no peer. The call takes as long as
+    a :func:`put_signal` that finds its slot empty, and needs atomic operations over the
     link between the GPUs.
 
     Args:
@@ -215,8 +215,7 @@ def wait_until_at(
 
     Args:
         ctx: a context of the communicator, for the deadline.
-        array: an array of int32, uint32, int64 or uint64; the last one is compared as
-            int64.
+        array: an array of int32, uint32, int64 or uint64; uint64 is compared as int64.
         index: an int, or a tuple of ints. GPUs do not check it.
         comparison: ``EQ``, ``NE``, ``GT``, ``GE``, ``LT`` or ``LE``.
         value: the value to compare with.

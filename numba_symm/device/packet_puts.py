@@ -298,7 +298,7 @@ def get_packets(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) -> bo
         target: an array of one or two dimensions, in memory of any kind. The number and
             size of its elements are those of the sender's array.
         mailbox: the mailbox in this rank's memory, as for :func:`put_packets`.
-        epoch: that of the sender.
+        epoch: the epoch that the sender passed.
 
     Returns:
         False if the deadline has passed, a rank has failed, or the sender has

@@ -117,9 +117,9 @@ def _failing_once(key: Any) -> Iterator[None]:
 def device_function(function: F) -> F:
     """Decorate a function so that kernels can call it; GPU code inlines it.
 
-    The function must not return new arrays, only those that were passed to it. Decorate
-    a function that returns a new array with ``@cuda.jit(device=True, inline="always")``
-    instead.
+    The function must not return new arrays, only arrays that were passed to it.
+    Decorate a function that returns a new array with ``@cuda.jit(device=True,
+    inline="always")`` instead.
     """
     # LLVM inlines it wherever it is called. Numba could, too, but would type and lower
     # it again for every call in every kernel.

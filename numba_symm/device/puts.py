@@ -284,8 +284,8 @@ def get(ctx: Any, target: Any, source: Any) -> None:
     Args:
         ctx: the memory's context.
         target: an array of one or two dimensions, in memory of any kind.
-        source: an array of the same shape and dtype in a peer's memory. The other
-            conditions of both are those of :func:`put`.
+        source: an array of the same shape and dtype in a peer's memory. Otherwise, the
+            conditions of :func:`put` apply to both arrays.
 
     Example:
         >>> @cuda.jit

@@ -187,13 +187,15 @@ def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
     """Return rank ``rank``'s buffer as a C-contiguous array.
 
     Numba's ``cuda.atomic`` is atomic only among the threads of one GPU. On a peer's
-    array, or on an array that a peer changes at the same time, it loses updates. Call
-    :func:`atomic_add` and the other atomic operations of this module instead.
+    array, or on an array that a peer changes at the same time, ``cuda.atomic`` loses
+    updates. Call :func:`atomic_add` and the other atomic operations of this module
+    instead.
 
     Args:
         ctx: the memory's context.
         rank: the rank of the buffer.
-        shape: an int or a tuple of ints. GPUs check only in debug mode that it fits.
+        shape: an int or a tuple of ints. GPUs check only in debug mode that the array
+            fits into the buffer.
         dtype: a NumPy scalar type, such as ``np.float32``, or of ``ml_dtypes``:
             ``bfloat16``, and the 8-bit floats ``float8_e4m3fn`` and ``float8_e5m2``. A
             loaded 8-bit float is a float32, and needs compute capability 8.9 on a GPU.

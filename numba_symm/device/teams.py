@@ -39,8 +39,8 @@ class Team(NamedTuple):
         """Return the team of ``ranks``, in that order.
 
         Raises:
-            ArgumentError: the list is empty, or contains a number twice or one that is
-                not a rank.
+            ArgumentError: the list is empty, contains a number twice, or contains a
+                number that is not a rank.
         """
         found = tuple(ranks)
         known = range(ctx.size)

@@ -285,8 +285,8 @@ class SymmetricMemory:
     def barrier(self, channel: int = 0, stream: Any = None) -> None:
         """Enqueue a barrier of all ranks on ``channel``. Every rank calls it.
 
-        What any rank's stream wrote before the barrier is visible to every rank's
-        stream after it.
+        What each rank's stream wrote before the barrier is visible to every rank's
+        stream after the barrier.
 
         Args:
             channel: 0 to 127; between two ranks, only one operation may use a channel

@@ -42,11 +42,12 @@ def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
     """Return a handle with which other processes open an array without a copy.
 
     The sharing begins with ``opens`` references. A call of :func:`open_shared` takes
-    one of them; closing or dropping the opened array gives it back. The memory stays
-    allocated while references remain, even if this process drops the array. Then the
-    next call of :func:`share` or :func:`collect` frees the memory, as does the library
-    when one of its allocations fails. When all references were given back or cancelled,
-    the sharing is over, and ``open_shared`` raises an error.
+    one of them; closing or dropping the opened array gives the reference back. When all
+    references were given back or cancelled, the sharing is over, and ``open_shared``
+    raises an error. The memory stays allocated while references remain, even if this
+    process drops the array. Afterwards, the next call of :func:`share` or
+    :func:`collect` frees the memory of a dropped array. The library also frees such
+    memory when one of its allocations fails.
 
     For an array that :func:`open_shared` returned, the call waits for ``stream``, and
     returns the original handle. In the simulator, the call **copies** arrays into
@@ -54,8 +55,8 @@ def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
     later writes to such an array.
 
     Args:
-        array: any device array, strided or not, of ``cudaMalloc``, of ``comm.empty``
-            or of an exportable pool. Consumers may write to it.
+        array: a device array, strided or not, in memory of ``cudaMalloc``, of
+            ``comm.empty`` or of an exportable pool. Consumers may write to the array.
         opens: how many times processes will open the array, at least 1. They may open
             it more often while references remain.
         stream: the stream that has written the array; consumers' streams wait for it.
@@ -182,8 +183,8 @@ def open_shared(handle: SharedHandle, stream: Any = None) -> Any:
         ArgumentError: ``handle`` is not a handle, or the stream is being captured.
         ClosedError: all references were given back, or the producer has ended.
         BackendError: the memory cannot be mapped here.
-        ExchangeError: the producer does not answer, or a process that is stopped keeps
-            the counters locked; the text names it.
+        ExchangeError: the producer does not answer, or a suspended process keeps the
+            counters locked; the text names this process.
 
     Source: ``rebuild_cuda_tensor`` of PyTorch's ``multiprocessing``.
     """
@@ -204,8 +205,8 @@ def collect() -> bool:
         Whether any memory was freed.
 
     Raises:
-        ExchangeError: a process that is stopped keeps counters locked; the text names
-            it. Memory with other counters is freed.
+        ExchangeError: a suspended process keeps counters locked; the text names this
+            process. Memory with other counters is freed.
 
     Source: ``CudaIPCCollect`` of PyTorch.
     """

@@ -25,9 +25,10 @@ _EXPORT_BYTES = {"ipc": 64, "pool": 64, "vmm": 0, "host": 0, "none": 0}
 class SharedHandle:
     """A small value that names a shared array. It can be pickled and copied.
 
-    :func:`numba_symm.sharing.share` returns it. Dropping or pickling a handle changes
-    no reference. Unpickling may execute any code. So if a process that you do not trust
-    can write to the file or queue, send the bytes of :meth:`to_bytes` instead.
+    :func:`numba_symm.sharing.share` returns it. Dropping or pickling a handle does not
+    change the number of references. Unpickling may execute any code. If a process that
+    you do not trust can write to the file or queue, therefore send the bytes of
+    :meth:`to_bytes` instead.
 
     Attributes:
         producer: the address at which the producer answers requests.
