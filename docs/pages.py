@@ -123,8 +123,8 @@ def conditions(_):
 
 
 _WHERE = {
-    Arrays.SYMMETRIC: "each of these arrays begins on a 16-byte boundary",
-    Arrays.AT_ONE_PLACE: "this array is at the same place on every rank",
+    Arrays.SYMMETRIC: "all addresses are multiples of 16",
+    Arrays.AT_ONE_PLACE: "the same place on every rank",
 }
 
 _RANKS = (2, 4, 8)  # what the limits were measured with
