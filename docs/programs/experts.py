@@ -10,6 +10,6 @@ with ns.Communicator(MPI.COMM_WORLD) as comm:
     ids = np.array([[0, 1], [0, 5], [7, -1]], np.int32)
     ids = cuda.to_device(np.minimum(ids, 2 * comm.size - 1))
     found = moe.dispatch(x, ids)
-    y = moe.combine(found.tokens)  # in place of results
+    y = moe.combine(found.tokens)  # no experts: tokens as results
     comm.synchronize()
     print(comm.rank, found.counts.copy_to_host(), y.copy_to_host()[:, 0])
