@@ -24,6 +24,7 @@ from numba_symm.mpi.datatypes import ItemLayout
 from numba_symm.mpi.errors import MPITypeError, refusal
 
 _SEQUENCE = (list, tuple)
+_BOTTOM = type(MPI.BOTTOM)
 
 
 class Items(NamedTuple):
@@ -51,7 +52,7 @@ class Items(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of all elements."""
-        return self.size * self.layout.base.itemsize
+        return self.number * self.layout.elements * self.layout.base.itemsize
 
     @property
     def address(self) -> int:
@@ -102,6 +103,8 @@ def on_device(*specs: Any) -> bool:
     """
     if len(specs) == 1:
         array = array_in(specs[0])
+        if arrays.on_device(array):  # first, because most are
+            return True
         if is_bottom(array):
             _check_bottom(specs[0])
             return False
@@ -358,7 +361,7 @@ def parts(spec: Any, vector: bool = False) -> tuple[Any, Any, Any, Any]:
 
 def _fields(array: Any, datatype: Any) -> arrays.Fields:
     """Return the location and type of a specification's array."""
-    if is_bottom(array):
+    if type(array) is _BOTTOM and is_bottom(array):
         raise refusal(
             MPI.ERR_BUFFER,
             "message: MPI.BOTTOM has no array, so its memory is not known to be on "

@@ -36,7 +36,6 @@ class Receiving(Own):
         begin: Callable[[], Posted],
         on: int | None = None,
     ):
-        super().__init__()
         self._post, self._into, self._on = post, into, on
         # The copy follows what is enqueued before the receive, not what is later.
         self._after = None if stream is None else post.copies.event(stream)
@@ -46,7 +45,8 @@ class Receiving(Own):
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._refuse_capture()
-        self._posted.wait(self._post.check)
+        if not self._started:
+            self._posted.wait(self._post.check)
         self._describe(status)
         self._start()
         if self._copying is not None:
@@ -154,7 +154,6 @@ class DoneRequest(Own):
     """
 
     def __init__(self, source: int = MPI.ANY_SOURCE):
-        super().__init__()
         self._source = source
 
     def _finish(self, status: MPI.Status | None) -> None:

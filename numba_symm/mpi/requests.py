@@ -67,12 +67,13 @@ class Request(StartedCall, metaclass=Kind):
     ) -> bool:
         """Wait for all requests."""
         requests = list(requests)  # an iterator ends after one pass
-        _has_own(requests, "Waitall")
         own = [request for request in requests if isinstance(request, StartedCall)]
+        if len(own) < len(requests):
+            _has_own(requests, "Waitall")
         if len(own) > 1:  # start all copies before any is waited for
             waited(lambda: all([each._progress() for each in own]), lambda: None)
         for index, request in enumerate(requests):
-            request.Wait(status_at(statuses, index))
+            request.Wait(None if statuses is None else status_at(statuses, index))
         return True
 
     @classmethod
@@ -263,9 +264,11 @@ class Own(Request):
     """The base class of requests of device arrays; their calls are active."""
 
     _of = None
+    # Of all objects, until one of them changes it: so making an object takes less time.
+    _active, _ended = True, None
 
     def __init__(self) -> None:
-        StartedCall.__init__(self)
+        pass
 
     def __init_subclass__(cls) -> None:
         # mpi4py's own class methods refuse objects that are not its requests: "Cannot
