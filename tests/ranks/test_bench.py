@@ -76,7 +76,7 @@ def test_a_small_run_is_right_and_recorded(world, folder, shown):
     assert run("-b", 16, "-e", 256, "-f", 16, *SMALL, "--json", file) == 0
     texts = shown()
     assert all(text.out == "" for text in texts[1:])
-    rows = [line.split() for line in texts[0].out.splitlines() if line[0] == " "]
+    rows = [line.split() for line in texts[0].out.splitlines() if line.startswith(" ")]
     assert [row[:4] for row in rows[:2]] == [
         ["16", "4", "float", "sum"],
         ["256", "64", "float", "sum"],
