@@ -467,6 +467,13 @@ def _undo(
 
 
 @atexit.register  # before what it must follow: the last registered runs first
+def _wait_for_nccl() -> None:
+    nccl = sys.modules.get("numba_symm.engines.nccl")  # imported for several islands
+    if nccl is not None:
+        nccl.wait_for_aborts()
+
+
+@atexit.register
 def _fall_silent_at_exit() -> None:
     watchdog = sys.modules.get("numba_symm.watchdog")  # imported for several islands
     if watchdog is not None:

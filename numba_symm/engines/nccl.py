@@ -5,13 +5,12 @@ host asks for its state. So the library detects a rank that is late or has ended
 NCCL connects to it, and the watchdog can abort NCCL at any moment.
 """
 
-import atexit
 import functools
 import importlib
 import math
 import threading
 import time
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -40,11 +39,10 @@ _GRACE = 0.06  # seconds: three looks of the watchdog
 _POLLS = 200  # polls of NCCL's state, before a wait that looks for failures
 _EXIT = 2.0  # seconds that the end of the program waits for threads in NCCL
 
-_aborting: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+_aborting: deque[threading.Thread] = deque(maxlen=64)
 
 
-@atexit.register
-def _wait_for_aborts() -> None:
+def wait_for_aborts() -> None:
     """Wait for threads that abort NCCL, because CUDA must not end before they do.
 
     A thread waits until no graph has NCCL's kernels. A graph that the program keeps
@@ -385,7 +383,7 @@ class NcclEngine:
         with suppress(RuntimeError):  # Python is ending, and the process with it
             ending.start()
             self._ending = ending
-            _aborting.add(ending)
+            _aborting.append(ending)
 
     def _end(self, comm: Any) -> None:
         with suppress(self._nccl.NCCLError):

@@ -14,7 +14,7 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.calls import waited
 from numba_symm.mpi.channels import Channel
 from numba_symm.mpi.envelopes import Envelope, not_sent
-from numba_symm.mpi.inline import PinnedRoom
+from numba_symm.mpi.inline import HostRoom
 from numba_symm.mpi.rooms import Opened, Room
 
 
@@ -25,9 +25,10 @@ class Copying(NamedTuple):
         done: the end of the copy.
         envelope: the message.
         into: the array's items, which live until then; None: it is not copied.
-        block: the sender's memory, which is mapped until then; None for data by MPI.
-        room: memory of this process for such data.
-        pinned: host memory of this process for a small message.
+        block: the sender's memory, which is mapped until then; None for data that came
+            by MPI.
+        room: memory of this process for such data, if a kernel or a copy reads it.
+        on_host: host memory of this process for a small message.
     """
 
     done: "Event | Crossing"
@@ -35,7 +36,7 @@ class Copying(NamedTuple):
     into: buffers.Items | None
     block: Any
     room: Room | None = None
-    pinned: PinnedRoom | None = None
+    on_host: HostRoom | None = None
 
 
 class Crossing:

@@ -16,7 +16,7 @@ from numba_symm.mpi.rooms import Room
 
 HEADER = struct.Struct("<qqqq")
 """The number, the bytes and the offset of an envelope, and whether its block is for one
-message only; its handle follows."""
+message only; its handle follows, or the data of a small message."""
 
 FOLLOWS = -1
 """The offset of data that has no place yet; the place follows in another message."""
@@ -36,8 +36,8 @@ class Envelope(NamedTuple):
         tag: the message's tag.
         number: the message's number among the sender's.
         nbytes: its size.
-        offset: its first byte in the sender's block; ``FOLLOWS``: see there.
-        handle: names that block; empty if the data follows by MPI.
+        offset: its first byte in the sender's block, or ``FOLLOWS`` or ``INLINE``.
+        handle: names that block; empty if there is none.
         once: whether the block is for this message only.
         data: the message itself, if it is small.
     """

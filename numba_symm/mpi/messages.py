@@ -5,10 +5,11 @@ Above a limit of bytes that were not received, it copies later (``postponed.py``
 it sends an envelope with the data's place through MPI, with the tag of the message. So
 source, tag, order and wildcards are MPI's. The receive copies the data from there, on a
 stream of its own, so it may run beside the program's kernels. When the copy is done, it
-sends a receipt, after which the sender reuses the memory. To a rank of another island,
-the data is a message of MPI, through host memory. The data of a small message is part
-of its envelope (``inline.py``). Envelopes, receipts and data have
-communicators of their own, so host messages do not meet them.
+sends a receipt, after which the sender reuses the memory. Small
+messages are part of their envelopes (``inline.py``), also those to other islands.
+Otherwise the data for a rank of another island is a message of MPI, through host
+memory. Envelopes, receipts and data have communicators of their own, so host messages
+do not meet them.
 """
 
 import itertools
@@ -101,6 +102,7 @@ class Post(Sends):
         self._by_mpi = {}
         self._probed: list[Envelope] = []
         self._open: set[Posted] = set()
+        inline.prepare()
         _posts.add(self)
 
     @contextmanager
@@ -221,8 +223,8 @@ class Post(Sends):
     def _ended(self, copying: Copying) -> None:
         self._copying.remove(copying)
         self._give_back(copying.room)
-        if copying.pinned is not None:
-            inline.give_back(copying.pinned)
+        if copying.on_host is not None:
+            inline.give_back(copying.on_host)
         done, block = copying.done, copying.block
         rooms.copied(done.block if isinstance(done, Crossing) else block)
         self._acknowledge(copying.envelope)
@@ -357,7 +359,9 @@ class Post(Sends):
             elif envelope.follows:
                 found = self._following(envelope, into, after)
             elif envelope.data is not None:
-                found = self._inlined(envelope, into, after, on)
+                if into.layout.runs is not None:
+                    room = self._room_for(envelope.nbytes)
+                found = self._inlined(envelope, into, after, on, room)
             else:
                 done, block = self._copied(envelope, into, after, on)
                 found = Copying(done, envelope, into, block)
@@ -397,20 +401,28 @@ class Post(Sends):
         into: buffers.Items,
         after: Event | None,
         on: int | None,
+        room: Room | None,
     ) -> Copying:
-        """Start the copy of a small message, which the envelope contains."""
-        nbytes, pinned = envelope.nbytes, inline.take()
-        pinned.data[:nbytes] = envelope.data
-        if into.layout.runs is None:
+        """Start the copy of a small message, which the envelope contains.
+
+        Args:
+            envelope: the message.
+            into: the array's items.
+            after: as for :meth:`deliver`.
+            on: as for :meth:`deliver`.
+            room: memory from which a kernel stores items that have gaps.
+        """
+        nbytes, small = envelope.nbytes, inline.take()
+        small.data[:nbytes] = envelope.data
+        if room is None:
             done = self.copies.begin(
-                into, pinned.address, nbytes, None, after, on, from_host=True
+                into, small.address, nbytes, None, after, on, from_host=True
             )
-            return Copying(done, envelope, into, None, pinned=pinned)
-        room = self._room_for(nbytes)  # from which a kernel stores the items
-        stream = self.copies.stream if on is None else on
-        streams.copy_from_host(room.address, pinned.address, nbytes, stream)
-        done = self.copies.begin(into, room.address, nbytes, room.memory, after, on)
-        return Copying(done, envelope, into, None, room, pinned)
+        else:
+            stream = self.copies.stream if on is None else on
+            streams.copy_from_host(room.address, small.address, nbytes, stream)
+            done = self.copies.begin(into, room.address, nbytes, room.memory, after, on)
+        return Copying(done, envelope, into, None, room, small)
 
     def _copied(
         self,

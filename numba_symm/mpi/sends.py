@@ -1,4 +1,7 @@
-"""Sends of device arrays: a copy to memory of this process, then an envelope of MPI."""
+"""Sends of device arrays: a copy to memory of this process, then an envelope of MPI.
+
+The envelope of a small message contains the data.
+"""
 
 import functools
 import threading
@@ -18,7 +21,7 @@ from numba_symm.mpi.crossings import Data, on_host
 from numba_symm.mpi.envelopes import announced, with_data
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.flow import Flow
-from numba_symm.mpi.inline import PinnedRoom
+from numba_symm.mpi.inline import HostRoom
 from numba_symm.mpi.rooms import Room, Rooms, rooms_of
 from numba_symm.own_arrays import Memory
 
@@ -45,7 +48,7 @@ class StagedSend(NamedTuple):
         nbytes: its size.
         room: the room; None if the message is empty or small.
         stream: of the copy.
-        pinned: host memory for a small message.
+        on_host: host memory for a small message.
     """
 
     dest: int
@@ -53,7 +56,7 @@ class StagedSend(NamedTuple):
     nbytes: int
     room: Room | None
     stream: int
-    pinned: PinnedRoom | None = None
+    on_host: HostRoom | None = None
 
 
 class Sends:
@@ -158,9 +161,9 @@ class Sends:
         if not nbytes:
             return StagedSend(dest, tag, 0, None, stream)
         if nbytes <= inline.MOST and found.layout.runs is None:
-            pinned = inline.take()
-            streams.copy_to_host(pinned.address, found.address, nbytes, stream)
-            return StagedSend(dest, tag, nbytes, None, stream, pinned)
+            small = inline.take()
+            streams.copy_to_host(small.address, found.address, nbytes, stream)
+            return StagedSend(dest, tag, nbytes, None, stream, small)
         room = self._room_for(nbytes)
         try:
             if found.layout.runs is None:
@@ -176,7 +179,7 @@ class Sends:
 
     def announce(self, staged: StagedSend, matched: bool = False) -> MPI.Request:
         """Wait for the copy of a message, and send its envelope; see :meth:`send`."""
-        dest, tag, nbytes, room, stream, pinned = staged
+        dest, tag, nbytes, room, stream, small = staged
         data = None
         if nbytes:
             self._wait(staged)
@@ -193,12 +196,12 @@ class Sends:
             number = next(self._numbers)
             if data is not None:
                 self.send_data(data, dest, number)  # first, because it may fail
-            if pinned is not None:
-                text = with_data(number, pinned.data[:nbytes])
-                inline.give_back(pinned)
+            if small is not None:
+                text = with_data(number, small.data[:nbytes])
+                inline.give_back(small)
             else:
                 text = announced(number, nbytes, offset, room)
-            if room is not None or pinned is not None:
+            if room is not None or small is not None:
                 self.lend(room, dest, number, nbytes)
             try:
                 return self._envelopes.send(text, dest, tag, matched)
@@ -235,7 +238,7 @@ class Sends:
     def _wait(self, staged: StagedSend) -> None:
         """Wait for the copy of a message; if that fails, give its room back.
 
-        Pinned memory is not given back then, because the copy may still write it.
+        Host memory is not given back then, because the copy may still write it.
         """
         try:
             if not SIMULATED:
@@ -249,8 +252,8 @@ class Sends:
         if staged.nbytes:
             self._wait(staged)
         self._give_back(staged.room)
-        if staged.pinned is not None:
-            inline.give_back(staged.pinned)
+        if staged.on_host is not None:
+            inline.give_back(staged.on_host)
 
     @alone
     def has_ended(self, request: MPI.Request) -> bool:

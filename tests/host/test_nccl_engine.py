@@ -382,10 +382,10 @@ def test_a_close_waits_for_nccl_unless_a_graph_may_have_its_kernels(
     assert ("aborted" in fake.calls) == (not captured)
     with monkeypatch.context() as patch:
         patch.setattr(nccl, "_EXIT", 0.05)
-        nccl._wait_for_aborts()
+        nccl.wait_for_aborts()
     assert ("aborted" in fake.calls) == (not captured)
     threading.Timer(0.05, graph_is_dropped.set).start()
-    nccl._wait_for_aborts()
+    nccl.wait_for_aborts()
     assert "aborted" in fake.calls
 
 

@@ -293,7 +293,7 @@ def test_a_receive_is_done_when_its_copy_is(comm, monkeypatch):
     del requests[1]  # its array lives until the copy has ended
     gc.collect()
     assert any(each.into.array is outs[1] for each in comm.post._copying)
-    assert all((each.block or each.pinned) is not None for each in comm.post._copying)
+    assert all((each.block or each.on_host) is not None for each in comm.post._copying)
     comm.Barrier()
     comm.post.reap()
     assert len(comm.post._receipts.unread) == 2
