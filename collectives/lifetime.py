@@ -467,17 +467,14 @@ def _undo(
 
 
 @atexit.register  # before what it must follow: the last registered runs first
-def _wait_for_nccl() -> None:
-    nccl = sys.modules.get("numba_symm.engines.nccl")  # imported for several islands
-    if nccl is not None:
-        nccl.wait_for_aborts()
-
-
-@atexit.register
-def _fall_silent_at_exit() -> None:
-    watchdog = sys.modules.get("numba_symm.watchdog")  # imported for several islands
+def _end_islands() -> None:
+    # Both are imported for several islands only.
+    watchdog = sys.modules.get("numba_symm.watchdog")
     if watchdog is not None:
         watchdog.fall_silent_at_exit()
+    nccl = sys.modules.get("numba_symm.engines.nccl")
+    if nccl is not None:
+        nccl.wait_for_aborts()
 
 
 @atexit.register
