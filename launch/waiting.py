@@ -161,7 +161,7 @@ class Wait:
         return absent if self._names is None else [self._names[r] for r in absent]
 
     def error(self, absent: Sequence[int]) -> CollectiveTimeout:
-        """Return the error for the deadline if there is no status board."""
+        """Return the error for the deadline without a status board."""
         return CollectiveTimeout(
             f"rank {self._rank} {self.text(absent)} ({self.limit})",
             ranks=(self._rank, *self._named(absent)),

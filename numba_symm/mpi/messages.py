@@ -5,11 +5,10 @@ Above a limit of bytes that were not received, it copies later (``postponed.py``
 it sends an envelope with the data's place through MPI, with the tag of the message. So
 source, tag, order and wildcards are MPI's. The receive copies the data from there, on a
 stream of its own, so it may run beside the program's kernels. When the copy is done, it
-sends a receipt, after which the sender reuses the memory. Small
-messages are part of their envelopes (``inline.py``), also those to other islands.
-Otherwise the data for a rank of another island is a message of MPI, through host
-memory. Envelopes, receipts and data have communicators of their own, so host messages
-do not meet them.
+sends a receipt, after which the sender reuses the memory. A small message is part of
+its envelope (``inline.py``), also to a rank of another island. The data of other
+messages to such a rank is a message of MPI, through host memory. Envelopes, receipts
+and data have communicators of their own, so host messages do not meet them.
 """
 
 import itertools
