@@ -195,25 +195,30 @@ class Report:
         return lines
 
     def launches(self, rows: Sequence[Sequence[Record]]) -> list[str]:
-        """Return the table of how our kernels are launched, out of place."""
-        lines = ["# Layout: early: the kernel may start before the one before it ends"]
-        widths = [12, 9, 7, 20, 26, 9, 17, 7]
+        """Return the table of how kernels are launched, out of place."""
+        lines = [
+            "# Layout: multiprocessors: the most that the kernel's blocks occupy; "
+            "early: it may start before the kernel before it ends"
+        ]
+        widths = [12, 9, 7, 31, 50, 9, 17, 7]
 
         def line(first: str, cells: Sequence[str]) -> None:
             pairs = zip(cells, widths, strict=True)
             lines.append(first + "".join(cell.rjust(width) for cell, width in pairs))
 
         names = ["way", "kernel", "blocks", "multiprocessors", "early"]
+        starts = {True: "yes", False: "no", None: NOTHING}
         line("#", ["size", "type", "redop", *names])
         for records in rows:
             for each in records:
                 if each["in_place"]:
                     continue
-                head = [_message(each)[0], each["type"], each["op"], each["way"]]
+                head = [_message(each)[0], each["type"], each["op"]]
+                head.append(label(each["column"], each["way"]))
                 for one in each.get("launches", ()):
-                    cells = [one["kernel"], str(one["blocks"])]
+                    cells = [one["kernel"][:48], str(one["blocks"])]
                     cells.append(str(one["multiprocessors"]))
-                    line(" ", [*head, *cells, "yes" if one["early"] else "no"])
+                    line(" ", [*head, *cells, starts[one["early"]]])
         return lines if len(lines) > 2 else []
 
     def _crossing(self, first: str, cells: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """The stream on which calls are enqueued: a CUDA stream, or the simulator's host."""
 
+import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from numba import cuda
 
 from numba_symm import driver
 from numba_symm.bench.calls import EnqueueOn
+from numba_symm.bench.contenders import Launched
 from numba_symm.environment import SIMULATED
 
 
@@ -18,10 +20,12 @@ class GpuGraph:
 
     Args:
         handle: of the executable graph.
+        launches: its kernels, whoever launched them, each once.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, launches: Sequence[Launched]) -> None:
         self.handle = handle
+        self.launches = launches
         destroy = driver.function("cuGraphExecDestroy")
         self.close = weakref.finalize(self, destroy, handle)
         self.close.atexit = False  # CUDA may have ended
@@ -77,7 +81,8 @@ class GpuStream:
                     driver.function("cuGraphDestroy")(begun)
                 raise
             try:
-                return GpuGraph(driver.call("cuGraphInstantiate", graph, 0))
+                launches = _launches(graph)
+                return GpuGraph(driver.call("cuGraphInstantiate", graph, 0), launches)
             finally:
                 driver.call("cuGraphDestroy", graph)
 
@@ -131,8 +136,49 @@ class GpuStream:
         return max(float(end - start) for end in ends) * 1e3
 
 
+def _launches(graph: Any) -> list[Launched]:
+    """Return a captured graph's kernels, each once for each number of blocks."""
+    all_of_them = cuda.get_current_device().MULTIPROCESSOR_COUNT
+    _, count = driver.call("cuGraphGetNodes", graph, 0)
+    nodes, _ = driver.call("cuGraphGetNodes", graph, count)
+    kernel = driver.function("CUgraphNodeType").CU_GRAPH_NODE_TYPE_KERNEL
+    found: dict[tuple[str, int], Launched] = {}
+    for node in nodes:
+        if driver.call("cuGraphNodeGetType", node) != kernel:
+            continue
+        launch = driver.call("cuGraphKernelNodeGetParams", node)
+        blocks = launch.gridDimX * launch.gridDimY * launch.gridDimZ
+        name = (
+            driver.call("cuFuncGetName", launch.func)
+            if int(launch.func)
+            else driver.call("cuKernelGetName", launch.kern)
+        )
+        name = _identifier(name.decode())
+        found[name, blocks] = {
+            "kernel": name,
+            "blocks": blocks,
+            "multiprocessors": min(blocks, all_of_them),
+            "early": None,
+        }
+    return list(found.values())
+
+
+def _identifier(symbol: str) -> str:
+    """Return the name of a C++ function, without its namespaces and arguments."""
+    rest = re.sub(r"^_ZN?", "", symbol)
+    name = symbol
+    while found := re.match(r"\d+", rest):
+        begin, length = found.end(), int(found[0])
+        name, rest = rest[begin : begin + length], rest[begin + length :]
+        if not symbol.startswith("_ZN"):
+            break
+    return name
+
+
 class HostGraph:
     """Calls of the simulator's stream, made again by each replay."""
+
+    launches: Sequence[Launched] = ()
 
     def __init__(self, calls: Sequence[EnqueueOn]):
         self.calls = list(calls)

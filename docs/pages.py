@@ -152,7 +152,8 @@ def _last(holds, first, most=1 << 40):
 def measured(arguments):
     """Recorded runs, as a table of microseconds; the fastest of each run is bold.
 
-    The arguments are files of bench/results, then ``against`` and other contenders.
+    If multiprocessors were recorded for every column, they stand in parentheses. The
+    arguments are files of bench/results, then ``against`` and other contenders.
     """
     names, _, against = arguments.partition(" against ")
     columns = ["numba_symm", *against.split()]
@@ -165,11 +166,18 @@ def measured(arguments):
         head += shown
         for row in run["rows"]:
             found = [_best(row, column) for column in columns]
-            least = min(found)
-            cells = [
-                f"**{_digits(t)}**" if t == least and len(found) > 1 else _digits(t)
-                for t in found
-            ]
+            least = min(each["graph"]["median"] for each in found)
+            known = all("launches" in each for each in found)
+            cells = []
+            for each in found:
+                time = each["graph"]["median"]
+                cell = _digits(time)
+                if time == least and len(found) > 1:
+                    cell = f"**{cell}**"
+                if known:
+                    most = max(one["multiprocessors"] for one in each["launches"])
+                    cell += f" ({most})"
+                cells.append(cell)
             times.setdefault(row[0]["bytes"], []).extend(cells)
     return _table([head, *([_human(nbytes), *each] for nbytes, each in times.items())])
 
@@ -178,12 +186,11 @@ _NAMES = {"nccl": "NCCL", "nccl-symm": "NCCL symmetric"}
 
 
 def _best(row, column):
-    """Return the least time of a contender in graphs, out of place if it has one."""
+    """Return a contender's fastest record in graphs, out of place if it has one."""
     return min(
-        (each["in_place"], each["graph"]["median"])
-        for each in row
-        if each["column"] == column and "graph" in each
-    )[1]
+        (each for each in row if each["column"] == column and "graph" in each),
+        key=lambda each: (each["in_place"], each["graph"]["median"]),
+    )
 
 
 def _digits(microseconds):

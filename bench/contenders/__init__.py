@@ -28,7 +28,8 @@ CONTENDERS = {
 
 
 Launched = dict[str, Any]
-"""A launch: its kernel, blocks, multiprocessors, and whether it is early."""
+"""A launch: its kernel, blocks, multiprocessors, and whether it is early, or None if
+that is unknown."""
 
 
 class Missing(Exception):

@@ -13,6 +13,7 @@ from numba_symm.bench import __main__ as bench
 from numba_symm.bench import host
 from numba_symm.bench.operations import REDUCTIONS, TYPES
 from numba_symm.bench.streams import new_stream
+from numba_symm.kernels import bound
 
 NAMES = {"nccl", "nccl-symm", "torch", "mpi"}
 
@@ -48,6 +49,21 @@ def test_graphs_and_eager_calls_of_everybody_are_right(world, measured):
         if captured:
             assert 0 < record["graph"]["min"] <= record["graph"]["median"]
             assert record["calls"] % record["buffers"] == 0
+            for launch in record["launches"]:
+                assert 0 < launch["multiprocessors"] <= launch["blocks"]
+
+
+def test_a_graph_lists_the_kernels_that_our_plan_launches(world):
+    with ns.Communicator(world) as comm:
+        for nbytes in (1 << 10, 8 << 20):
+            x = comm.empty(nbytes, "uint8")
+            with bound(loading=True) as found:
+                plan = comm.all_reduce_init(x)
+            calls = [lambda handle, plan=plan: plan(stream=handle)] * 2
+            graph = new_stream().capture(calls, lambda _: nullcontext())
+            blocks = sorted(each["blocks"] for each in graph.launches)
+            assert blocks == sorted({each.kernel: each.grid for each in found}.values())
+            graph.close()
 
 
 @pytest.mark.parametrize("placement", ["--plain", "-c1"])

@@ -8,7 +8,15 @@ import pytest
 from numba_symm import driver
 from numba_symm.bench import streams
 
-STEPS = "cuStreamBeginCapture", "call", "cuStreamEndCapture", "cuGraphInstantiate"
+STEPS = [
+    *("cuStreamBeginCapture", "call", "cuStreamEndCapture"),
+    *("cuGraphGetNodes", "cuGraphInstantiate"),
+]
+
+NCCL = b"_Z39ncclDevKernel_AllReduce_Sum_f32_RING_LL24ncclDevKernelArgsStorageILm4096EE"
+TORCH = b"_ZN4c10d12_GLOBAL__N_115two_shot_kernelIfLi16ELi4EEEvPPT_S3_mjmm"
+KERNELS = [(0, NCCL, 24), (0, NCCL, 24), (8, TORCH, 200), (9, b"plain", 1)]
+"""Of each kernel node: the function's handle or 0, its symbol, its blocks."""
 
 
 class Driver:
@@ -30,6 +38,8 @@ class Driver:
     def function(self, name):
         if name == "CUstreamCaptureMode":
             return SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2)
+        if name == "CUgraphNodeType":
+            return SimpleNamespace(CU_GRAPH_NODE_TYPE_KERNEL=0)
         return lambda *args: self.run(name, *args)
 
     def run(self, name, *args):
@@ -48,6 +58,24 @@ class Driver:
         self.capturing = False
         return self.made("graph")
 
+    def cuGraphGetNodes(self, graph, count):
+        assert graph in self.graphs
+        return 0, ["copy", *KERNELS][:count], 1 + len(KERNELS)
+
+    def cuGraphNodeGetType(self, node):
+        return 0, 1 if node == "copy" else 0
+
+    def cuGraphKernelNodeGetParams(self, node):
+        function, symbol, blocks = node
+        sizes = {"gridDimX": blocks, "gridDimY": 1, "gridDimZ": 1}
+        return 0, SimpleNamespace(func=function, kern=symbol, **sizes)
+
+    def cuFuncGetName(self, function):
+        return 0, next(name for handle, name, _ in KERNELS if handle == function)
+
+    def cuKernelGetName(self, kernel):
+        return 0, kernel
+
     def cuGraphInstantiate(self, graph, flags):
         return self.made("executable")
 
@@ -61,10 +89,21 @@ class Driver:
 def capture(monkeypatch, fake):
     monkeypatch.setattr(driver, "function", fake.function)
     monkeypatch.setattr(streams.cuda, "defer_cleanup", nullcontext)
+    device = SimpleNamespace(MULTIPROCESSOR_COUNT=132)
+    monkeypatch.setattr(streams.cuda, "get_current_device", lambda: device)
     stream = object.__new__(streams.GpuStream)
     stream.handle = 7
     fake.call = lambda *handle: handle
     return stream.capture([fake.function("call")], lambda _: nullcontext())
+
+
+def test_a_graph_lists_the_kernels_that_were_captured(monkeypatch):
+    graph = capture(monkeypatch, Driver())
+    assert [tuple(each.values()) for each in graph.launches] == [
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 24, 24, None),
+        ("two_shot_kernel", 200, 132, None),
+        ("plain", 1, 1, None),
+    ]
 
 
 def test_a_graph_is_destroyed_when_it_is_dropped(monkeypatch):
