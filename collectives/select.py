@@ -1,8 +1,8 @@
 """The choice of the fastest algorithm: all limits, for bytes, types and ranks.
 
 The limits were measured on H200s (bench/README.md). Those for 2 ranks were measured on
-31 multiprocessors. Those for 3 and 4 ranks were measured with 4 ranks on 32, except for
-scans. The others were measured on all multiprocessors, except for those in
+31 or 32 multiprocessors. Those for 3 and 4 ranks were measured with 4 ranks on 32,
+except for scans. The others were measured on all multiprocessors, except for those in
 ``ESTIMATES``. ``numba-symm tune -n N`` measures the limits for N ranks.
 """
 
@@ -85,7 +85,7 @@ _REDUCED = Choice(
     floats=(
         Step("one_shot_sentinel", (1280 * _K, 256 * _K, 128 * _K)),
         Step("two_shot_sentinel", (NONE, 3 * _M, 4 * _M)),
-        Step("chunked", (6 * _M, NONE, NONE)),
+        Step("chunked", (10 * _M, NONE, NONE)),
         Step("direct", (128 * _M, ALL, ALL)),
         Step("copy_engine", (ALL, NONE, NONE)),
     ),
@@ -93,7 +93,7 @@ _REDUCED = Choice(
         Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
         Step("one_shot_marked", (1280 * _K, 256 * _K, 128 * _K)),
         Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
-        Step("chunked", (6 * _M, NONE, NONE)),
+        Step("chunked", (10 * _M, NONE, NONE)),
         Step("direct", (128 * _M, ALL, ALL)),
         Step("copy_engine", (ALL, NONE, NONE)),
     ),
@@ -103,7 +103,7 @@ _REDUCED = Choice(
 _BROADCAST = (
     Step("one_shot_marked", (1280 * _K, 768 * _K, 896 * _K), sent=True),
     Step("two_shot_marked", (NONE, 576 * _K, 1792 * _K)),
-    Step("chunked", (14 * _M, NONE, 2 * _M - 1)),
+    Step("chunked", (20 * _M, NONE, 2 * _M - 1)),
     Step("copy_engine", (ALL, NONE, NONE)),
     Step("direct", (NONE, ALL, ALL)),
 )
