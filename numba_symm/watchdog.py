@@ -4,8 +4,8 @@ Within an island, ranks see a failure on the status board. Two ranks of each isl
 report a new failure to other islands through MPI, and every rank stores the received
 failures on its own board. The islands form two binomial trees, and each reports to its
 neighbors in both. So a report reaches all islands after at most 2 ⌈log₂ islands⌉
-successive reports, even if one island sends none. There are at most 8 reports for each
-island.
+successive reports, even if one island sends none. For one failure, all ranks together
+send fewer than 8 reports per island.
 
 Each report is followed by the latest calls of the rank that sends it. The receiver
 compares them with its own, for the table of calls in errors.

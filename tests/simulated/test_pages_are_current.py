@@ -104,6 +104,9 @@ def test_code_runs_or_has_a_reason_not_to(page, comm, world):
     names["MPI"] = SimpleNamespace(COMM_WORLD=world)
     blocks = list(MARKED.finditer(OTHERS[page]))
     assert sum(each["hidden"] is None for each in blocks) == OTHERS[page].count("```py")
+    hidden = [each["hidden"] for each in blocks if each["hidden"] is not None]
+    assert len(hidden) == OTHERS[page].count("<!-- hidden")  # all are closed
+    assert all("<!-- " not in each for each in hidden)  # one with the next one's end
     for block in blocks:
         code = block["code"] or block["hidden"]
         mark = "run" if block["hidden"] else block["mark"] or ""
