@@ -3,7 +3,7 @@
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -139,21 +139,11 @@ class GpuStream:
 def _launches(graph: Any) -> list[Launched]:
     """Return a captured graph's kernels, each once for each number of blocks."""
     all_of_them = cuda.get_current_device().MULTIPROCESSOR_COUNT
-    _, count = driver.call("cuGraphGetNodes", graph, 0)
-    nodes, _ = driver.call("cuGraphGetNodes", graph, count)
-    kernel = driver.function("CUgraphNodeType").CU_GRAPH_NODE_TYPE_KERNEL
     found: dict[tuple[str, int], Launched] = {}
-    for node in nodes:
-        if driver.call("cuGraphNodeGetType", node) != kernel:
-            continue
+    for node in _kernels(graph):
         launch = driver.call("cuGraphKernelNodeGetParams", node)
         blocks = launch.gridDimX * launch.gridDimY * launch.gridDimZ
-        name = (
-            driver.call("cuFuncGetName", launch.func)
-            if int(launch.func)
-            else driver.call("cuKernelGetName", launch.kern)
-        )
-        name = _identifier(name.decode())
+        name = _identifier(_symbol(launch))
         found[name, blocks] = {
             "kernel": name,
             "blocks": blocks,
@@ -163,14 +153,38 @@ def _launches(graph: Any) -> list[Launched]:
     return list(found.values())
 
 
+def _kernels(graph: Any) -> Iterator[Any]:
+    """Yield the nodes of a graph, and of the graphs in it, that launch a kernel."""
+    kinds = driver.function("CUgraphNodeType")
+    _, count = driver.call("cuGraphGetNodes", graph, 0)
+    nodes, _ = driver.call("cuGraphGetNodes", graph, count)
+    for node in nodes:
+        kind = driver.call("cuGraphNodeGetType", node)
+        if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
+            yield node
+        elif kind == kinds.CU_GRAPH_NODE_TYPE_GRAPH:
+            yield from _kernels(driver.call("cuGraphChildGraphNodeGetGraph", node))
+
+
+def _symbol(launch: Any) -> str:
+    """Return the symbol of a launched kernel, or "?" before CUDA 12.3."""
+    try:
+        if int(launch.func):
+            return str(driver.call("cuFuncGetName", launch.func).decode())
+        return str(driver.call("cuKernelGetName", launch.kern).decode())
+    except RuntimeError:  # cuda.bindings: the driver has no such function
+        return "?"
+
+
 def _identifier(symbol: str) -> str:
     """Return the name of a C++ function, without its namespaces and arguments."""
-    rest = re.sub(r"^_ZN?", "", symbol)
+    nested = re.match(r"_ZNK?", symbol)
+    rest = re.sub(r"^_ZN?K?", "", symbol) if symbol.startswith("_Z") else ""
     name = symbol
-    while found := re.match(r"\d+", rest):
-        begin, length = found.end(), int(found[0])
+    while found := re.match(r"L?(\d+)", rest):
+        begin, length = found.end(), int(found[1])
         name, rest = rest[begin : begin + length], rest[begin + length :]
-        if not symbol.startswith("_ZN"):
+        if not nested:
             break
     return name
 

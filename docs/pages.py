@@ -152,8 +152,9 @@ def _last(holds, first, most=1 << 40):
 def measured(arguments):
     """Recorded runs, as a table of microseconds; the fastest of each run is bold.
 
-    If multiprocessors were recorded for every column, they stand in parentheses. The
-    arguments are files of bench/results, then ``against`` and other contenders.
+    If multiprocessors were recorded for every column of a row, they stand in
+    parentheses. The arguments are files of bench/results, then ``against`` and other
+    contenders.
     """
     names, _, against = arguments.partition(" against ")
     columns = ["numba_symm", *against.split()]

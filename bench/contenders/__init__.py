@@ -28,8 +28,9 @@ CONTENDERS = {
 
 
 Launched = dict[str, Any]
-"""A launch: its kernel, blocks, multiprocessors, and whether it is early, or None if
-that is unknown."""
+"""A launch: its kernel, blocks, the most multiprocessors that these occupy, and whether
+it is early. Our blocks are logical ones. Those of other libraries are thread blocks,
+and whether they are early is None: not known."""
 
 
 class Missing(Exception):

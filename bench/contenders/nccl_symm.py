@@ -31,10 +31,11 @@ class NcclSymm(Nccl):
         return cuda.as_cuda_array(_Bytes(buffer, nbytes))
 
     def broadcast(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a broadcast, if this NCCL is known to end it."""
+        """Return the one way of a broadcast, unless this NCCL may never end it."""
         version = str(self._core.get_version().libnccl.version)
         if tuple(map(int, version.split(".")[:2])) < (2, 32):
-            return {"": f"NCCL {version} may not end it; 2.28.9 did not, 2.32.3 did"}
+            text = "may never end a broadcast on windows (2.28.9 did not, 2.32.3 did)"
+            return {"": f"NCCL {version} {text}"}
         return super().broadcast(x, out, op)
 
 

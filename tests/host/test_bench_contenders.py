@@ -366,7 +366,7 @@ def test_a_broadcast_on_windows_needs_an_nccl_that_ends_it(core, version):
     contender._comm.broadcast = lambda *words, stream: sent.append(stream)
     (way,) = contender.broadcast(x, x, "none").values()
     if version in ("2.9.8", "2.28.9"):
-        assert way == f"NCCL {version} may not end it; 2.28.9 did not, 2.32.3 did"
+        assert way.startswith(f"NCCL {version} may never end a broadcast on windows (")
     else:
         way.call(7)
         assert sent == [7]
