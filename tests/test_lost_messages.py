@@ -62,8 +62,7 @@ def holds(world):
     if world.rank == 1:
         with window._locks.held(0, "Accumulate"):
             os.kill(process, signal.SIGSTOP)
-    state = Path(f"/proc/{process}/stat")
-    while state.read_text().rpartition(")")[2].split()[0] != "T":
+    while state_of(process) != "T":
         time.sleep(0.01)
 
     def accumulate():
@@ -79,10 +78,19 @@ def holds(world):
     threading.Timer(0.2, lambda: signal.pthread_kill(me, signal.SIGUSR1)).start()
     yield attempted(accumulate)
     os.kill(process, signal.SIGKILL)
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
+    while state_of(process) != "Z":
         time.sleep(0.01)
     yield attempted(accumulate)
     yield attempted(accumulate)
+
+
+def state_of(process):
+    """Return the letter of a process's state, Z if it has ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):  # it ended before, or meanwhile
+        return "Z"
+    return text.rpartition(")")[2].split()[0]
 
 
 ENDED = [

@@ -336,7 +336,7 @@ def children(pid):
     """Return the processes that a process has started."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found += task.read_text().split()
     return found
 
