@@ -62,7 +62,8 @@ def holds(world):
     if world.rank == 1:
         with window._locks.held(0, "Accumulate"):
             os.kill(process, signal.SIGSTOP)
-    while state_of(process) != "T":
+    while (state := state_of(process)) != "T":
+        assert state != "Z", "rank 1 ended before it stopped"
         time.sleep(0.01)
 
     def accumulate():
