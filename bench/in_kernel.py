@@ -20,7 +20,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
-from numba_symm import kernels
+from numba_symm import driver_table
 from numba_symm.bench.contenders import no_context
 from numba_symm.bench.facts import facts
 from numba_symm.bench.measure import Summary
@@ -53,14 +53,14 @@ def repeat(ws: Any, x: Any, out: Any, times: int) -> None:
 @contextmanager
 def without_early_launches() -> Iterator[None]:
     """Let no launch that is packed meanwhile start before the one before it ends."""
-    config = kernels._config
-    kernels._config = lambda blocks, threads, held, early: config(
+    config = driver_table.launch_config
+    driver_table.launch_config = lambda blocks, threads, held, early: config(
         blocks, threads, held, False
     )
     try:
         yield
     finally:
-        kernels._config = config
+        driver_table.launch_config = config
 
 
 class InKernel:

@@ -29,6 +29,19 @@ class CallStreams:
         self.given = given
         self._own = owned(given)
 
+    def handle(self, stream: Any, kind: Any, array: Any) -> int:
+        """Return the handle of the stream that :meth:`of` returns.
+
+        Args:
+            stream: the stream that was passed, or None.
+            kind: of ``arrays.KINDS``, how the array is read.
+            array: the array.
+        """
+        if stream is not None:
+            return streams.handle_or_default(stream)
+        named = None if kind.stream is None else kind.stream(array)
+        return self._own[0] if named is None else named
+
     def of(self, stream: Any, array: Any) -> HeldStream:
         """Return the stream that was passed; for None, that of work on an array."""
         if stream is None:

@@ -10,21 +10,25 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from numba_symm import arrays, dtypes, libraries, loads, own_arrays, streams
+from numba_symm import arrays, dtypes, entry, libraries, loads, own_arrays, streams
 from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives import staging
-from numba_symm.collectives.agreement import Agreement
 from numba_symm.collectives.binder import Binder
-from numba_symm.collectives.call_streams import CallStreams
+from numba_symm.collectives.call_streams import CallStreams, HeldStream
 from numba_symm.collectives.checks import check_rank, check_writable
 from numba_symm.collectives.descriptions import Descriptions
-from numba_symm.collectives.enqueueing import Enqueuer
-from numba_symm.collectives.invocation import NONE, OPTIONS, Invocation
+from numba_symm.collectives.enqueueing import Agreement, Enqueuer, PackedCall
+from numba_symm.collectives.invocation import (
+    NONE,
+    OPTIONS,
+    ROOT,
+    Invocation,
+    invocation_of,
+)
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
 from numba_symm.collectives.requests import Requests
-from numba_symm.collectives.thread_guard import ThreadGuard
 from numba_symm.collectives.transfers import Prepared
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
@@ -52,6 +56,7 @@ class Calls:
         end: this rank's end of the communicator, for kernels.
         binder: binds calls to kernels.
         thread: admits one thread at a time.
+        memory: the calls that were made before, and what was worked out for them.
         streams: chooses the streams of calls.
         agreement: prepares calls, and compares them in debug mode.
         enqueuer: enqueues calls, and has those of an open group.
@@ -82,13 +87,13 @@ class Calls:
         heap.debug = debug
         self.end = end
         self.binder: Binder = Binder(end)
-        self.thread = ThreadGuard(members.gpu.ordinal)
         self.streams = CallStreams(stream)
         self.staging = staging.Staging()
         self.enqueuer = Enqueuer(members, order, (memory, self.staging))
+        self.thread = self.enqueuer.thread
         self.agreement = Agreement(members, self.enqueuer, debug)
-        self._plans = Cache(MAX_PLANS)
-        self._barrier: Enqueue | None = None
+        self.memory = Cache(MAX_PLANS)
+        heap.changed = self.memory.clear  # packed calls have addresses of peers
         by_algorithms = end.size > 1 and len(members.parts) == 1
         self.descriptions = Descriptions(MAX_PLANS, by_algorithms)
         self._about_barrier = Description("barrier", key="all")
@@ -101,14 +106,67 @@ class Calls:
 
     # Operations.
 
+    def operate(
+        self,
+        operation: Operation,
+        x: Any,
+        out: Any,
+        stream: Any,
+        options: tuple[Any, ...],
+    ) -> Any:
+        """Make a call of an operation, and return its output.
+
+        Args:
+            operation: the operation.
+            x: the input.
+            out: the output; None: a new array.
+            stream: the stream; None: that of the arrays.
+            options: the fields of an :class:`Invocation` that are options.
+        """
+        kind, root = arrays.KINDS.get(x.__class__), options[ROOT]
+        # A root of another class may equal a known one, and be refused.
+        if kind is not None and (root is None or root.__class__ is int):
+            try:
+                source = kind.read(x, "")
+                target: Fields | None = source
+                if operation.at_root and root != self.rank:
+                    target = None
+                elif out is not x:
+                    target = arrays.KINDS[out.__class__].read(out, "")
+                call = self.memory.young.get((operation.name, options, source, target))
+                handle = self.streams.handle(stream, kind, x)
+            except (KeyError, TypeError, ArgumentError):
+                call = None  # a new output, or what is called below raises it
+            if call is not None and self.repeat(call, handle, x, out):
+                return None if target is None else out
+        return self.call(invocation_of(operation, x, out, stream, options))
+
+    def repeat(self, call: PackedCall, handle: int, *keep: Any) -> bool:
+        """Enqueue a call that was made before, unless calls are not plain.
+
+        Args:
+            call: the call.
+            handle: the handle of the stream.
+            keep: its arrays, which must live until it is enqueued.
+
+        Returns:
+            Whether it was enqueued. If not, make the call as if it was new.
+        """
+        status = call.enqueue(handle)
+        if status == entry.SLOW:
+            return False
+        if status != entry.DONE:
+            self.enqueuer.go_on(status, call, handle, *keep)
+        return True
+
     def call(self, given: Invocation[Operation]) -> Any:
         """Check, pack and enqueue an operation; return its output."""
         what = given.operation.name
         self.thread.begin(what)
         try:
             checked = self.agreement.checked
-            launch, out, chosen, about = checked(what, _words, self.bound, given)
-            self.enqueuer.run(about, launch, chosen, given.x, out, *given.args)
+            call, out, chosen = checked(what, _words, self.bound, given)
+            self.enqueuer.run(call, chosen, given.x, out, *given.args)
         finally:
             self.thread.finish()
         return out
@@ -142,8 +200,7 @@ class Calls:
             gaps = gaps or target[3] is None
         if gaps:
             return staging.bound(self, given, out, chosen)
-        launch, about = self.packed(given, source, target, chosen[0])
-        return launch, out, chosen, about
+        return self.packed(given, source, target, chosen[0]), out, chosen
 
     def _of_two(self, given: Invocation[Operation]) -> staging.BoundCall:
         """Do what ``bound`` does for a call with two outputs."""
@@ -155,7 +212,7 @@ class Calls:
             )
         first, second = given.out
         made = self.bound(given._replace(out=first, second=second))
-        return made[0], (made[1], second), *made[2:]
+        return made[0], (made[1], second), made[2]
 
     def packed(
         self,
@@ -163,17 +220,14 @@ class Calls:
         source: Fields,
         target: Fields | None,
         stream: int = 0,
-    ) -> tuple[Enqueue | None, Description]:
-        """Return the packed launch, remembered or new, and what the call is.
+    ) -> PackedCall:
+        """Return the packed call, remembered or new.
 
         Args:
             given: the call, whose root was checked.
             source: its input.
             target: its output; None on a rank that has none.
             stream: the handle of its stream.
-
-        Returns:
-            The launch is None for a call of no elements.
         """
         operation = given.operation
         what = operation.name
@@ -193,10 +247,8 @@ class Calls:
             from numba_symm.collectives import wires
 
             wires.check_name(given.wire, what)
-        # All that is checked below. Plans hold peers' addresses, which change when a
-        # symmetric block is unmapped.
-        key = (what, given[OPTIONS], source, target, self.heap.generation)
-        known: tuple[Enqueue | None, Description] = self._plans.get(key)
+        key = what, given[OPTIONS], source, target  # all that is checked below
+        known: PackedCall = self.memory.get(key)
         if known is not UNKNOWN:
             return known
         if isinstance(given.op, str):
@@ -211,8 +263,9 @@ class Calls:
             self.members.check()  # after a failure, do not compile a kernel
             with loads.of(what):
                 launch = self._launch(given, name, call, read, written, stream)
-        made = launch, self.descriptions.operation(given, read, name)
-        self._plans.put(key, made)
+        about = self.descriptions.operation(given, read, name)
+        made = self.enqueuer.pack(about, launch)
+        self.memory.put(key, made)
         return made
 
     def _launch(
@@ -263,41 +316,70 @@ class Calls:
         try:
             default = self.streams.default
             chosen = self.agreement.checked(what, lambda *_: what, default, stream)
-            if self._barrier is None:
+            call = self.memory.get(what)
+            if call is UNKNOWN:
                 with loads.of(what):
-                    self._barrier = self.agreement.made(what, self.binder.barrier)
-            self.enqueuer.run(self._about_barrier, self._barrier, chosen)
+                    bound = self.agreement.made(what, self.binder.barrier)
+                call = self.enqueuer.pack(self._about_barrier, bound)
+                self.memory.put(what, call)
+            self.enqueuer.run(call, chosen)
         finally:
             self.thread.finish()
 
     # Messages, and collectives that consist of messages.
 
-    def transfer(self, what: str, call: Prepared) -> None:
-        """Enqueue messages, or add them to an open group; raise after a failure."""
+    def run(self, call: PackedCall, stream: HeldStream, out: Any, *keep: Any) -> Any:
+        """Enqueue a call that was checked; return its output."""
+        self.enqueuer.run(call, stream, out, *keep)
+        return out
+
+    def transfer(self, what: str, call: Prepared, key: Any = None) -> Any:
+        """Enqueue messages, or add them to an open group; raise after a failure.
+
+        Args:
+            what: the call.
+            call: the messages.
+            key: by which the call is remembered; None: it is not.
+
+        Returns:
+            The result of the call.
+        """
         self.members.check()
         if self.enqueuer.group is not None:
-            self.enqueuer.group.add(call)
-            return
+            self.enqueuer.group.add(call, key)
+            return call.result
+        packed = self.packed_messages(what, call)
+        if key is not None and packed is call.transfers.call:
+            self.memory.put(key, packed)
+        return self.run(packed, call.stream, call.result, *call.keep)
+
+    def packed_messages(self, what: str, call: Prepared) -> PackedCall:
+        """Return the packed call of messages."""
         try:
             launch = call.packed(self.binder.messages, what)
         except BaseException as error:
             self.enqueuer.give_up_unless_refused(error, what)
             raise
-        about = self.descriptions.messages(what, call.transfers)
-        self.enqueuer.run(about, launch, call.stream, *call.keep)
+        kept = call.transfers
+        about = self.descriptions.messages(what, kept)
+        packed: PackedCall | None = kept.call
+        if call.before or call.after or packed is None or packed.about is not about:
+            packed = self.enqueuer.pack(about, launch)
+            if not (call.before or call.after):
+                kept.call = packed
+        return packed
 
     def remembered(self, work_out: Callable[["Calls", H], T], given: H) -> T:
         """Return ``work_out(calls, given)``, from memory if it was called before.
 
         The result must depend on ``given`` only, and must not refer to an array.
         """
-        # The key has the generation of mappings, because results may contain peers'
-        # addresses. The GPU that owns the memory at an address is not checked again.
-        key = (work_out, given, self.heap.generation)
-        found: T = self._plans.get(key)
+        # The GPU that owns the memory at an address is not checked again.
+        key = work_out, given
+        found: T = self.memory.get(key)
         if found is UNKNOWN:
             found = work_out(self, given)
-            self._plans.put(key, found)
+            self.memory.put(key, found)
         return found
 
     # Arrays and streams.
@@ -330,13 +412,13 @@ class Calls:
     def disown(self) -> None:
         """In a forked child, release nothing when the communicator is dropped."""
         self.when_dropped.detach()
+        self.enqueuer.gate.slow |= entry.CLOSED
 
     def forget(self) -> None:
         """Drop references to memory and streams, before these are released."""
-        self._plans.clear()
-        self._barrier = None
+        self.memory.clear()
         self.enqueuer.forget()
 
 
 def _words(made: staging.BoundCall, _: object) -> str:
-    return made[3].words
+    return made[0].about.words

@@ -12,6 +12,7 @@ import numpy as np
 
 from numba_symm import arguments, arrays, environment, grids, streams
 from numba_symm.arguments import shown
+from numba_symm.cache import Cache
 from numba_symm.collectives import (
     kernel_set,
     lifetime,
@@ -19,7 +20,7 @@ from numba_symm.collectives import (
     vector_forms,
 )
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.invocation import NONE, invocation
+from numba_symm.collectives.invocation import NO_ROOT, NO_WIRE, NONE, invocation
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.messages import IRECV, ISEND, RECV, SEND, SENDRECV
 from numba_symm.collectives.neighbors import (
@@ -39,7 +40,7 @@ from numba_symm.collectives.operations import (
     SCAN,
     with_algorithms,
 )
-from numba_symm.collectives.persistent import Persistent
+from numba_symm.collectives.plans import Plan, init_of, of_group
 from numba_symm.collectives.requests import Request
 from numba_symm.collectives.spelling import OthersNames, spelled
 from numba_symm.collectives.vector_forms import (
@@ -93,22 +94,32 @@ class Inside(NamedTuple):
         ranks: the ranks, with their GPUs, their engine and their failures.
         debug: whether the ranks compare their calls.
         give_up: makes it fail after an error within a call, as ``Enqueuer.give_up``.
+        memory: the calls that were made before, by key.
+        repeat: makes one of them, as ``Calls.repeat``.
     """
 
     ranks: Members
     debug: bool
     give_up: Callable[..., None]
+    memory: Cache
+    repeat: Callable[..., bool]
 
 
 def inside(comm: "Communicator") -> Inside:
     """Return what other packages of this library may use of a communicator."""
     calls = comm._calls
-    return Inside(calls.members, calls.agreement.debug, calls.enqueuer.give_up)
+    return Inside(
+        calls.members,
+        calls.agreement.debug,
+        calls.enqueuer.give_up,
+        calls.memory,
+        calls.repeat,
+    )
 
 
 @with_algorithms
 @spelled
-class Communicator(Persistent, OthersNames):
+class Communicator(OthersNames):
     """Collectives between the GPUs of ranks, on one node or several.
 
     Construction and the methods are collective, except messages (``send``, ``recv``,
@@ -526,16 +537,8 @@ class Communicator(Persistent, OthersNames):
             CollectiveError: an earlier call of the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        given = invocation(
-            *(ALL_REDUCE, x, out, stream),
-            op=op,
-            algorithm=algorithm,
-            wire=wire,
-            epilogue=epilogue,
-            args=args,
-            row_sum=row_sum,
-        )
-        return self._calls.call(given)
+        options = op, algorithm, None, wire, epilogue, args, row_sum, None
+        return self._calls.operate(ALL_REDUCE, x, out, stream, options)
 
     @by_one_thread
     def prepare(
@@ -614,14 +617,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(
-            *(ALL_GATHER, x, out, stream),
-            algorithm=algorithm,
-            epilogue=epilogue,
-            args=args,
-            row_sum=row_sum,
-        )
-        return self._calls.call(given)
+        options = "sum", algorithm, None, None, epilogue, args, row_sum, None
+        return self._calls.operate(ALL_GATHER, x, out, stream, options)
 
     def all_to_all(
         self,
@@ -649,8 +646,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(ALL_TO_ALL, x, out, stream, algorithm=algorithm)
-        return self._calls.call(given)
+        options = ("sum", algorithm, *NO_ROOT)
+        return self._calls.operate(ALL_TO_ALL, x, out, stream, options)
 
     def reduce_scatter(
         self,
@@ -689,15 +686,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(
-            *(REDUCE_SCATTER, x, out, stream),
-            op=op,
-            algorithm=algorithm,
-            epilogue=epilogue,
-            args=args,
-            row_sum=row_sum,
-        )
-        return self._calls.call(given)
+        options = op, algorithm, None, None, epilogue, args, row_sum, None
+        return self._calls.operate(REDUCE_SCATTER, x, out, stream, options)
 
     def scan(
         self,
@@ -728,8 +718,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(SCAN, x, out, stream, op=op, algorithm=algorithm)
-        return self._calls.call(given)
+        options = (op, algorithm, *NO_ROOT)
+        return self._calls.operate(SCAN, x, out, stream, options)
 
     def exscan(
         self,
@@ -750,8 +740,8 @@ class Communicator(Persistent, OthersNames):
             -0.0. The identity of a function is unknown: then rank 0's ``out`` keeps its
             contents, and a new array has undefined contents.
         """
-        given = invocation(EXSCAN, x, out, stream, op=op, algorithm=algorithm)
-        return self._calls.call(given)
+        options = (op, algorithm, *NO_ROOT)
+        return self._calls.operate(EXSCAN, x, out, stream, options)
 
     def reverse_scan(
         self,
@@ -772,8 +762,8 @@ class Communicator(Persistent, OthersNames):
             ``out``, or the new array, of x's shape. Rank 0 gets the bits of
             :meth:`all_reduce`, except for those of a NaN.
         """
-        given = invocation(REVERSE_SCAN, x, out, stream, op=op, algorithm=algorithm)
-        return self._calls.call(given)
+        options = (op, algorithm, *NO_ROOT)
+        return self._calls.operate(REVERSE_SCAN, x, out, stream, options)
 
     def reduce(
         self,
@@ -806,10 +796,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`; ArgumentError if ``root`` is not a rank.
         """
-        given = invocation(
-            REDUCE, x, out, stream, op=op, algorithm=algorithm, root=root
-        )
-        return self._calls.call(given)
+        options = (op, algorithm, root, *NO_WIRE)
+        return self._calls.operate(REDUCE, x, out, stream, options)
 
     def broadcast(
         self,
@@ -837,8 +825,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`; ArgumentError if ``root`` is not a rank.
         """
-        given = invocation(BROADCAST, x, x, stream, algorithm=algorithm, root=root)
-        return self._calls.call(given)
+        options = ("sum", algorithm, root, *NO_WIRE)
+        return self._calls.operate(BROADCAST, x, x, stream, options)
 
     def reduce_scatter_v(
         self,
@@ -1183,7 +1171,6 @@ class Communicator(Persistent, OthersNames):
         )
         return vector_forms.collected(self._calls, given)
 
-    @by_one_thread
     def send(
         self,
         x: Any,
@@ -1208,10 +1195,11 @@ class Communicator(Persistent, OthersNames):
             CollectiveError: an earlier call of the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        given = invocation(SEND, x, stream=stream, peers=(dst, None))
-        messages.start(self._calls, given)
+        # Returns a plan to send_init.
+        return messages.start(  # type: ignore[no-any-return]
+            self._calls, SEND, x, dst, None, None, None, stream
+        )
 
-    @by_one_thread
     def recv(
         self,
         out: Any,
@@ -1244,10 +1232,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`send`.
         """
-        given = invocation(RECV, None, out, stream, peers=(None, src), count=count)
-        return messages.start(self._calls, given)
+        return messages.start(self._calls, RECV, None, None, out, src, count, stream)
 
-    @by_one_thread
     def sendrecv(
         self,
         x: Any,
@@ -1279,8 +1265,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`send`.
         """
-        given = invocation(SENDRECV, x, out, stream, peers=(dst, src), count=count)
-        return messages.start(self._calls, given)
+        return messages.start(self._calls, SENDRECV, x, dst, out, src, count, stream)
 
     @by_one_thread
     def isend(self, x: Any, *, dst: int | None, stream: Any = None) -> Request:
@@ -1351,7 +1336,45 @@ class Communicator(Persistent, OthersNames):
                 size.
             CollectiveError, ClosedError: as for any call.
         """
-        return messages.group(self._calls)
+        return messages.Group(self._calls, "group")
+
+    all_reduce_init = init_of(all_reduce)
+    all_gather_init = init_of(all_gather)
+    all_to_all_init = init_of(all_to_all)
+    reduce_scatter_init = init_of(reduce_scatter)
+    scan_init = init_of(scan)
+    exscan_init = init_of(exscan)
+    reverse_scan_init = init_of(reverse_scan)
+    reduce_init = init_of(reduce)
+    broadcast_init = init_of(broadcast)
+    reduce_scatter_v_init = init_of(reduce_scatter_v)
+    gather_init = init_of(gather)
+    gather_v_init = init_of(gather_v)
+    scatter_init = init_of(scatter)
+    scatter_v_init = init_of(scatter_v)
+    all_gather_v_init = init_of(all_gather_v)
+    all_to_all_v_init = init_of(all_to_all_v)
+    neighbor_all_gather_init = init_of(neighbor_all_gather)
+    neighbor_all_to_all_init = init_of(neighbor_all_to_all)
+    send_init = init_of(send)
+    recv_init = init_of(recv)
+    sendrecv_init = init_of(sendrecv)
+
+    def group_init(self) -> AbstractContextManager[Plan]:
+        """Return a plan of the calls within a ``with`` block, which start together.
+
+        No call starts, neither in the block nor at its end. The plan is ``plan`` in
+        ``with comm.group_init() as plan:``, and may be called after the block, which
+        returns None. All its messages are one launch. In debug mode, the ranks compare
+        the calls when the plan is made, not when it is called.
+
+        If another plan is called within the block, that call is one of the block's
+        calls. The rules for calls and ranks are those of :meth:`group`.
+
+        Raises:
+            As :meth:`group`.
+        """
+        return of_group(self._calls)
 
     @by_one_thread
     def launch_limit(self, kernel: Any, threads: int) -> int:

@@ -12,6 +12,7 @@ from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.kernels import digest as kernel
 from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device.digests import VECTOR
 from numba_symm.environment import SIMULATED
@@ -51,10 +52,14 @@ class Digests:
         else:
             calls.staging.begin()
             found = staging.stage(calls, x, what, self._stream[0], False, False)
-            calls.enqueuer.run(self._about, found.pack, self._stream, x)
+            self._run(found.pack, x)
             view, self._keep = arrays.view(found.array, what), found
         self.view: ArrayView = view
         self.vectors = -(-view.nbytes // VECTOR)
+
+    def _run(self, launch: Enqueue, *keep: Any) -> None:
+        enqueuer = self._calls.enqueuer
+        enqueuer.run(enqueuer.pack(self._about, launch), self._stream, *keep)
 
     def of(self, first: int, end: int) -> tuple[list[int], int]:
         """Return the digests of ranges of these vectors, and the length of a range."""
@@ -68,7 +73,7 @@ class Digests:
         address, nbytes = self.view.address, self.view.nbytes
         sums = arrays.view(made, self._what).address
         launch = kernel.bind(address, nbytes, first, end, span, sums)
-        self._calls.enqueuer.run(self._about, launch, self._stream, made, self._keep)
+        self._run(launch, made, self._keep)
         if not SIMULATED:
             streams.synchronize(self._stream[0])
         self._calls.members.check()

@@ -23,6 +23,7 @@ from numba_symm.collectives.checks import (
     check_order,
     check_writable,
 )
+from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.collectives.expert_sizes import ExpertSizes, Mailed, checked
 from numba_symm.collectives.kernels import (
     expert_combine,
@@ -195,14 +196,13 @@ class Experts:
         calls, what = self._calls, "dispatch"
         calls.thread.begin(what)
         try:
-            (launch, tokens), chosen = calls.agreement.checked(
+            (call, tokens), chosen = calls.agreement.checked(
                 what,
                 lambda *_: f"{self._words}, wire {shown(wire)}",
                 self._dispatched,
                 (x, expert_ids, weights, wire, stream),
             )
-            about, kept = self._about[what], (self, x, expert_ids, weights)
-            calls.enqueuer.run(about, launch, chosen, *kept)
+            calls.enqueuer.run(call, chosen, self, x, expert_ids, weights)
             self._tokens = tokens
         finally:
             calls.thread.finish()
@@ -240,10 +240,10 @@ class Experts:
         results = self.results if results is None else results
         calls.thread.begin(what)
         try:
-            launch, out, chosen = calls.agreement.checked(
+            call, out, chosen = calls.agreement.checked(
                 what, lambda *_: self._words, self._combined, (results, out, stream)
             )
-            calls.enqueuer.run(self._about[what], launch, chosen, self, results, out)
+            calls.enqueuer.run(call, chosen, self, results, out)
         finally:
             calls.thread.finish()
         return out
@@ -271,10 +271,11 @@ class Experts:
             )
         return view
 
-    def _dispatched(self, given: Any) -> tuple[tuple[Enqueue, int], HeldStream]:
-        """Return a dispatch's launch, remembered or new, its tokens and its stream."""
+    def _dispatched(self, given: Any) -> tuple[tuple[PackedCall, int], HeldStream]:
+        """Return a dispatch, remembered or new, its tokens and its stream."""
         (x, expert_ids, weights, wire, stream), what = given, "dispatch"
-        self._calls.enqueuer.refuse_in_group(what)
+        calls = self._calls
+        calls.enqueuer.refuse_in_group(what)
         if wire is not None:
             wires.check_name(wire, what)
         rows = arrays.fields(x, "dispatch: x")
@@ -283,12 +284,13 @@ class Experts:
         if weights is not None:
             factors = arrays.fields(weights, "dispatch: weights")
         # All that is checked below.
-        key = what, rows, ids, factors, wire, self._calls.heap.generation
-        known: tuple[Enqueue, int] = self._plans.get(key)
+        key = what, rows, ids, factors, wire, calls.heap.generation
+        known: tuple[PackedCall, int] = self._plans.get(key)
         if known is UNKNOWN:
-            known = self._new_dispatch(rows, ids, factors, wire)
+            launch, tokens = self._new_dispatch(rows, ids, factors, wire)
+            known = calls.enqueuer.pack(self._about[what], launch), tokens
             self._plans.put(key, known)
-        return known, self._calls.streams.of(stream, x)
+        return known, calls.streams.of(stream, x)
 
     def _new_dispatch(
         self, x: Fields, expert_ids: Fields, weights: Fields | None, wire: str | None
@@ -379,8 +381,8 @@ class Experts:
             )
         return tuple(each + self._offsets[name] for each in place.addresses)
 
-    def _combined(self, given: Any) -> tuple[Enqueue, Any, HeldStream]:
-        """Return a combine's launch, remembered or new, its output and its stream."""
+    def _combined(self, given: Any) -> tuple[PackedCall, Any, HeldStream]:
+        """Return a combine, remembered or new, its output and its stream."""
         (results, out, stream), what, sizes = given, "combine", self._sizes
         calls, tokens = self._calls, self._tokens
         calls.enqueuer.refuse_in_group(what)
@@ -396,11 +398,12 @@ class Experts:
         target = arrays.fields(out, "combine: out")
         # All that is checked below.
         key = what, source, target, tokens, calls.heap.generation
-        launch: Enqueue = self._plans.get(key)
-        if launch is UNKNOWN:
+        call: PackedCall = self._plans.get(key)
+        if call is UNKNOWN:
             launch = self._new_sum(source, target, tokens)
-            self._plans.put(key, launch)
-        return launch, out, chosen
+            call = calls.enqueuer.pack(self._about[what], launch)
+            self._plans.put(key, call)
+        return call, out, chosen
 
     def _results(self, results: Fields) -> ArrayView:
         """Return the results of a combine, or refuse them."""

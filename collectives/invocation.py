@@ -74,7 +74,23 @@ def invocation(
     return _new(Invocation, given)
 
 
+def invocation_of(
+    operation: Kind, x: Any, out: Any, stream: Any, options: tuple[Any, ...]
+) -> Invocation[Kind]:
+    """Return an invocation with all its options."""
+    return _new(Invocation, (operation, x, out, stream, *options, (), (), None))
+
+
 _new = tuple.__new__
 
 OPTIONS = slice(4, 12)
 """The fields that are options. A call is remembered by its options and its arrays."""
+
+NO_ROOT: tuple[Any, ...] = None, None, None, NONE, None, None
+"""The options from the root on of a call that has none of them."""
+
+NO_WIRE = NO_ROOT[1:]
+"""The options after the root of a call that has none of them."""
+
+ROOT = 2
+"""Which of the options is the root."""

@@ -20,6 +20,7 @@ from numba_symm import (
 )
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.graphs import Graphs
 from numba_symm.collectives.kernels import copied_reductions
 from numba_symm.collectives.protocols.binding import Endpoint
 from numba_symm.collectives.protocols.workspace import (
@@ -174,7 +175,7 @@ def opened(calls: Calls) -> None:
     held = (
         members,
         calls.heap,
-        calls.enqueuer.order,
+        calls.enqueuer.graphs,
         calls.requests,
         streams.current_context(),
     )
@@ -431,7 +432,7 @@ def _drop(
     name: str,
     members: Members,
     heap: Heap,
-    order: StreamOrder,
+    graphs: Graphs,
     requests: Requests | None,
     context: Any,
 ) -> None:
@@ -445,14 +446,14 @@ def _drop(
         steps.callback(warnings.warn, f"{name} was not closed", ResourceWarning)
         steps.callback(_in_use.pop, members, None)
         steps.callback(setattr, members, "closed", True)
-        steps.callback(deferred.defer, _undo, members, heap, order, requests, context)
+        steps.callback(deferred.defer, _undo, members, heap, graphs, requests, context)
         steps.callback(members.abandon, DROPPED)
 
 
 def _undo(
     members: Members,
     heap: Heap,
-    order: StreamOrder,
+    graphs: Graphs,
     requests: Requests | None,
     context: Any,
 ) -> None:
@@ -461,7 +462,7 @@ def _undo(
         steps.enter_context(streams.on_context(context))
         steps.callback(members.close_locally)
         steps.callback(heap.close_locally)
-        steps.callback(order.close)
+        steps.callback(graphs.close)
         if requests is not None:
             steps.callback(requests.close)
 

@@ -4,19 +4,20 @@ The functions that ``remembered`` calls derive messages from a call's arguments.
 run only for arguments that were not passed before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import arrays, streams
+from numba_symm import arrays, entry, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
 from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import are_apart, check_apart, check_peer
+from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.protocols.credit import Message
@@ -79,11 +80,50 @@ def _prepared(calls: Calls, given: MessageCall) -> Prepared:
     return Prepared(transfers, chosen, (x, out, given.count), out)
 
 
-def start(calls: Calls, given: MessageCall) -> Any:
+def start(
+    calls: Calls,
+    kind: MessageKind,
+    x: Any,
+    dst: Any,
+    out: Any,
+    src: Any,
+    count: Any,
+    stream: Any,
+) -> Any:
     """Make a call of messages, or add it to an open group; return its result."""
-    call = prepared(calls, given)
-    calls.transfer(given.operation.name, call)
-    return call.result
+    first, key, group = out if x is None else x, None, calls.enqueuer.group
+    reader = arrays.KINDS.get(first.__class__)
+    # A rank of another class may equal a known one, and be refused.
+    if (
+        reader is not None
+        and count is None
+        and dst.__class__ in _RANKS
+        and src.__class__ in _RANKS
+    ):
+        try:
+            source = None if x is None else reader.read(x, "")
+            target = None if out is None else arrays.KINDS[out.__class__].read(out, "")
+            handle = calls.streams.handle(stream, reader, first)
+        except (KeyError, TypeError, ArgumentError):
+            pass  # what is called below raises it
+        else:
+            key = kind.name, dst, src, source, target
+            if group is None:
+                call = calls.memory.young.get(key)
+                if call is not None and calls.repeat(call, handle, x, out):
+                    return out
+            elif group.handle in (None, handle):
+                node = calls.memory.young.get((group.node, key))
+                if node is not None and group.thread == get_ident():
+                    group.node, group.handle = node, handle
+                    group.arrays.append((x, out, stream))
+                    return out
+    given = Invocation(kind, x, out, stream, peers=(dst, src), count=count)
+    with calls.thread.alone(kind.name):
+        return calls.transfer(kind.name, prepared(calls, given), key)
+
+
+_RANKS = int, type(None)
 
 
 def requests_of(calls: Calls, what: str) -> Requests:
@@ -130,7 +170,9 @@ def request(calls: Calls, given: MessageCall) -> Request:
         message = messages[0], bool(transfers.receives)
         bound = calls.agreement.made(what, calls.remembered, _bound, message)
         launch = call.around(bound) or bound
-        calls.enqueuer.note(calls.descriptions.messages(what, transfers), handle)
+        if calls.enqueuer.record is not None:
+            about = calls.descriptions.messages(what, transfers)
+            calls.enqueuer.record.note(about, handle)
         direction = message[0].peer, message[1]
         failed = partial(calls.enqueuer.give_up, what=what)
         try:
@@ -147,29 +189,125 @@ def _bound(calls: Calls, message: tuple[Message, bool]) -> Enqueue:
     return calls.requests.bind(*message)
 
 
-@contextmanager
-def collecting(
-    calls: Calls, what: str, done: Callable[[Pending], None]
-) -> Iterator[None]:
-    """Collect the calls within a ``with`` block, and pass them to ``done``."""
-    with calls.thread.alone(what):
-        calls.members.check()
-        calls.enqueuer.refuse_in_group(what)
-        calls.staging.begin()
-        pending = calls.enqueuer.group = Pending(calls.size)
+class _Node:
+    """The first calls of groups that begin with the same remembered calls.
+
+    The memory of calls has, for a node and the key of the next call, the next node.
+
+    Attributes:
+        transfers: the messages of each call.
+        call: the packed group of these calls, if there was one.
+    """
+
+    def __init__(self, transfers: tuple[Transfers, ...] = ()):
+        self.transfers = transfers
+        self.call: PackedCall | None = None
+
+
+_NO_CALLS = _Node()
+
+
+class Group:
+    """The calls of an open group, which start at the end of a ``with`` block.
+
+    If all of them are remembered, it only moves from node to node.
+
+    Args:
+        calls: the communicator's calls.
+        what: the communicator's method.
+        done: is called with the calls at the end; None: they start.
+
+    Attributes:
+        node: that of the calls so far; None: one of them is not remembered.
+        handle: the handle of the stream of the messages so far, or None.
+        arrays: the arrays of the calls that are only remembered.
+        thread: the thread that has opened the group.
+    """
+
+    def __init__(
+        self, calls: Calls, what: str, done: Callable[[Pending], None] | None = None
+    ):
+        self._calls, self._what, self._done = calls, what, done
+
+    def __enter__(self) -> None:
+        calls = self._calls
+        self.node: _Node | None = _NO_CALLS
+        self.handle: int | None = None
+        self.arrays: list[Any] = []
+        self.thread = get_ident()
+        self._known: Pending | None = None
+        self._taken = 0  # how many calls of the node it has
+        if calls.thread.claim() != entry.DONE:
+            with calls.thread.alone(self._what):
+                calls.members.check()
+                calls.enqueuer.refuse_in_group(self._what)
+            calls.thread.claim()
         calls.thread.held = True
+        calls.enqueuer.group = self
+        calls.enqueuer.gate.slow |= entry.GROUPED
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        calls, node = self._calls, self.node
+        enqueuer = calls.enqueuer
         try:
-            yield
+            if kind is None and (node is None or node.call is None or self._done):
+                found = self.pending
         finally:
-            calls.thread.held = False
-            calls.enqueuer.group = None
-        calls.members.check()
-        done(pending)
+            enqueuer.group, calls.thread.held = None, False
+            enqueuer.gate.slow &= ~entry.GROUPED
+            enqueuer.gate.thread = 0
+        if kind is not None:
+            return
+        if node is not None and node.call is not None and not self._done:
+            assert self.handle is not None
+            if calls.repeat(node.call, self.handle, self.arrays):
+                return
+            found = self.pending
+        with calls.thread.alone(self._what):
+            calls.members.check()
+            if self._done is not None:
+                self._done(found)
+                return
+            start_group(calls, found)
+            if node is not None and not found.launches and found.stream is not None:
+                node.call = transfers_of(calls, found).call
 
+    @property
+    def pending(self) -> Pending:
+        """The calls so far, with their messages together."""
+        if self._known is None:
+            self._calls.staging.begin()
+            self._known = Pending(self._calls.size)
+        if self.node is not None:
+            for each in self.node.transfers[self._taken :]:
+                stream = self.handle or streams.LEGACY_DEFAULT, None
+                self._known.add(Prepared(each, stream, (), None))
+            self._taken = len(self.node.transfers)
+        self._known.kept += self.arrays
+        self.arrays = []
+        return self._known
 
-def group(calls: Calls) -> AbstractContextManager[None]:
-    """Start the calls within a ``with`` block together; see Communicator.group."""
-    return collecting(calls, "group", partial(start_group, calls))
+    def add(self, call: Prepared, key: Any) -> None:
+        """Add messages; raise what :meth:`Pending.check` raises."""
+        pending, node = self.pending, self.node
+        pending.add(call)
+        plain = key is not None and not (call.before or call.after)
+        if node is None or not plain or self.handle not in (None, call.stream[0]):
+            self.node = None
+            return
+        self.handle = call.stream[0]
+        self.node = _Node((*node.transfers, call.transfers))
+        self._taken = len(self.node.transfers)
+        self._calls.memory.put((node, key), self.node)
+
+    def append(
+        self, call: PackedCall, stream: HeldStream, keep: tuple[Any, ...]
+    ) -> None:
+        """Add a call that does not start together with messages."""
+        pending = self.pending
+        self.node = None
+        pending.kept += keep
+        pending.launches.append((call, stream))
 
 
 def start_group(
@@ -186,21 +324,32 @@ def start_group(
     keep = (*found.kept, *keep)
     call = None
     if found.stream is not None:
-        before, after = tuple(found.before), tuple(found.after)
-        on = stream or found.stream
-        call = Prepared(transfers_of(calls, found), on, keep, None, before, after)
+        call = prepared_group(calls, found, stream, keep)
         if calls.enqueuer.group is None:  # refuse it before anything is enqueued
             calls.agreement.made("group", call.packed, calls.binder.messages, "group")
     try:
         if call is not None:
             calls.transfer("group", call)
-        for about, launch, own in found.launches:
-            calls.enqueuer.run(about, launch, stream or own, *keep)
+        for packed, own in found.launches:
+            calls.run(packed, stream or own, None, *keep)
     except BaseException as error:
         if calls.enqueuer.group is None:
             handles = found.stream_handles if stream is None else {stream[0]}
             calls.enqueuer.give_up(error, "group", *handles)
         raise
+
+
+def prepared_group(
+    calls: Calls,
+    found: Pending,
+    stream: HeldStream | None = None,
+    keep: tuple[Any, ...] = (),
+) -> Prepared:
+    """Return the messages of a group that has some; see :func:`start_group`."""
+    assert found.stream is not None
+    before, after = tuple(found.before), tuple(found.after)
+    on, transfers = stream or found.stream, transfers_of(calls, found)
+    return Prepared(transfers, on, keep, None, before, after)
 
 
 def transfers_of(calls: Calls, found: Pending) -> Transfers:

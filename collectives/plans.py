@@ -1,20 +1,32 @@
-"""Plans: calls that are checked and packed once, and called many times."""
+"""Plans: calls that are checked and packed once, and called many times.
 
+The methods that make plans are made from those that make calls (:func:`init_of`). They
+run with :class:`Planning` in the place of ``Calls``, which keeps a call instead of
+enqueueing it.
+"""
+
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from types import FunctionType, SimpleNamespace
+from typing import Any, Concatenate, ParamSpec
 
-from numba_symm.collectives import messages, vector_forms
+from numba_symm import entry
+from numba_symm.cache import Cache
+from numba_symm.collectives import messages
 from numba_symm.collectives.call_streams import HeldStream, owned
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.enqueueing import PackedCall
+from numba_symm.collectives.invocation import invocation_of
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.transfers import Pending, Prepared
 from numba_symm.errors import ArgumentError
 
+P = ParamSpec("P")
+
 Start = Callable[..., None]
-"""Enqueues a packed call on a stream. What follows is kept until then."""
+"""Makes a call that is not plain on a stream. What follows is kept until then."""
 
 
 class Plan:
@@ -29,21 +41,23 @@ class Plan:
         self,
         calls: Calls,
         name: str,
-        call: str,
+        words: str,
         start: Start | None,
         stream: HeldStream | None,
         arrays: tuple[Any, ...],
         out: Any = None,
         compared: bool = True,
+        call: PackedCall | None = None,
     ):
         self._calls = calls
         self._name = name
-        self._call = call
+        self._call_words = words
         self._start = start
         self._stream = stream
         self._arrays = arrays  # the launch has only their addresses
         self._out = out
         self._compared = compared
+        self.call = call
 
     def __repr__(self) -> str:
         return f"<Plan: {self._words()}>"
@@ -58,6 +72,23 @@ class Plan:
             ArgumentError: the ``with`` block of :meth:`Communicator.group_init` has not
                 ended, or ended with an exception.
         """
+        call, chosen = self.call, self._stream
+        if stream is not None:
+            try:
+                chosen = owned(stream)
+            except ArgumentError:
+                call = None  # what is called below raises it
+        if call is not None and chosen is not None:
+            status = call.enqueue(chosen[0])
+            if status == entry.DONE:
+                return self._out
+            if status != entry.SLOW:
+                self._calls.enqueuer.go_on(status, call, chosen[0], self)
+                return self._out
+        return self._checked(stream)
+
+    def _checked(self, stream: Any) -> Any:
+        """Make the call where it is not plain."""
         calls, start = self._calls, self._start
         if start is None:
             raise ArgumentError(
@@ -77,13 +108,8 @@ class Plan:
             calls.thread.finish()
         return self._out
 
-    def detached(self) -> "Detached":
-        """Return the call without its arrays. It is not for debug mode or groups."""
-        assert self._start is not None
-        return Detached(self._calls, self._name, self._start)
-
     def _words(self, *_: object) -> str:
-        return f"{self._name} of {self._call}"
+        return f"{self._name} of {self._call_words}"
 
     def _chosen(self, stream: Any) -> HeldStream | None:
         if stream is None:
@@ -97,90 +123,93 @@ class Plan:
             ) from None
 
 
-class Detached:
-    """The call of a plan, which keeps no arrays.
+class Planning:
+    """The calls of a communicator, to a method that is to make a plan."""
 
-    Its caller passes arrays at the places of those of the plan, of the same types and
-    shapes. Other memory may have been mapped there since.
-    """
+    def __init__(self, calls: Calls):
+        self._real = calls
+        self.memory = Cache(0)  # a call that is remembered is not made either
 
-    def __init__(self, calls: Calls, name: str, start: Start):
-        self._calls = calls
-        self._name = name
-        self._start = start
-        self._generation = calls.heap.generation
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
-    def __call__(self, stream: HeldStream, *arrays: Any) -> bool:
-        """Enqueue the call, unless symmetric memory was unmapped since it was packed.
+    def operate(
+        self,
+        operation: Operation,
+        x: Any,
+        out: Any,
+        stream: Any,
+        options: tuple[Any, ...],
+    ) -> Plan:
+        """Return the plan of an operation; the arguments are those of ``Calls``."""
+        calls, given = self._real, invocation_of(operation, x, out, stream, options)
+        with calls.thread.alone(operation.name):
+            call, out, chosen = calls.prepared(given)
+        return self.run(call, chosen, out, x, *given.args)
 
-        Returns:
-            Whether it was enqueued.
+    def run(self, call: PackedCall, stream: HeldStream, out: Any, *keep: Any) -> Plan:
+        """Return the plan of a call that was checked."""
+        calls, about = self._real, call.about
+        start = partial(calls.enqueuer.run, call)
+        kept = out, *keep
+        return Plan(calls, about.what, about.words, start, stream, kept, out, call=call)
+
+    def transfer(self, what: str, call: Prepared, key: Any = None) -> Plan:
+        """Return the plan of messages, or of a collective that consists of them."""
+        calls, packed = self._real, None
+        if call.transfers.complete:  # otherwise the plan is for a group
+            packed = calls.agreement.made(what, calls.packed_messages, what, call)
+        bare = call._replace(keep=(), result=None)
+
+        def start(stream: HeldStream, *keep: Any) -> None:
+            calls.transfer(what, bare._replace(stream=stream, keep=keep))
+
+        words = call.transfers.words
+        return Plan(
+            calls,
+            what,
+            words or "messages",
+            start,
+            stream=call.stream,
+            arrays=call.keep,
+            out=call.result,
+            compared=bool(words),
+            call=packed,
+        )
+
+
+def init_of(
+    method: Callable[Concatenate[Any, P], Any],
+) -> Callable[Concatenate[Any, P], Plan]:
+    """Return the method that makes a plan of what a method of a communicator calls."""
+    name = f"{method.__name__}_init"
+    made = FunctionType(  # whose errors for arguments have its own name
+        method.__code__, method.__globals__, name, method.__defaults__
+    )
+    made.__kwdefaults__ = method.__kwdefaults__
+    made.__qualname__ = f"Communicator.{name}"
+
+    def init(self: Any, /, *args: P.args, **options: P.kwargs) -> Plan:
+        calls: Calls = self._calls
+        with calls.staging.apart():
+            planning = SimpleNamespace(_calls=Planning(calls))
+            return made(planning, *args, **options)  # type: ignore[no-any-return]
+
+    made.__annotations__ = {**method.__annotations__, "return": Plan}
+    made.__module__, made.__doc__ = (
+        method.__module__,
+        _DOCSTRING.format(method.__name__),
+    )
+    return functools.update_wrapper(init, made)
+
+
+_DOCSTRING = """Return a plan of :meth:`{0}`, which makes the call when it is called.
+
+        The arguments and errors are those of :meth:`{0}`. ``plan()``, or
+        ``plan(stream=…)``, makes the call; the ranks that must make it together are
+        those that must call :meth:`{0}` together. MPI calls plans persistent
+        operations. To make a plan is collective only in debug mode.
         """
-        calls = self._calls
-        if calls.heap.generation != self._generation:
-            return False
-        calls.thread.begin(self._name)
-        try:
-            calls.members.check()
-            self._start(stream, *arrays)
-        finally:
-            calls.thread.finish()
-        return True
-
-
-def plan(calls: Calls, given: Invocation[Operation]) -> Plan:
-    """Prepare a call of an operation, and return its plan."""
-    what = given.operation.name
-    with calls.thread.alone(what):
-        launch, out, chosen, about = calls.prepared(given)
-    start = partial(calls.enqueuer.run, about, launch)
-    return Plan(
-        calls, what, about.words, start, chosen, (given.x, out, *given.args), out
-    )
-
-
-def of_messages(calls: Calls, given: messages.MessageCall) -> Plan:
-    """Prepare a ``send``, ``recv`` or ``sendrecv``, and return its plan."""
-    what = given.operation.name
-    with calls.thread.alone(what), calls.staging.apart():
-        return _packed(calls, what, messages.prepared(calls, given), compared=False)
-
-
-def of_collective(calls: Calls, given: vector_forms.FormCall) -> Plan:
-    """Prepare a collective that consists of messages, and return its plan."""
-    what = given.operation.name
-    with calls.thread.alone(what), calls.staging.apart():
-        return _packed(calls, what, vector_forms.prepared(calls, given), compared=True)
-
-
-def _packed(calls: Calls, what: str, call: Prepared, compared: bool) -> Plan:
-    if call.transfers.complete:  # otherwise the plan is for a group
-        calls.agreement.made(what, call.packed, calls.binder.messages, what)
-    bare = call._replace(keep=(), result=None)
-
-    def start(stream: HeldStream, *keep: Any) -> None:
-        calls.transfer(what, bare._replace(stream=stream, keep=keep))
-
-    words = call.transfers.words or "messages"
-    return Plan(
-        calls,
-        what,
-        words,
-        start,
-        stream=call.stream,
-        arrays=call.keep,
-        out=call.result,
-        compared=compared,
-    )
-
-
-def of_shards(calls: Calls, given: Invocation[Operation]) -> Plan:
-    """Prepare a ``reduce_scatter_v``, and return its plan."""
-    what = given.operation.name
-    with calls.thread.alone(what):
-        about, launch, chosen, out = vector_forms.shards(calls, given)
-    start = partial(calls.enqueuer.run, about, launch)
-    return Plan(calls, what, about.words, start, chosen, (given.x, out), out)
 
 
 @contextmanager
@@ -190,12 +219,12 @@ def of_group(calls: Calls) -> Iterator[Plan]:
 
     def fill(found: Pending) -> None:
         if found.stream is not None:
-            transfers = messages.transfers_of(calls, found)
-            calls.agreement.made(
-                "group", transfers.packed, calls.binder.messages, "group"
-            )
+            call = messages.prepared_group(calls, found)
+            packed = calls.agreement.made("group", calls.packed_messages, "group", call)
+            if not found.launches:
+                made._stream, made.call = found.stream, packed
         made._arrays = tuple(found.kept)
         made._start = partial(messages.start_group, calls, found)
 
-    with calls.staging.apart(), messages.collecting(calls, "group_init", fill):
+    with calls.staging.apart(), messages.Group(calls, "group_init", fill):
         yield made

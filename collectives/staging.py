@@ -11,7 +11,6 @@ closed, because graphs may contain its address.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -20,7 +19,7 @@ from numba_symm import arrays, libraries, own_arrays, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives.call_streams import CallStreams, HeldStream
 from numba_symm.collectives.checks import are_apart, check_writable
-from numba_symm.collectives.enqueueing import Enqueuer
+from numba_symm.collectives.enqueueing import Enqueuer, PackedCall
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import pack
 from numba_symm.collectives.operations import Operation
@@ -30,7 +29,6 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, GapsError
 from numba_symm.launch.devices import GPU
 from numba_symm.own_arrays import Memory
-from numba_symm.record import Description
 
 _LINE = 256  # bytes: an array in the memory begins on a multiple
 
@@ -109,8 +107,8 @@ def _new(nbytes: int, stream: int, what: str, expected: str = _EXPECTED) -> Any:
     return own_arrays.empty((nbytes,), np.dtype(np.uint8), what)
 
 
-BoundCall = tuple[Enqueue | None, Any, HeldStream, Description]
-"""A call's launch, None for a call without elements; its output; stream; what it is."""
+BoundCall = tuple[PackedCall, Any, HeldStream]
+"""A call, its output and its stream."""
 
 
 class Caller(Protocol):
@@ -210,7 +208,7 @@ def copied(calls: Caller, x: Any, what: str, stream: int) -> tuple[Any, Enqueue]
     arrays.check_device(view, calls.gpu.ordinal, what)
     address, owner = calls.staging.take(view.nbytes, stream, what, message=True)
     copy = Memory(address, view.nbytes, owner).array(view.shape, view.dtype)
-    return copy, partial(streams.copy, address, view.address, view.nbytes)
+    return copy, streams.Copy(address, view.address, view.nbytes)
 
 
 class Replaced:
@@ -279,10 +277,14 @@ def bound(
                 "arrays that overlap; it may be one of args"
             )
     dense = Replaced(calls, what, given.x, out, chosen[0])
-    launch, made, _, about = calls.bound(
+    call, made, _ = calls.bound(
         given._replace(x=dense.x, out=dense.out, stream=chosen[0])
     )
-    return dense.around(launch), dense.result(made), chosen, about
+    return (
+        calls.enqueuer.around(dense.before, call, dense.after),
+        dense.result(made),
+        chosen,
+    )
 
 
 def _extent(array: Any, what: str) -> ArrayView:

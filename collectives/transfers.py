@@ -5,7 +5,6 @@ group match in the order of their calls.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from numba_symm import streams
@@ -42,9 +41,11 @@ class Transfers:
         words: the arguments on which the ranks of a collective must agree.
         itemsize: bytes of an element, if the ranks compare counts.
         about: the description that was made of them, if one was.
+        call: the packed call that was made of them, if one was.
     """
 
     about: Description | None = None
+    call: Any = None
 
     def __init__(
         self,
@@ -88,10 +89,8 @@ class Transfers:
 
     def _pack(self, bind: BindMessages, what: str) -> Enqueue | None:
         copies, fills = matched(*self.own, what) if any(self.own) else ([], [])
-        calls: list[Enqueue] = [
-            partial(streams.copy, *each) for each in (*self.copies, *copies)
-        ]
-        calls += [partial(streams.fill, *each) for each in (*self.fills, *fills)]
+        calls: list[Enqueue] = [streams.Copy(*each) for each in (*self.copies, *copies)]
+        calls += [streams.Fill(*each) for each in (*self.fills, *fills)]
         if self.sends or self.receives:
             calls.append(bind(self.sends, self.receives))
         return Series(*calls) if len(calls) > 1 else calls[0] if calls else None
@@ -184,7 +183,7 @@ class Pending:
         self.before: list[Enqueue] = []
         self.after: list[Enqueue] = []
         self.stream: HeldStream | None = None
-        self.launches: list[tuple[Description, Enqueue | None, HeldStream]] = []
+        self.launches: list[tuple[Any, HeldStream]] = []  # packed calls
         self.kept: list[Any] = []
         self._size = size
         self._sent, self._received = [0] * size, [0] * size  # by peer
@@ -192,7 +191,7 @@ class Pending:
     @property
     def stream_handles(self) -> set[int]:
         """Handles of all streams that the calls are on."""
-        streams = [stream for *_, stream in self.launches]
+        streams = [stream for _, stream in self.launches]
         return {handle for handle, _ in filter(None, [self.stream, *streams])}
 
     def check(

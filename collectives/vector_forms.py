@@ -12,7 +12,6 @@ from typing import Any
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
-from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import (
     check_apart,
@@ -34,9 +33,9 @@ from numba_symm.collectives.invocation import Invocation, invocation
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.credit import Message
+from numba_symm.collectives.staging import BoundCall
 from numba_symm.collectives.transfers import OwnCopy, Prepared, Transfers
 from numba_symm.errors import ArgumentError
-from numba_symm.record import Description
 
 
 class Shard:
@@ -85,11 +84,9 @@ def collected(calls: Calls, given: FormCall) -> Any:
     what = given.operation.name
     calls.thread.begin(what)
     try:
-        call = prepared(calls, given)
-        calls.transfer(what, call)
+        return calls.transfer(what, prepared(calls, given))
     finally:
         calls.thread.finish()
-    return call.result
 
 
 def prepared(calls: Calls, given: FormCall) -> Prepared:
@@ -115,7 +112,8 @@ def _checked(calls: Calls, given: FormCall) -> Prepared:
     if given.operation.on_gpu:
         call = call._replace(keep=(*call.keep, tables))
     if calls.agreement.debug and calls.enqueuer.group is not None:
-        calls.enqueuer.group.check(call.transfers, call.stream)  # before ranks compare
+        # Before the ranks compare the call.
+        calls.enqueuer.group.pending.check(call.transfers, call.stream)
     return call
 
 
@@ -168,27 +166,22 @@ def reduce_scatter(calls: Calls, given: Invocation[Operation]) -> Any:
     """Make a ``reduce_scatter_v``: one reduction for each rank's shard."""
     what = given.operation.name
     with calls.thread.alone(what):
-        about, launch, chosen, out = shards(calls, given)
-        calls.enqueuer.run(about, launch, chosen, given.x, out)
-    return out
+        call, out, chosen = shards(calls, given)
+        return calls.run(call, chosen, out, given.x)
 
 
-Reductions = tuple[Description, Enqueue | None, HeldStream, Any]
-"""A ``reduce_scatter_v``: what it is, its launch, its stream, its output."""
-
-
-def shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
+def shards(calls: Calls, given: Invocation[Operation]) -> BoundCall:
     """Prepare a ``reduce_scatter_v``; in debug mode, the ranks agree first."""
     what = given.operation.name
     prepare = partial(_shards, calls)
     return calls.agreement.checked(what, _words_of_shards, prepare, given)
 
 
-def _words_of_shards(made: Reductions, _: object) -> str:
-    return made[0].words
+def _words_of_shards(made: BoundCall, _: object) -> str:
+    return made[0].about.words
 
 
-def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
+def _shards(calls: Calls, given: Invocation[Operation]) -> BoundCall:
     """Return the reductions of all shards."""
     operation, x, out, stream = given[:4]
     what = operation.name
@@ -197,10 +190,11 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
         if calls.enqueuer.group is None:
             calls.staging.begin()
         dense = staging.Replaced(calls, what, x, out, chosen[0])
-        about, launch, _, made = _shards(
+        call, made, _ = _shards(
             calls, given._replace(x=dense.x, out=dense.out, stream=chosen[0])
         )
-        return about, dense.around(launch), chosen, dense.result(made)
+        call = calls.enqueuer.around(dense.before, call, dense.after)
+        return call, dense.result(made), chosen
     source = flat(calls, arrays.view(x, what), what)
     ((counts, _),) = given.tables
     places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
@@ -216,18 +210,17 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
     if target.address != source.address + first * itemsize:
         # Later reductions read x after this rank's result was stored.
         check_apart(source, target, what)
-    launches = []
+    parts: list[Enqueue] = []
     for root, (first, count) in enumerate(places):
         address = source.address + first * itemsize
         shard = source._replace(address=address, shape=(count,))
         into = target._replace(shape=(count,)) if root == calls.rank else None
         reduction = invocation(operation, op=given.op, root=root)
-        launches.append(calls.packed(reduction, shard, into)[0])
+        parts += calls.packed(reduction, shard, into).parts
     op = dtypes.reduction(given.op, what)
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
-    todo = [launch for launch in launches if launch is not None]
     about = calls.descriptions.of(what, words, words)
-    return about, Series(*todo) if todo else None, chosen, out
+    return calls.enqueuer.pack(about, Series(*parts)), out, chosen
 
 
 def flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:

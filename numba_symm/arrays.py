@@ -64,7 +64,7 @@ def view(array: Any, what: str) -> ArrayView:
 
 def fields(array: Any, what: str) -> Fields:
     """Do what :func:`view` does, for a call that may be remembered."""
-    kind = _KINDS.get(type(array)) or _kind_of(array)
+    kind = KINDS.get(type(array)) or _kind_of(array)
     return kind.read(array, what)
 
 
@@ -73,13 +73,13 @@ def stream_of(array: Any) -> int | None:
 
     It is the current stream of torch or CuPy for their arrays.
     """
-    kind = _KINDS.get(type(array)) or _kind_of(array)
+    kind = KINDS.get(type(array)) or _kind_of(array)
     return None if kind.stream is None else kind.stream(array)
 
 
 def strides_of(array: Any) -> tuple[int, ...]:
     """Return the strides, in bytes, of an array that :func:`view` has read."""
-    kind = _KINDS.get(type(array)) or _kind_of(array)
+    kind = KINDS.get(type(array)) or _kind_of(array)
     return kind.strides(array)
 
 
@@ -87,7 +87,7 @@ def on_device(array: Any) -> bool:
     """Return whether an object is an array on a GPU; :func:`view` reads it then."""
     if SIMULATED:
         return is_simulated(array)
-    kind = _KINDS.get(type(array))
+    kind = KINDS.get(type(array))
     if kind is not None and kind.always:  # CuPy's interface is a new dictionary
         return True
     if isinstance(array, _NUMBAS):
@@ -121,16 +121,16 @@ class _ArrayClass(NamedTuple):
     always: bool = False
 
 
-_KINDS: dict[type, _ArrayClass] = {}
+KINDS: dict[type, _ArrayClass] = {}
 """Arrays that are read by their own attributes: by exact class, once seen."""
 
 
 def _kind_of(array: Any) -> _ArrayClass:
-    """Return how to read an array of a class that is not in ``_KINDS``."""
+    """Return how to read an array of a class that is not in ``KINDS``."""
     if SIMULATED:
-        return _KINDS.setdefault(type(array), _SIMULATED)
+        return KINDS.setdefault(type(array), _SIMULATED)
     if isinstance(array, _NUMBAS):
-        return _KINDS.setdefault(type(array), _NUMBA)
+        return KINDS.setdefault(type(array), _NUMBA)
     for name, attribute, kinds in (
         ("torch", "Tensor", _torch),
         ("cupy", "ndarray", _cupy),
@@ -138,7 +138,7 @@ def _kind_of(array: Any) -> _ArrayClass:
         library = sys.modules.get(name)  # None if it is not imported
         known = getattr(library, attribute, ())
         if type(array) is known:
-            return _KINDS.setdefault(known, kinds(library)[0])
+            return KINDS.setdefault(known, kinds(library)[0])
         if isinstance(array, known):  # a subclass may change every attribute
             return kinds(library)[1]
     return _FOREIGN

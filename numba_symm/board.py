@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, TypeVar
 
-from numba_symm import call_table, driver, environment, forks, loads, waits
+from numba_symm import call_table, driver, entry, environment, forks, loads, waits
 from numba_symm.backends.host import mapped, memory_file
 from numba_symm.board_memory import FILE, NOTE, PIECE, BoardMemory, nbytes_of
 from numba_symm.environment import SIMULATED
@@ -64,6 +64,7 @@ class Board:
     record: Record | None = None
     _memory: BoardMemory | None = None
     _records: Any = None
+    _gate: Any = None
     _steps: Any = None
     _pieces = memoryview(b"")
     _reopened: int | None = None
@@ -132,6 +133,14 @@ class Board:
             self.address = waiting.undisturbed(
                 lambda: _register(self.address, self._undo)
             )
+
+    def open(self, gate: Any) -> None:
+        """Let calls pass through a gate until this board is closed, or fails."""
+        self._gate = gate
+        gate.failure = ctypes.addressof(self._records) + 8 * self._rank
+        if self.record is not None:
+            gate.book = ctypes.addressof(self.record.book)
+        gate.slow &= ~entry.CLOSED
 
     def failure(self) -> Failure | None:
         """Return why the communicator has failed, or None if it has not."""
@@ -397,6 +406,9 @@ class Board:
 
     def _let_go(self) -> None:
         """Drop the objects that prevent the mapping from being closed."""
+        if self._gate is not None:  # no call may read what is unmapped
+            self._gate.slow |= entry.CLOSED
+            self._gate.failure, self._gate.book = ctypes.addressof(self._gate), 0
         record, self.record = self.record, None
         if record is not None:
             record.close()

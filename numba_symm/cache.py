@@ -13,16 +13,19 @@ class Cache:
     There are two generations. A lookup moves a value to the younger one. When that is
     full, it replaces the older one. So a lookup of a recently used key hashes the key
     once, as in a dictionary.
+
+    Attributes:
+        young: the values of the younger generation, for lookups that may miss others.
     """
 
     def __init__(self, most: int):
         self._most = most
-        self._young: dict[Hashable, Any] = {}
+        self.young: dict[Hashable, Any] = {}
         self._old: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable) -> Any:
         """Return a key's value, or ``UNKNOWN``."""
-        found = self._young.get(key, UNKNOWN)
+        found = self.young.get(key, UNKNOWN)
         if found is UNKNOWN:
             found = self._old.pop(key, UNKNOWN)
             if found is not UNKNOWN:
@@ -31,15 +34,15 @@ class Cache:
 
     def put(self, key: Hashable, value: Any) -> None:
         """Store a value."""
-        if len(self._young) >= self._most:
-            self._old = self._young
-            self._young = {}
-        self._young[key] = value
+        if len(self.young) >= self._most:
+            self._old = self.young
+            self.young = {}
+        self.young[key] = value
 
     def clear(self) -> None:
         """Remove all values."""
-        self._young.clear()
+        self.young.clear()
         self._old.clear()
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return len(self.young) + len(self._old)

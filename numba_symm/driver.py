@@ -32,8 +32,14 @@ def function(name: str) -> Any:
 
 
 def failure(name: str, status: Any) -> DriverError:
-    """Return the error for a driver function that returned ``status``."""
-    return DriverError(f"{name} failed: {_explanation(status)}")
+    """Return the error for a driver function that returned ``status``, also an int."""
+    return DriverError(f"{name} failed: {_explanation(_result(status))}")
+
+
+def _result(status: Any) -> Any:
+    from cuda.bindings import driver
+
+    return driver.CUresult(status)
 
 
 def _explanation(status: Any) -> str:

@@ -9,6 +9,7 @@ unrolls. A cache on disk keeps the machine code. Its key is made of:
 - the versions of the compilers and the compute capability.
 """
 
+import ctypes
 import functools
 import gc
 import hashlib
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from numba.cuda import types
 
-from numba_symm import code_cache, driver, loads
+from numba_symm import code_cache, driver, driver_table, entry, loads
 from numba_symm.device.polling import Guard
 from numba_symm.dtypes import UserEpilogue, UserOperator
 from numba_symm.environment import SIMULATED
@@ -286,21 +287,29 @@ class Launch:
         self._blocks = blocks
         self._held = held
         self._args = args
-        if not SIMULATED:
-            self._function = kernel.load()
+        self._config = driver_table.launch_config(blocks, kernel.threads, held, early)
+        if SIMULATED:
+            self._words = driver_table.stand_in(self), 0
+        else:
             self._packed = Packed(kernel.signature, args)
-            self._config = _config(blocks, kernel.threads, held, early)
-            self._stream = -1
-            self._launch = driver.function("cuLaunchKernelEx")
+            self._words = int(kernel.load()), self._packed.address
+
+    @property
+    def steps(self) -> tuple[tuple[int, ...], ...]:
+        """The step for the compiled function; this object owns what it reads."""
+        return ((entry.LAUNCH, ctypes.addressof(self._config), *self._words),)
+
+    def simulate(self) -> None:
+        """Run the kernel in the simulator."""
+        _simulate(self._kernel, self._blocks, self._held, self._args)
 
     def __call__(self, stream: int) -> None:
         """Launch on the stream with that handle; returns immediately on a GPU."""
         if SIMULATED:
-            _simulate(self._kernel, self._blocks, self._held, self._args)
+            self.simulate()
             return
-        if stream != self._stream:
-            self._config.hStream = self._stream = stream
-        (status,) = self._launch(self._config, self._function, self._packed.address, 0)
+        self._config.stream = stream
+        status = driver_table.launch()(ctypes.addressof(self._config), *self._words, 0)
         if status:
             raise driver.failure("cuLaunchKernelEx", status)
 
@@ -357,23 +366,6 @@ def bound(loading: bool = False) -> Iterator[list[Bound]]:
         yield found
     finally:
         _bound.reset(token)
-
-
-def _config(blocks: int, threads: int, held: int, early: bool) -> Any:
-    """Return the driver's description of a launch, without its stream."""
-    from cuda.bindings import driver as binding
-
-    config = binding.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, held, 1
-    if early:
-        kinds = binding.CUlaunchAttributeID
-        attribute = binding.CUlaunchAttribute()
-        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        config.attrs = [attribute]
-        config.numAttrs = 1
-    return config
 
 
 @functools.cache

@@ -23,7 +23,9 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from numba_symm import entry
 
 CALLS = 1024
 """How many calls of a rank are kept; a power of two."""
@@ -52,18 +54,28 @@ class Description:
     Attributes:
         digest: a number of 64 bits that follows from ``what`` and ``key``; 0: the call
             is not compared.
-        number: the number of its text on the board; 0: it has none.
+        address: of its number, for packed calls.
     """
 
-    __slots__ = ("digest", "key", "number", "what", "words")
+    __slots__ = ("_number", "address", "digest", "key", "what", "words")
 
     def __init__(self, what: str, words: str = "", key: str = ""):
         self.what, self.words, self.key = what, words, key
-        self.number = 0
+        self._number = ctypes.c_int64(0)
+        self.address = ctypes.addressof(self._number)
         self.digest = 0
         if key:
             found = hashlib.blake2b(f"{what} {key}".encode(), digest_size=8).digest()
             self.digest = int.from_bytes(found, "little") | 1
+
+    @property
+    def number(self) -> int:
+        """The number of its text on the board; 0: it has none."""
+        return self._number.value
+
+    @number.setter
+    def number(self, number: int) -> None:
+        self._number.value = number
 
     def __str__(self) -> str:
         return f"{self.what} of {self.words}" if self.words else self.what
@@ -128,6 +140,10 @@ _CALLS_AT = ctypes.sizeof(Head)
 _OTHERS_AT = _CALLS_AT + _RING
 _ABOUT_AT = _OTHERS_AT + _RING
 _PLACE = _ABOUT_AT + CALLS * _ABOUT.size
+
+
+def _address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def place(before: int, size: int) -> tuple[int, int]:
@@ -232,15 +248,12 @@ class Record(Records):
         size: the number of ranks.
 
     Attributes:
-        number: the number of this rank's last call.
+        book: where this rank stores its calls, for packed calls.
     """
 
     def __init__(self, memory: memoryview, rank: int, name: int, node: str, size: int):
         super().__init__(memory, size)
         self.rank = rank
-        self.number = 0
-        self._chain = 0
-        self._other = 0
         self._published = 0
         self._owners: list[Description | None] = [None] * CALLS
         self._equal = [0] * size  # by rank, up to which number the calls are the same
@@ -251,12 +264,21 @@ class Record(Records):
         self._calls = memory[start + _CALLS_AT : start + _OTHERS_AT]
         self._others = memory[start + _OTHERS_AT : start + _ABOUT_AT]
         self._texts = memory[start + _ABOUT_AT : start + _PLACE]
+        self.book = entry.Book(
+            calls=_address(self._calls), others=_address(self._others)
+        )
+        self._note = entry.note()
         self.own = self.heads[rank]
         self.own.pid, self.own.name = os.getpid(), name
         self.own.node = node.encode()[:63]
         if rank == 0:
             memory[8:16] = time.monotonic_ns().to_bytes(8, "little")
             memory[: len(MAGIC)] = MAGIC
+
+    @property
+    def number(self) -> int:
+        """The number of this rank's last call."""
+        return int(self.book.number)
 
     def close(self) -> None:
         """Drop the memory."""
@@ -265,33 +287,24 @@ class Record(Records):
             each.release()
         super().close()
 
-    def note(
-        self,
-        about: Description,
-        stream: int,
-        now: Any = time.monotonic_ns,
-        pack: Any = _ENTRY.pack_into,
-    ) -> None:
+    def publish(self, about: Description, stream: int) -> None:
+        """Let packed calls find a description's text and a stream's number."""
+        if not about.number:
+            self._publish(about)
+        at = entry.place_of(stream)
+        self.book.streams[at : at + 2] = stream, self._number_of(stream)
+
+    def note(self, about: Description, stream: int) -> None:
         """Store a call, which this rank is about to enqueue.
 
         Args:
             about: what it is.
             stream: the handle of its stream.
-            now: the clock.
-            pack: stores an entry. Both are faster as arguments.
         """
         if not about.number:
             self._publish(about)
-        on = self._streams.get(stream) or self._number_of(stream)
-        if about.digest:
-            number = self.number = self.number + 1
-            self._chain = chain = self._chain * 31 + about.digest & 0xFFFFFFFFFFFFFFFF
-            at, end = (number & 1023) << 5, number & 0xFFFF
-            pack(self._calls, at, number, now(), chain, about.number, on, end)
-            return
-        number = self._other = self._other + 1
-        at, end = (number & 1023) << 5, number & 0xFFFF
-        pack(self._others, at, number, now(), self.number, about.number, on, end)
+        place, number = ctypes.addressof(self.book), self._number_of(stream)
+        self._note(place, about.number, about.digest, number)
 
     def note_captured(self, about: Description, stream: int) -> None:
         """Store that a call is being captured into a graph. It has no number."""
@@ -332,8 +345,9 @@ class Record(Records):
         self._owners[slot], about.number = about, number
 
     def _number_of(self, stream: int) -> int:
-        if len(self._streams) + 1 >= _FIRST:
+        if stream not in self._streams and len(self._streams) + 1 >= _FIRST:
             self._streams.clear()
+            self.book.streams[:] = [0] * len(self.book.streams)
         return self._streams.setdefault(stream, len(self._streams) + 1)
 
     # The comparison.
@@ -391,5 +405,5 @@ def steps(entries: list[Entry], others: list[Entry]) -> Iterator[tuple[Entry, bo
     """Yield a rank's calls in the order of time, and whether each one is numbered."""
     both = [(each.time, each, True) for each in entries]
     both += [(each.time, each, False) for each in others]
-    for _, entry, numbered in sorted(both, key=lambda each: each[0]):
-        yield entry, numbered
+    for _, call, numbered in sorted(both, key=lambda each: each[0]):
+        yield call, numbered

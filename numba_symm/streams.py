@@ -2,14 +2,16 @@
 
 import ctypes
 import functools
+import operator
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from numba import cuda
 
-from numba_symm import driver, environment
+from numba_symm import driver, entry, environment
 from numba_symm.arguments import shown
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, DriverError
@@ -41,9 +43,16 @@ def handle_or_default(stream: Any) -> int:
     """Return the handle of a stream; None is the legacy default stream."""
     if stream is None:
         return LEGACY_DEFAULT
+    reader = _READERS.get(stream.__class__)
+    if reader is not None:
+        return reader(stream)
     if type(stream) is int and 0 <= stream < 1 << 64:  # without the calls below
         return LEGACY_DEFAULT if SIMULATED else stream
     return handle_of(stream)
+
+
+_READERS: dict[type, Callable[[Any], int]] = {}
+"""What reads the handles of a class of streams that are read by an attribute alone."""
 
 
 def _found_in(stream: Any) -> int:
@@ -66,9 +75,14 @@ def _handle_in(stream: Any) -> int | None:
         return int((protocol() if callable(protocol) else protocol)[1])
     for attribute in ("cuda_stream", "ptr", "handle"):  # torch, CuPy, Numba
         found = getattr(stream, attribute, None)
+        if type(found) is int and type(stream).__module__.split(".")[0] in _KNOWN:
+            _READERS[type(stream)] = operator.attrgetter(attribute)
         if found is not None:
             return int(getattr(found, "value", found) or 0)
     return None
+
+
+_KNOWN = ("torch", "cupy")  # whose streams' attributes are integers
 
 
 def named(stream: int) -> int:
@@ -78,27 +92,11 @@ def named(stream: int) -> int:
     return stream or PER_THREAD
 
 
-def _identity(stream: Any) -> int:
-    """Return a number that no other stream of this process has, then or later.
+def in_capture(stream: int) -> tuple[int, frozenset[int]]:
+    """Return the number of a stream's capture, and the stream's place there.
 
-    A handle is not unique: 2 is another stream in each thread, and a new stream may get
-    the handle of one that was destroyed. During a capture of the stream, this query
-    invalidates the capture.
+    The place is the graph nodes that the stream's next one follows.
     """
-    status, number = driver.function("cuStreamGetId")(stream)
-    if status:
-        raise driver.failure("cuStreamGetId", status)
-    return number  # type: ignore[no-any-return]
-
-
-_LEGACY_IDENTITY = -1  # the driver's are not negative
-
-StreamPosition = int | frozenset[int]
-"""A stream's identity; in a capture, the graph nodes that its next one follows."""
-
-
-def in_capture(stream: Any) -> tuple[int, frozenset[int]]:
-    """Return the number of a stream's capture, and the stream's place there."""
     found = driver.call("cuStreamGetCaptureInfo", stream)
     return int(found[1]), frozenset(int(node) for node in found[3])
 
@@ -107,11 +105,15 @@ class StreamOrder:
     """Orders the calls of one communicator on any streams.
 
     Its kernels share state, so each call must follow the previous one. An eager call
-    follows the latest eager call, and a call in a capture the latest call of that
-    capture. The caller orders a graph's replays against other calls.
+    follows the latest eager call; the compiled function (``entry.py``) makes it wait. A
+    call in a capture follows the latest call of that capture. The caller orders a
+    graph's replays against other calls.
 
     Args:
         events: the number of events that a call's side stream needs.
+
+    Attributes:
+        gate: what the compiled function knows of the communicator.
     """
 
     def __init__(self, events: int) -> None:
@@ -119,6 +121,8 @@ class StreamOrder:
         self._eager = _Trail(events)
         self._captured: OrderedDict[int, _Trail] = OrderedDict()
         self._latest = self._eager
+        self.gate = entry.new_gate()
+        self.gate.event = 0 if SIMULATED else int(self._eager.event)
 
     @property
     def side(self) -> "SideStream":
@@ -133,42 +137,61 @@ class StreamOrder:
         """Another one, for what an engine does beside kernels, which may use `side`."""
         return self._latest.across
 
-    def enter(self, stream: int) -> "_Trail":
-        """Make the stream of a handle wait for the latest call.
+    @contextmanager
+    def eager(self, stream: int) -> Iterator[None]:
+        """Take steps of an eager call in Python: what follows it follows all of them.
 
-        Returns:
-            The object whose ``leave`` is called after this call.
+        Args:
+            stream: the handle of its stream.
         """
-        place: StreamPosition
-        asked: Any = stream
-        # The legacy stream cannot be captured. Do not query it during a capture.
-        if stream in _LEGACY_DEFAULTS:
-            trail, place = self._eager, _LEGACY_IDENTITY
-        else:
-            # cuda-bindings convert an int in every call, and this in none.
-            asked = driver.function("CUstream")(stream)
-            if _captures(asked):
-                capture, place = in_capture(asked)
-                trail = self._of_capture(capture)
-            else:
-                trail, place = self._eager, _identity(asked)
-        self._latest = trail
-        trail.enter(asked, place)
-        return trail
+        self._latest = self._eager
+        try:
+            yield
+        finally:
+            self._eager.end(stream)
+
+    @contextmanager
+    def captured(self, stream: int) -> Iterator[None]:
+        """Take the steps of a call in a stream's capture, after its latest call."""
+        capture, place = in_capture(stream)
+        self._latest = trail = self._of_capture(capture)
+        trail.begin(stream, place)
+        try:
+            yield
+        finally:
+            trail.end(stream)
+            _, trail.place = in_capture(stream)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Take the steps of a call in a capture of the library's own."""
+        self._latest = self._apart
+        yield
+
+    @functools.cached_property
+    def _apart(self) -> "_Trail":
+        return _Trail(self._events)
 
     def _of_capture(self, capture: int) -> "_Trail":
         if capture not in self._captured:
-            self._captured[capture] = _Trail(self._events, captured=True)
+            self._captured[capture] = _Trail(self._events)
             if len(self._captured) > _CAPTURES:  # their ends are not reported
                 self._captured.popitem(last=False)[1].close()
         self._captured.move_to_end(capture)
         return self._captured[capture]
 
+    def is_done(self) -> bool:
+        """Return whether all eager calls are done. Never waits."""
+        if not self.gate.event:
+            return True
+        return not driver.function("cuEventQuery")(self._eager.event)[0]
+
     def close(self) -> None:
         """Destroy events and streams when their work is done. No call may follow."""
-        self._eager.close()
-        while self._captured:
-            self._captured.popitem()[1].close()
+        self.gate.event = 0
+        for trail in (self._eager, self._apart, *self._captured.values()):
+            trail.close()
+        self._captured.clear()
 
 
 _CAPTURES = 16  # most captures of a communicator at a time
@@ -182,22 +205,18 @@ class _Trail:
 
     Args:
         events: the number of events that a call's side stream needs.
-        captured: whether the calls are in a capture.
 
     Attributes:
-        captured: the same.
+        place: in a capture, where its stream was after the latest call.
     """
 
-    def __init__(self, events: int, captured: bool = False) -> None:
+    def __init__(self, events: int) -> None:
         self._events = events
-        self.captured = captured
-        self._stream: Any = LEGACY_DEFAULT
-        self._last: StreamPosition | None = (
-            None  # where that stream was after the latest call
-        )
+        self.place: frozenset[int] | None = None
 
     @functools.cached_property
-    def _event(self) -> Any:
+    def event(self) -> Any:
+        """Recorded after each call."""
         return driver.call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
 
     @functools.cached_property
@@ -210,46 +229,35 @@ class _Trail:
         """The third one."""
         return SideStream(1)
 
-    def enter(self, stream: Any, place: StreamPosition) -> None:
-        """Make ``stream`` wait for the latest call, unless it follows that anyway.
+    def begin(self, stream: int, place: frozenset[int]) -> None:
+        """Make a stream in a capture wait for the latest call, if it must.
 
-        In a capture, an unnecessary wait also costs the early launch, because the
-        stream's next kernel would follow the whole latest call.
-
-        Args:
-            stream: its handle, as the driver takes it.
-            place: its place.
+        An unnecessary wait also costs the early launch, because the stream's next
+        kernel would follow the whole latest call.
         """
-        if self._last is not None and place != self._last:
-            driver.call("cuStreamWaitEvent", stream, self._event, 0)
-        self._stream, self._last = stream, place
+        if self.place is not None and place != self.place:
+            driver.call("cuStreamWaitEvent", stream, self.event, 0)
+        self.place = place
 
-    def leave(self) -> None:
-        """Note that the latest call was enqueued."""
-        if SIMULATED:
-            return
-        (status,) = driver.function("cuEventRecord")(self._event, self._stream)
-        if status:
-            raise driver.failure("cuEventRecord", status)
-        if self.captured:
-            _, self._last = in_capture(self._stream)
+    def end(self, stream: int) -> None:
+        """Record the event after the latest call."""
+        if not SIMULATED:
+            driver.call("cuEventRecord", self.event, stream)
 
     def close(self) -> None:
         """Destroy the event and the side streams."""
-        self._last = None
-        if "_event" in self.__dict__:
-            driver.call("cuEventDestroy", self._event)
-            del self._event
+        self.place = None
+        if "event" in self.__dict__:
+            driver.call("cuEventDestroy", self.event)
+            del self.event
         for name in self.__dict__.keys() & {"side", "across"}:
             self.__dict__.pop(name).close()
 
 
 def is_capturing(stream: int) -> bool:
     """Return whether the stream is being captured into a graph."""
-    return stream not in _LEGACY_DEFAULTS and _captures(stream)
-
-
-def _captures(stream: Any) -> bool:
+    if stream in _LEGACY_DEFAULTS:
+        return False
     status, found = driver.function("cuStreamIsCapturing")(stream)
     if status:
         raise driver.failure("cuStreamIsCapturing", status)
@@ -318,14 +326,44 @@ def copy_from_host(target: int, source: int, nbytes: int, stream: int) -> None:
         driver.call("cuMemcpyHtoDAsync", target, source, nbytes, stream)
 
 
-def fill(target: int, number: int, stream: int) -> None:
-    """Enqueue a store of an integer of 8 bytes at an address of this process."""
-    if SIMULATED:
-        ctypes.c_int64.from_address(target).value = number
-        return
-    for half in range(2):  # as a value that a graph keeps, not as a copy
-        word = number >> 32 * half & 0xFFFFFFFF
-        driver.call("cuMemsetD32Async", target + 4 * half, word, 1, stream)
+@dataclass(frozen=True)
+class Copy:
+    """A copy between addresses of this process, as a step of a call."""
+
+    target: int
+    source: int
+    nbytes: int
+
+    @property
+    def steps(self) -> tuple[tuple[int, ...], ...]:
+        """The step for the compiled function."""
+        return ((entry.COPY, self.target, self.source, self.nbytes),)
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue it."""
+        copy(self.target, self.source, self.nbytes, stream)
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A store of an integer of 8 bytes, as a step of a call."""
+
+    address: int
+    number: int
+
+    @property
+    def steps(self) -> tuple[tuple[int, ...], ...]:
+        """Its halves, as values that a graph keeps."""
+        halves = ((4 * n, self.number >> 32 * n & 0xFFFFFFFF) for n in range(2))
+        return tuple((entry.FILL, self.address + at, half) for at, half in halves)
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue it."""
+        if SIMULATED:
+            ctypes.c_int64.from_address(self.address).value = self.number
+            return
+        for _, address, half in self.steps:
+            driver.call("cuMemsetD32Async", address, half, 1, stream)
 
 
 def current_context() -> Any:

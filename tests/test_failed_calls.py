@@ -15,7 +15,7 @@ import numba_symm as ns
 from numba_symm import own_arrays, streams
 from numba_symm.environment import SIMULATED
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.streams import StreamOrder
+from tests.gates import intercepted
 from tests.spawned import attempt, run_ranks
 
 AWAY = 1  # the rank whose call fails
@@ -24,14 +24,26 @@ SOON = 5.0 if SIMULATED else 20.0  # a GPU's kernels may have to be compiled
 
 
 @contextlib.contextmanager
-def failing(holder, name, after=0, error=ns.DriverError):
-    """Let a function of the library fail in its call number ``after``, from 0."""
-    real, left = getattr(holder, name), [after]
+def failing(comm, holder, name, after=0, error=ns.DriverError):
+    """Let a function fail in its call number ``after``, from 0.
 
-    def call(*args, **options):
+    It is one of the library, or one of the driver that packed calls of ``comm`` call.
+    """
+    left = [after]
+
+    def act():
         if left[0] == 0:
             raise error("out of resources\nas was to be expected")
         left[0] -= 1
+
+    if holder is DRIVER:
+        with intercepted(comm, name, act):
+            yield
+        return
+    real = getattr(holder, name)
+
+    def call(*args, **options):
+        act()
         return real(*args, **options)
 
     setattr(holder, name, call)
@@ -99,8 +111,8 @@ def group_with_captured_call(comm, x):
             with comm.group():
                 comm.all_reduce(x)
                 comm.all_reduce(x)
-                about, launch, _ = comm._calls.enqueuer.group.launches[1]
-                comm._calls.enqueuer.group.launches[1] = about, launch, (captured, None)
+                launches = comm._calls.enqueuer.group.pending.launches
+                launches[1] = launches[1][0], (captured, None)
         finally:
             streams.spoil_capture = real
 
@@ -119,11 +131,12 @@ def memory_barrier(comm, x):
     return comm.rendezvous(comm.zeros(10)).barrier
 
 
-LAUNCH = (Launch, "__call__")
+DRIVER = object()
+LAUNCH = (DRIVER, "cuLaunchKernelEx")
 CALLS = {
     "all_reduce": [
         ("a launch", all_reduce, (*LAUNCH, 0)),
-        ("a wait for the last call", all_reduce, (StreamOrder, "enter", 0)),
+        ("an event after a launch", all_reduce, (DRIVER, "cuEventRecord", 0)),
         ("compiling", all_reduce, (Kernel, "bind", 0)),
         ("memory for the output", all_reduce, (own_arrays, "empty", 0)),
         ("a plan's launch", plan, (*LAUNCH, 0)),
@@ -135,7 +148,7 @@ CALLS = {
     "barrier": [
         ("a launch", barrier, (*LAUNCH, 0)),
         ("compiling", barrier, (Kernel, "bind", 0)),
-        ("a memory's", memory_barrier, (*LAUNCH, 0)),
+        ("a memory's", memory_barrier, (Launch, "__call__", 0)),
     ],
     "sendrecv": [
         ("a launch", messages, (*LAUNCH, 0)),
@@ -157,7 +170,7 @@ def fails_on_one_rank(world):
         x = cuda.to_device(np.full(100, comm.rank, np.float32))
         call = prepare(comm, x)
         world.barrier()
-        with failing(*point) if comm.rank == AWAY else contextlib.nullcontext():
+        with failing(comm, *point) if comm.rank == AWAY else contextlib.nullcontext():
             own = attempt(call)
         later = attempt(lambda: (comm.all_reduce(x), comm.synchronize()))  # noqa: B023
         world.barrier()

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from numba_symm import dtypes, streams
@@ -240,7 +239,7 @@ class Site:
         """Return a copy within this rank's memory, if it is needed."""
         if target == source or nbytes == 0:
             return []
-        return [partial(streams.copy, target, source, nbytes)]
+        return [streams.Copy(target, source, nbytes)]
 
     def packed(
         self,

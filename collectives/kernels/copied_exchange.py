@@ -15,7 +15,9 @@ because its root would send the message once for each rank.
 from typing import NamedTuple
 
 from numba_symm.collectives.protocols import binding, exchanges, handshake
-from numba_symm.collectives.protocols.copies import Copies, Copy
+from numba_symm.collectives.protocols.binding import Enqueue, Series
+from numba_symm.collectives.protocols.copies import Beside
+from numba_symm.streams import Copy
 
 
 class _Read(NamedTuple):
@@ -52,7 +54,7 @@ def bind(
     words = f"{kind} of {call.count} {call.element.name} from {call.root}"
     read = _read(kind, end, call)
     seen = known = handshake.refusal(end.size)
-    copies = Copies(end.order, [])
+    copies: Enqueue = Series()
     if read is not None:
         seen = binding.along_ring(rank, read.seen)
         known = binding.along_ring(rank, read.sources)
@@ -61,7 +63,7 @@ def bind(
     move = handshake.bind(bind_fallback, end, call, offer, copies)
     own = Copy(call.target + rank * call.nbytes, call.source, call.nbytes)
     if read is not None and read.output and own.source != own.target:
-        return binding.Series(Copies(end.order, [own]), move)
+        return Series(own, move)
     return move
 
 
@@ -94,11 +96,11 @@ def _read(
 
 def _copies(
     kind: exchanges.Exchange, end: binding.Endpoint, call: binding.Call, read: _Read
-) -> Copies:
+) -> Enqueue:
     rank, size, shard_bytes, target = end.rank, end.size, call.nbytes, call.target
     if kind.output is exchanges.Output.OF_ROOT:
-        copies = [Copy(target, read.sources[call.root], shard_bytes)]
-        return Copies(end.order, copies if rank != call.root else [])
+        copy = Copy(target, read.sources[call.root], shard_bytes)
+        return copy if rank != call.root else Series()
     # Of an all-to-all's input, one shard is for this rank.
     mine = rank * shard_bytes if kind.sends_shards else 0
 
@@ -107,5 +109,6 @@ def _copies(
 
     others = [of((rank + 1 + k) % size) for k in range(size - 1)]
     own = Copy(target + rank * shard_bytes, call.source + mine, shard_bytes)
-    beside = [own] if not read.output and own.source != own.target else []
-    return Copies(end.order, others, beside)
+    if read.output or own.source == own.target:
+        return Series(*others)
+    return Beside(end.order, others, [own])

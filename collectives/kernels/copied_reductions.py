@@ -48,7 +48,7 @@ from numba.cuda import types
 
 from numba_symm import waits
 from numba_symm.collectives.protocols import binding, partition, workspace
-from numba_symm.collectives.protocols.copies import Copy, enqueue
+from numba_symm.collectives.protocols.copies import enqueue
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import intrinsics
 from numba_symm.device.lanes import Lanes, make_lanes
@@ -56,6 +56,7 @@ from numba_symm.device.order import make_total
 from numba_symm.device.slices import WHOLE, shifted
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
+from numba_symm.streams import Copy
 
 LOADS = 8  # vectors that a thread loads before it stores any
 

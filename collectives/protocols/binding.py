@@ -111,14 +111,18 @@ The third argument is the number in ``waits.py`` of what the ranks wait for.
 
 
 class Series:
-    """Calls that are enqueued one after another."""
+    """Calls that are enqueued one after another.
+
+    Attributes:
+        calls: the same.
+    """
 
     def __init__(self, *calls: Enqueue):
-        self._calls = calls
+        self.calls = calls
 
     def __call__(self, stream: int) -> None:
         """Enqueue all."""
-        for call in self._calls:
+        for call in self.calls:
             call(stream)
 
 

@@ -21,32 +21,25 @@ another rank copies from it. Copies follow one another on the call's stream, fro
 next rank on, because several simultaneous ones share the links badly.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from numba_symm import streams
 from numba_symm.collectives.protocols.binding import (
     Call,
     Endpoint,
     Enqueue,
     Series,
 )
+from numba_symm.streams import Copy
 
 
-class Copy(NamedTuple):
-    """One copy: addresses in this process, and bytes."""
-
-    target: int
-    source: int
-    nbytes: int
-
-
-def enqueue(copies: list[Copy], stream: int) -> None:
+def enqueue(copies: Sequence[Copy], stream: int) -> None:
     """Enqueue copies, one after another."""
     for copy in copies:
-        streams.copy(*copy, stream)
+        copy(stream)
 
 
-class Copies:
+class Beside:
     """Copies one after another, and others beside them on the side stream.
 
     Args:
@@ -55,18 +48,13 @@ class Copies:
         beside: those of the side stream.
     """
 
-    def __init__(
-        self, order: Any, copies: list[Copy], beside: list[Copy] | None = None
-    ):
+    def __init__(self, order: Any, copies: list[Copy], beside: list[Copy]):
         self._order = order
         self._copies = copies
-        self._beside = beside or []
+        self._beside = beside
 
     def __call__(self, stream: int) -> None:
         """Enqueue them; what follows on ``stream`` follows all of them."""
-        if not self._beside:
-            enqueue(self._copies, stream)
-            return
         side = self._order.side
         with side.joined(stream):
             side.follow(stream, 0)
@@ -80,4 +68,4 @@ def bind_alone(end: Endpoint, call: Call) -> Enqueue:
     """Return the call of a rank without others, whose result is its input."""
     if call.target == call.source:
         return Series()
-    return Copies(end.order, [Copy(call.target, call.source, call.nbytes)])
+    return Copy(call.target, call.source, call.nbytes)

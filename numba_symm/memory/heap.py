@@ -79,6 +79,7 @@ class Heap:
         generation: changes whenever :meth:`place` may return another result for the
             same memory than before. A packed call has addresses that it returned, so
             the call is valid for one generation.
+        changed: is called when it has changed.
     """
 
     def __init__(self, members: Members):
@@ -92,6 +93,7 @@ class Heap:
         self._misses = Misses()
         self._count = 0
         self.generation = 0
+        self.changed: Callable[[], None] = lambda: None
         self._arenas: list[_Entry] = []
         self._free_pads: list[_Pad] = []
 
@@ -185,6 +187,7 @@ class Heap:
 
     def _forget_places(self) -> None:
         self.generation += 1
+        self.changed()
         self._misses.clear()
 
     def reclaim(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Self
 
 from mpi4py import MPI
 
-from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.errors import ClosedError, CollectiveError
 from numba_symm.launch import devices
@@ -19,7 +18,6 @@ from numba_symm.mpi import (
     progress,
     reductions,
     rooms,
-    shortcuts,
     wraps,
 )
 from numba_symm.mpi.buffers import of_host
@@ -43,7 +41,7 @@ def _numbers(comm: MPI.Comm, there: MPI.Comm) -> list[int]:
 _open: list["Device"] = []
 """Those with a communicator that the end of the program closes, in order."""
 
-SHARED = ("_given", "_life", "_options", "host", "post", "shortcuts", "synchronizes")
+SHARED = ("_given", "_life", "_options", "host", "post", "synchronizes")
 """What all objects of one communicator have."""
 
 
@@ -61,7 +59,6 @@ class Device(Messages):
     _life: Life
     _given: dict[str, Any]
     _options: dict[str, Any]
-    shortcuts: Cache
 
     def _begin(
         self,
@@ -74,7 +71,6 @@ class Device(Messages):
         self._options = dict(options)
         self.synchronizes = synchronize
         self._life = life = Life(owned)
-        self.shortcuts = Cache(shortcuts.MOST)
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
         origin = self.host
@@ -292,7 +288,6 @@ class Device(Messages):
         life = self._life
         made, life.made = life.made, None
         side, life.side = life.side, None
-        self.shortcuts.clear()
         try:
             if made is not None:
                 _open.remove(self)

@@ -7,11 +7,11 @@ from typing import Any
 from mpi4py import MPI
 
 from numba_symm import arrays
-from numba_symm.cache import UNKNOWN
-from numba_symm.mpi import addresses, shortcuts
+from numba_symm.collectives.communicator import inside
+from numba_symm.mpi import addresses
 from numba_symm.mpi.buffers import array_in, on_device
 from numba_symm.mpi.errors import refusal, translated
-from numba_symm.mpi.jobs import Job, wait
+from numba_symm.mpi.jobs import Job, stream_for, wait
 from numba_symm.mpi.requests import Prequest, Started
 
 Build = Callable[..., Job | None]
@@ -27,23 +27,25 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
     """
 
     def blocking(self: Any, *args: Any, **options: Any) -> None:
-        key, used = shortcuts.key_of(name, args, options)
-        known = self.shortcuts.get(key)
-        if known is not UNKNOWN:
+        key, used = _key_of(name, args, options)
+        if key is not None:
             communicator = self.communicator
-            stream = shortcuts.take(known, communicator, used)
-            if stream is not None:
-                if self.synchronizes:
-                    wait(communicator, stream)
-                return
+            within = inside(communicator)
+            known = within.memory.young.get(key)
+            if known is not None:
+                call, number = known
+                stream = stream_for(communicator, used[number])
+                if within.repeat(call, stream, used):
+                    if self.synchronizes:
+                        wait(communicator, stream)
+                    return
         job = build(self, *args, **options)
         if job is None:
             getattr(self.host, name)(*args, **options)
             return
         job.start()
-        found = None if key is None else shortcuts.shortcut_of(job, used)
-        if found is not None:
-            self.shortcuts.put(key, found)
+        if key is not None:
+            _remember(key, job, used)
         if self.synchronizes:
             job.wait()
         else:
@@ -70,6 +72,65 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
         _named(nonblocking, f"I{name.lower()}", build, _STARTED),
         _named(persistent, f"{name}_init", build, _PREPARED),
     )
+
+
+_OF_ALL_RANKS = ("Reduce_scatter",)  # without recvcounts, ranks exchange their counts
+
+
+def _key_of(
+    name: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, list[Any]]:
+    """Return the key of a call, None if it is not of a plain form, and its arrays.
+
+    The arguments of a plain form are arrays, pairs of an array and a type, operators,
+    roots and MPI.IN_PLACE. An array is read anew, because its memory may differ now.
+    """
+    found: list[Any] = []
+    if name in _OF_ALL_RANKS:
+        return None, found
+    key: list[Any] = [name]
+    if options:
+        key += options
+        args = (*args, *options.values())
+    for value in args:
+        kind = type(value)
+        if kind is list or kind is tuple:
+            if len(value) != 2 or not isinstance(value[1], MPI.Datatype):
+                return None, found
+            value, datatype = value
+            if not datatype.is_predefined or not arrays.on_device(value):
+                return None, found
+            key.append(datatype.handle)
+        elif isinstance(value, MPI.Op):
+            key.append(value.handle)
+            continue
+        elif kind is int or value is MPI.IN_PLACE:
+            key += kind, int(value)
+            continue
+        elif not arrays.on_device(value):
+            return None, found
+        key.append(arrays.fields(value, name))
+        found.append(value)
+    return tuple(key) if found else None, found
+
+
+def _remember(key: Any, job: Job, given: list[Any]) -> None:
+    """Remember a job that is one call of the communicator on these arrays.
+
+    The value is the packed call, and which of the arrays may name the stream.
+    """
+    found, within = job.only_call(), inside(job.communicator)
+    # In debug mode, all ranks compare the call, so all must prepare it.
+    if found is None or within.debug:
+        return
+    method, x, options = found
+    places = [id(array) for array in given]
+    needed = [job.array, *x, options.get("out")]
+    if any(id(each) not in places for each in needed if each is not None):
+        return
+    prepare = getattr(job.communicator, f"{method.__name__}_init")
+    call = prepare(*x, **options, stream=job.stream).call
+    within.memory.put(key, (call, places.index(id(job.array))))
 
 
 _STARTED = "\n\nReturns a request; until it is done, use none of the arrays."

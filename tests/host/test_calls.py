@@ -24,6 +24,7 @@ from numba_symm.collectives.operations import (
 )
 from numba_symm.errors import ArgumentError
 from numba_symm.launch import devices
+from tests.gates import gate
 
 X, Y = 1 << 20, 2 << 20  # addresses
 
@@ -51,8 +52,10 @@ def calls(monkeypatch, bound, launched):
     monkeypatch.setattr(Operation, "bind", bind)
     monkeypatch.setattr(arrays, "check_device", lambda *args: None)
     monkeypatch.setattr(devices, "enter_thread", lambda *args: None)
-    trail = SimpleNamespace(leave=lambda: None)
-    order = SimpleNamespace(enter=lambda handle: trail)
+    made = gate(monkeypatch)
+    order = SimpleNamespace(
+        gate=made.gate, eager=lambda handle: contextlib.nullcontext()
+    )
     end = SimpleNamespace(rank=0, size=2, choices=select.CHOICES)
     gpu = SimpleNamespace(ordinal=0, name="GPU", compute_capability=(9, 0))
     nothing = lambda: None  # noqa: E731
@@ -61,9 +64,10 @@ def calls(monkeypatch, bound, launched):
         closed=False,
         gpu=gpu,
         parts=[(0, 1)],
-        board=SimpleNamespace(record=None),
+        board=made.board,
+        engine=object(),  # without graphs
     )
-    heap = SimpleNamespace(generation=0)
+    heap = SimpleNamespace()
     return Calls(members, heap, order, end, None, False, None)
 
 
@@ -192,7 +196,7 @@ def test_a_new_output_is_of_the_callers_library(calls, launched, monkeypatch):
         return Theirs(memory.address, shape, "C")
 
     read = arrays._ArrayClass(lambda x, what: x.fields, None, None)
-    monkeypatch.setitem(arrays._KINDS, Theirs, read)
+    monkeypatch.setitem(arrays.KINDS, Theirs, read)
     library = libraries.Library("theirs", empty, over, None)
     monkeypatch.setitem(libraries._KNOWN, Theirs, library)
     monkeypatch.setattr(streams, "is_capturing", lambda stream: False)
@@ -224,7 +228,9 @@ def test_another_option_is_worked_out_again(calls, bound):
 
 
 def test_new_mappings_are_worked_out_again(calls, bound):
-    for calls.heap.generation in (0, 0, 1):
+    for changed in (False, False, True):
+        if changed:
+            calls.heap.changed()
         call(calls, array(X), array(Y))
     assert len(bound) == 2
 
@@ -263,7 +269,7 @@ def test_debug_mode_binds_a_call_as_usual_before_the_ranks_compare_it(calls, lau
     @contextlib.contextmanager
     def meeting(what, recorded=False):
         assert not recorded
-        met.append((what, len(calls._plans), len(launched)))
+        met.append((what, len(calls.memory), len(launched)))
         yield
 
     calls.agreement.debug = True

@@ -42,7 +42,6 @@ LAZY = {
     ("collectives.kernel_set", "collectives.protocols.tokens"): "few have experts",
     ("collectives.kernel_set", "collectives.wires"): "few quantize",
     ("collectives.lifetime", "collectives.tuned"): "needs a communicator",
-    ("collectives.persistent", "collectives.counted_forms"): "few have such counts",
     ("command.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
     ("command.cli", "bench.tune"): "`run` and `info` need none of its libraries",
     ("command.cli", "command.compiling"): "`run` needs none of its libraries",

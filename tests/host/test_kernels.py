@@ -14,10 +14,11 @@ from types import FunctionType, ModuleType, SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda.bindings import driver
 from cuda.core.utils import FileStreamProgramCache
 from numba.cuda import types
 
-from numba_symm import code_cache, dtypes, kernels, pads
+from numba_symm import code_cache, driver_table, dtypes, kernels, pads
 from numba_symm.collectives.kernels import (
     barrier,
     chunked_all_reduce,
@@ -261,12 +262,17 @@ def test_early_launches_wait_on_gpus_that_have_them():
 
 @pytest.mark.parametrize("early", [False, True])
 def test_an_early_launch_has_an_attribute_of_the_driver(early):
-    config = kernels._config(7, 128, 2, early)
-    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 1, 1)
-    assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (128, 2, 1)
-    allowed = [a.value.programmaticStreamSerializationAllowed for a in config.attrs]
-    assert allowed == ([1] if early else [])
-    assert config.numAttrs == len(allowed)
+    config = driver_table.launch_config(7, 128, 2, early)
+    found = driver.CUlaunchConfig(ctypes.addressof(config))
+    assert (found.gridDimX, found.gridDimY, found.gridDimZ) == (7, 1, 1)
+    assert (found.blockDimX, found.blockDimY, found.blockDimZ) == (128, 2, 1)
+    assert (found.sharedMemBytes, found.numAttrs) == (0, int(early))
+    if early:
+        attribute = driver.CUlaunchAttribute(config.attributes)
+        kind = driver.CUlaunchAttributeID
+        expected = kind.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert attribute.id == expected
+        assert attribute.value.programmaticStreamSerializationAllowed == 1
 
 
 def stored(packed):

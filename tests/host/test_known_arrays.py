@@ -93,7 +93,7 @@ def libraries(monkeypatch):
     cupy.cuda = SimpleNamespace(get_current_stream=lambda: current)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(arrays, "_KINDS", {})
+    monkeypatch.setattr(arrays, "KINDS", {})
 
 
 def view(array):

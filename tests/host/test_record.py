@@ -1,5 +1,7 @@
 """The record of calls: what is stored, compared and shown, by ranks of one process."""
 
+import contextlib
+import ctypes
 import struct
 import sys
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ import pytest
 from numba_symm import call_table, profiling, record, trace
 from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.record import CALLS, Description, Record, place
+from tests.gates import answered, gate
 
 
 def described(words):
@@ -201,14 +204,30 @@ def test_no_call_makes_no_table(ranks):
     assert call_table.agreed(ranks[0]) == ""
 
 
+def enqueuer_of(monkeypatch, record, **functions):
+    """Return what enqueues calls that a rank records, with a driver of functions."""
+    made = gate(monkeypatch, **functions)
+    made.board.record = record
+    nothing = lambda stream: contextlib.nullcontext()  # noqa: E731
+    order = SimpleNamespace(gate=made.gate, eager=nothing, captured=nothing)
+    members = SimpleNamespace(
+        board=made.board,
+        engine=object(),  # without graphs
+        gpu=SimpleNamespace(ordinal=0),
+    )
+    return Enqueuer(members, order, None)
+
+
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_call_is_recorded_before_its_launch(ranks, about, captured):
-    trail = SimpleNamespace(leave=lambda: None, captured=captured)
-    board = SimpleNamespace(record=ranks[0])
-    members = SimpleNamespace(board=board, engine=None, abandon=lambda *_: None)
-    enqueuer = Enqueuer(members, SimpleNamespace(enter=lambda _: trail), None)
-    seen = []
-    enqueuer.run(about, lambda _: seen.append(ranks[0].number), (0, None))
+def test_a_call_is_recorded_before_its_launch(ranks, about, monkeypatch, captured):
+    stream, seen = 0xA0, []
+
+    def asked(stream, answer):
+        answered(answer, captured, ctypes.c_int)
+
+    enqueuer = enqueuer_of(monkeypatch, ranks[0], cuStreamIsCapturing=asked)
+    call = enqueuer.pack(about, lambda _: seen.append(ranks[0].number))
+    enqueuer.run(call, (stream, None))
     assert seen == [0 if captured else 1]
     assert ranks[0].own.captures == captured
 
@@ -251,11 +270,10 @@ def test_calls_are_ranges_of_a_profiler(ranks, about, monkeypatch, attached, ins
     find = {"nvtx": object() if installed else None}.get
     monkeypatch.setattr(profiling.importlib.util, "find_spec", find)
     monkeypatch.setitem(sys.modules, "nvtx", fake)
-    trail = SimpleNamespace(leave=lambda: None, captured=False)
-    members = SimpleNamespace(board=SimpleNamespace(record=ranks[0]), engine=None)
-    enqueuer = Enqueuer(members, SimpleNamespace(enter=lambda _: trail), None)
+    enqueuer = enqueuer_of(monkeypatch, ranks[0])
     with enqueuer.tagged("step 3"):
-        enqueuer.run(about, lambda _: seen.append("launch"), (0, None))
+        call = enqueuer.pack(about, lambda _: seen.append("launch"))
+        enqueuer.run(call, (0, None))
     texts = ["step 3", str(about), "launch", "end", "end"]
     if not (attached and installed):
         texts = ["launch"]

@@ -1,5 +1,6 @@
 """A call waits for the one before unless both are on one stream."""
 
+import ctypes
 import gc
 import importlib.util
 import itertools
@@ -8,8 +9,11 @@ import weakref
 
 import pytest
 
-from numba_symm import driver, events
+from numba_symm import driver, entry, events
 from numba_symm.collectives import requests
+from numba_symm.collectives.enqueueing import PackedCall
+from numba_symm.record import Description
+from tests.gates import answered, gate
 from tests.orders import orders
 
 ZERO = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
@@ -29,27 +33,32 @@ class Driver:
         """Make a new stream of that handle, in the place of one that was destroyed."""
         self.streams[handle] = next(self.numbers)
 
-    def function(self, name):
-        if name == "CUstream":
-            return lambda handle: handle
-        return lambda *args: self.status_and_answer(name, *args)
+    def identity(self, handle):
+        if handle in self.streams:
+            return self.streams[handle]
+        assert handle in (0, 2)
+        if not hasattr(self.own, "number"):
+            self.own.number = next(self.numbers)
+        return self.own.number
 
-    def status_and_answer(self, name, *args):
-        answer = self.answer(name, *args)
-        return (0,) if answer is None else (0, answer)
+    def table(self):
+        """Return the functions that packed calls call."""
 
-    def answer(self, name, *args):
-        self.calls.append(name)
-        if name == "cuStreamIsCapturing":
-            return self.capturing
-        if name == "cuStreamGetId":
-            if args[0] in self.streams:
-                return self.streams[args[0]]
-            assert args[0] in (0, 2)
-            if not hasattr(self.own, "number"):
-                self.own.number = next(self.numbers)
-            return self.own.number
-        return {"cuEventCreate": 7}.get(name)
+        def noted(name, answer=lambda *args: None):
+            return lambda *args: answer(*args, self.calls.append(name))
+
+        return {
+            "cuStreamIsCapturing": noted(
+                "cuStreamIsCapturing",
+                lambda _, at, __: answered(at, self.capturing, ctypes.c_int),
+            ),
+            "cuStreamGetId": noted(
+                "cuStreamGetId",
+                lambda handle, at, _: answered(at, self.identity(handle)),
+            ),
+            "cuStreamWaitEvent": noted("cuStreamWaitEvent"),
+            "cuEventRecord": noted("cuEventRecord"),
+        }
 
 
 @pytest.fixture(params=["0", "1"], ids=["0 is legacy", "0 is the thread's"])
@@ -68,20 +77,28 @@ def streams(zero, monkeypatch):
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    found = Driver()
-    monkeypatch.setattr(driver, "function", found.function)
-    return found
+def cuda():
+    return Driver()
 
 
 @pytest.fixture
-def waits(streams, cuda):
+def waits(streams, cuda, monkeypatch):
     """Return whether a call on a stream waits for the one before, in a new thread."""
+    monkeypatch.setattr(driver, "call", lambda name, *args: 7)
+    made = gate(monkeypatch, **cuda.table())
     order = streams.StreamOrder(4)
+    made.board.open(order.gate)
+    about = Description("a call")
+    call = PackedCall(order.gate, about, None, entry.NEVER)
 
-    def call(handle):
+    def make(handle):
         cuda.calls.clear()
-        order.enter(handle).leave()
+        status = call.enqueue(handle, entry.CHECKED)
+        if status == entry.CAPTURED:
+            with order.captured(handle):
+                order.gate.thread = 0
+        else:
+            assert status == entry.DONE
         assert "cuEventRecord" in cuda.calls
 
     def run(*handles, threads=1):
@@ -89,7 +106,7 @@ def waits(streams, cuda):
 
         def work():
             for handle in handles:
-                call(handle)
+                make(handle)
                 found.append("cuStreamWaitEvent" in cuda.calls)
 
         for _ in range(threads):
@@ -101,7 +118,7 @@ def waits(streams, cuda):
     return run
 
 
-@orders("streams._Trail.leave")
+@orders("streams._Trail.end")
 def test_the_first_call_waits_for_nothing_and_one_on_another_stream_for_the_last(
     cuda, waits
 ):
@@ -146,16 +163,16 @@ def test_in_a_capture_a_call_right_behind_the_last_one_does_not_wait(
     nodes = {0xA0: [1], 0xB0: [1]}
     record = itertools.count(2)
 
-    def answer(name, *args, real=cuda.answer):
+    def call(name, *args):
+        cuda.calls.append(name)
         if name == "cuStreamGetCaptureInfo":
             return (0, 77, None, nodes[args[0]], len(nodes[args[0]]))
         if name == "cuEventRecord":  # a call's kernel came before
             nodes[args[1]] = [next(record)]
-        return real(name, *args)
+        return 7
 
-    monkeypatch.setattr(cuda, "answer", answer)
     cuda.capturing = 1
-    monkeypatch.setattr(streams.driver, "call", answer)
+    monkeypatch.setattr(streams.driver, "call", call)
     assert waits(0xA0, 0xA0, 0xB0, 0xB0, 0xA0) == [False, False, True, False, True]
     nodes[0xA0] = [100]  # the program's own kernel
     assert waits(0xA0, 0xA0) == [True, False]

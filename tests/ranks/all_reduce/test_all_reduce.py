@@ -365,13 +365,13 @@ def test_a_plan_in_place_repeats_its_effect(comm):
 
 
 def test_more_different_calls_than_a_communicator_remembers(comm, monkeypatch):
-    monkeypatch.setattr(comm._calls, "_plans", Cache(4))
+    monkeypatch.setattr(comm._calls, "memory", Cache(4))
     x = comm.empty(12, np.int32)
     put(x, np.full(12, 2, np.int32))
     for count in [*range(1, 9), *range(1, 9)]:
         found = get(comm.all_reduce(x[:count], algorithm="one_shot_ll"))
         assert found.tolist() == [2 * comm.size] * count
-    assert len(comm._calls._plans) == 8
+    assert len(comm._calls.memory) == 8
 
 
 @of_one_island

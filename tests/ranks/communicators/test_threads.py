@@ -7,7 +7,6 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import streams
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.enqueueing import Enqueuer
 from tests.ranks.helpers import check_works, get, refused
@@ -113,7 +112,7 @@ def test_a_call_beside_another_threads_is_refused(comm, world, held, monkeypatch
 
     # What the other thread does, and where it is held.
     calls = {
-        "a call": (call, streams.StreamOrder, "enter"),
+        "a call": (call, Enqueuer, "run"),
         "its preparation": (call, Calls, "packed"),
         "a compared call": (call, Calls, "packed"),
         "a set-up call": (
@@ -162,6 +161,6 @@ def test_a_call_beside_another_threads_is_refused(comm, world, held, monkeypatch
 
 def test_an_interrupt_between_calls_leaves_no_mark(comm):
     """An interrupt may arrive right after a call has marked its thread."""
-    comm._calls.thread._within[None] = threading.get_ident()
+    comm._calls.thread.claim()
     check_works(comm)
     Caller(lambda: check_works(comm)).finish()

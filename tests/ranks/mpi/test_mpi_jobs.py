@@ -10,7 +10,6 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm import streams
-from numba_symm.cache import Cache
 from numba_symm.environment import SIMULATED
 from numba_symm.mpi import jobs
 
@@ -102,7 +101,7 @@ def test_nonblocking_calls_run_beside_later_ones(comm, monkeypatch):
     all_reduce.__name__ = "all_reduce"
     monkeypatch.setattr(comm._life, "side", Side())
     monkeypatch.setattr(comm.communicator, "all_reduce", all_reduce)
-    monkeypatch.setattr(comm, "shortcuts", Cache(1))
+    comm.communicator._calls.memory.clear()
     monkeypatch.setattr(jobs, "stream_for", lambda communicator, array: own)
     x = cuda.to_device(np.ones(1, "i4"))
     comm.Iallreduce(MPI.IN_PLACE, x).Wait()

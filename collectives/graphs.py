@@ -1,0 +1,167 @@
+"""Executable graphs of calls that are made often.
+
+The driver launches a graph of any number of steps in less time than one kernel. So the
+steps of a call that is repeated are captured into a graph, which its later calls
+launch. A graph has the addresses of the call's arrays, as the packed call does.
+
+When the driver's memory for graphs must grow, making a graph waits for the GPU. A
+kernel there may wait for another rank, whose host may wait for this one. So a
+communicator's construction makes graphs that are never launched. Later, each graph
+takes the place of one that is at least as large, which is destroyed immediately before.
+"""
+
+import ctypes
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from numba_symm import driver, driver_table, entry, forks, streams
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import DriverError
+from numba_symm.streams import StreamOrder
+
+PLACES = ((1, 128), (4, 64), (24, 24))
+"""The graphs of a process, for all communicators on a GPU: their nodes, their number.
+
+On an H200, they occupy about 20 MiB of the GPU's memory, and are made in 8 ms.
+"""
+
+FIRST = 3
+"""Before which call of the same arguments the graph is made."""
+
+AGAIN = 64
+"""How many calls later the next attempt is made if there was no place."""
+
+_Graph = tuple[int, Any]
+"""The number of nodes of an executable graph, and the graph."""
+
+
+class _Places:
+    """The graphs of a context that no call has, of which each may be replaced."""
+
+    def __init__(self) -> None:
+        self.unused: list[_Graph] = []
+        forks.watch(self)
+        stream = int(driver.call("cuStreamCreate", _NON_BLOCKING))
+        module = driver.call("cuModuleLoadData", _NOTHING)
+        function = int(driver.call("cuModuleGetFunction", module, b"nothing"))
+        for nodes, number in PLACES:
+            graph = _captured(stream, partial(_launch, function, nodes))
+            self.unused += [(nodes, _instantiated(graph)) for _ in range(number)]
+            driver.call("cuGraphDestroy", graph)
+        driver.call("cuStreamDestroy", stream)
+
+    def disown(self) -> None:
+        """Use nothing that a forked child has inherited."""
+        self.unused.clear()
+
+    def replace(self, nodes: int) -> bool:
+        """Destroy a graph of at least that many nodes; return whether there is one."""
+        fitting = [n for n, (size, _) in enumerate(self.unused) if size >= nodes]
+        if not fitting:
+            return False
+        found = min(fitting, key=lambda n: self.unused[n][0])
+        driver.call("cuGraphExecDestroy", self.unused.pop(found)[1])
+        return True
+
+
+@functools.cache
+def _places(context: int) -> _Places:
+    return _Places()
+
+
+class Graphs:
+    """The graphs of one communicator.
+
+    Args:
+        order: orders its calls.
+        possible: whether its calls consist of steps that a graph can have.
+
+    Attributes:
+        countdown: that of a new call.
+    """
+
+    def __init__(self, order: StreamOrder, possible: bool):
+        self._order = order
+        self._made: dict[weakref.ref[Any], _Graph] = {}
+        self._dropped: list[weakref.ref[Any]] = []  # finalizers append to it
+        self.countdown = entry.NEVER
+        if possible and not SIMULATED:
+            self.countdown = FIRST
+            self._places = _places(int(streams.current_context()))
+            self._stream = int(driver.call("cuStreamCreate", _NON_BLOCKING))
+
+    def make(self, call: Any, enqueue: Callable[[int], None]) -> None:
+        """Make the graph of a call, if there is a place.
+
+        Args:
+            call: the packed call; its ``block`` gets the graph.
+            enqueue: enqueues its steps on a stream.
+        """
+        head = entry.Head.from_buffer(call.block)
+        head.countdown = AGAIN
+        with streams.relaxed():  # the stream may be beside one that is being captured
+            with self._order.apart():
+                graph = _captured(self._stream, enqueue)
+            try:
+                _, nodes = driver.call("cuGraphGetNodes", graph, 0)
+                self._give_back()
+                if self._places.replace(nodes):
+                    made = _instantiated(graph)
+                    driver.call("cuGraphUpload", made, self._stream)
+                    self._made[weakref.ref(call, self._dropped.append)] = nodes, made
+                    head.graph = int(made)
+            finally:
+                driver.call("cuGraphDestroy", graph)
+
+    def _give_back(self) -> None:
+        """Let others have the graphs of dropped calls, if all calls are done."""
+        if self._dropped and self._order.is_done():
+            while self._dropped:
+                self._places.unused.append(self._made.pop(self._dropped.pop()))
+
+    def close(self) -> None:
+        """Release the graphs, and close the order, when its calls are done."""
+        if self.countdown != entry.NEVER:
+            self.countdown = entry.NEVER
+            self._places.unused += self._made.values()
+            self._made.clear()
+            driver.call("cuStreamDestroy", self._stream)
+        self._order.close()
+
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+
+
+def _captured(stream: int, enqueue: Callable[[int], None]) -> Any:
+    """Return the graph of what a function enqueues on a stream."""
+    from cuda.bindings import driver as bindings
+
+    mode = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    driver.call("cuStreamBeginCapture", stream, mode)
+    try:
+        enqueue(stream)
+    except BaseException:
+        with suppress(DriverError):
+            driver.call("cuGraphDestroy", driver.call("cuStreamEndCapture", stream))
+        raise
+    return driver.call("cuStreamEndCapture", stream)
+
+
+def _instantiated(graph: Any) -> Any:
+    return driver.call("cuGraphInstantiate", graph, 0)
+
+
+_NOTHING = b".version 7.0\n.target sm_70\n.address_size 64\n.entry nothing() { ret; }\0"
+
+
+def _launch(function: int, times: int, stream: int) -> None:
+    """Launch a kernel without arguments several times."""
+    config = driver_table.Config(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
+    for _ in range(times):
+        status = driver_table.launch()(ctypes.addressof(config), function, 0, 0)
+        if status:
+            raise driver.failure("cuLaunchKernelEx", status)
