@@ -137,14 +137,17 @@ class Calls:
                 handle = self.streams.handle(stream, kind, x)
             except (KeyError, TypeError, ArgumentError):
                 call = None  # a new output, or what is called below raises it
-            if call is not None and self.repeat(call, handle, x, out):
-                return None if target is None else out
+            if call is not None:
+                status = call.enqueue(handle)
+                if status == entry.DONE or self.made(status, call, handle, x, out):
+                    return None if target is None else out
         return self.call(invocation_of(operation, x, out, stream, options))
 
-    def repeat(self, call: PackedCall, handle: int, *keep: Any) -> bool:
-        """Enqueue a call that was made before, unless calls are not plain.
+    def made(self, status: int, call: PackedCall, handle: int, *keep: Any) -> bool:
+        """Go on with a plain call that was made before.
 
         Args:
+            status: what the compiled function has returned.
             call: the call.
             handle: the handle of the stream.
             keep: its arrays, which must live until it is enqueued.
@@ -152,12 +155,9 @@ class Calls:
         Returns:
             Whether it was enqueued. If not, make the call as if it was new.
         """
-        status = call.enqueue(handle)
-        if status == entry.SLOW:
-            return False
-        if status != entry.DONE:
+        if status not in (entry.DONE, entry.SLOW):
             self.enqueuer.go_on(status, call, handle, *keep)
-        return True
+        return status != entry.SLOW
 
     def call(self, given: Invocation[Operation]) -> Any:
         """Check, pack and enqueue an operation; return its output."""

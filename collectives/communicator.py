@@ -95,14 +95,14 @@ class Inside(NamedTuple):
         debug: whether the ranks compare their calls.
         give_up: makes it fail after an error within a call, as ``Enqueuer.give_up``.
         memory: the calls that were made before, by key.
-        repeat: makes one of them, as ``Calls.repeat``.
+        made: goes on with one of them, as ``Calls.made``.
     """
 
     ranks: Members
     debug: bool
     give_up: Callable[..., None]
     memory: Cache
-    repeat: Callable[..., bool]
+    made: Callable[..., bool]
 
 
 def inside(comm: "Communicator") -> Inside:
@@ -113,7 +113,7 @@ def inside(comm: "Communicator") -> Inside:
         calls.agreement.debug,
         calls.enqueuer.give_up,
         calls.memory,
-        calls.repeat,
+        calls.made,
     )
 
 

@@ -110,8 +110,10 @@ def start(
             key = kind.name, dst, src, source, target
             if group is None:
                 call = calls.memory.young.get(key)
-                if call is not None and calls.repeat(call, handle, x, out):
-                    return out
+                if call is not None:
+                    status = call.enqueue(handle)
+                    if status == entry.DONE or calls.made(status, call, handle, x, out):
+                        return out
             elif group.handle in (None, handle):
                 node = calls.memory.young.get((group.node, key))
                 if node is not None and group.thread == get_ident():
@@ -260,7 +262,10 @@ class Group:
             return
         if node is not None and node.call is not None and not self._done:
             assert self.handle is not None
-            if calls.repeat(node.call, self.handle, self.arrays):
+            status = node.call.enqueue(self.handle)
+            if status == entry.DONE:
+                return
+            if calls.made(status, node.call, self.handle, self.arrays):
                 return
             found = self.pending
         with calls.thread.alone(self._what):

@@ -80,10 +80,7 @@ class Plan:
                 call = None  # what is called below raises it
         if call is not None and chosen is not None:
             status = call.enqueue(chosen[0])
-            if status == entry.DONE:
-                return self._out
-            if status != entry.SLOW:
-                self._calls.enqueuer.go_on(status, call, chosen[0], self)
+            if status == entry.DONE or self._calls.made(status, call, *chosen, self):
                 return self._out
         return self._checked(stream)
 

@@ -128,7 +128,8 @@ KINDS: dict[type, _ArrayClass] = {}
 def _kind_of(array: Any) -> _ArrayClass:
     """Return how to read an array of a class that is not in ``KINDS``."""
     if SIMULATED:
-        return KINDS.setdefault(type(array), _SIMULATED)
+        found = _SIMULATED if is_simulated(array) else _UNREADABLE
+        return KINDS.setdefault(type(array), found)
     if isinstance(array, _NUMBAS):
         return KINDS.setdefault(type(array), _NUMBA)
     for name, attribute, kinds in (
@@ -307,23 +308,26 @@ def _order_of(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> str | 
     return _order(filled(reversed(axes)), filled(axes))
 
 
+def _refuse_simulated(array: Any, what: str) -> Fields:
+    if isinstance(array, np.ndarray):
+        raise _host_array(array, what)
+    raise ArgumentError(
+        f"{what}: expected a device array, got {type(array).__name__}; pass an "
+        "array of Numba's simulator, such as of comm.empty or cuda.to_device"
+    )
+
+
 def _read_simulated(array: Any, what: str) -> Fields:
-    if not is_simulated(array):
-        if isinstance(array, np.ndarray):
-            raise _host_array(array, what)
-        raise ArgumentError(
-            f"{what}: expected a device array, got {type(array).__name__}; pass an "
-            "array of Numba's simulator, such as of comm.empty or cuda.to_device"
-        )
     dtype, flags = array.dtype, array.flags  # each is a call of Python
     if dtype.hasobject or not dtype.itemsize:  # impossible on a GPU
         dtypes.checked(dtype, what)
-    order = _order(flags.c_contiguous, flags.f_contiguous)
+    order = "C" if flags.c_contiguous else "F" if flags.f_contiguous else None
     address, shape = array.ctypes.data, tuple(array.shape)
     return address, shape, dtype, order, not flags.writeable
 
 
 _SIMULATED = _ArrayClass(_read_simulated, None, _own_strides)
+_UNREADABLE = _SIMULATED._replace(read=_refuse_simulated)
 
 
 def is_simulated(array: Any) -> bool:

@@ -35,7 +35,7 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
             if known is not None:
                 call, number = known
                 stream = stream_for(communicator, used[number])
-                if within.repeat(call, stream, used):
+                if within.made(call.enqueue(stream), call, stream, used):
                     if self.synchronizes:
                         wait(communicator, stream)
                     return

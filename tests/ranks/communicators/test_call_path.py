@@ -1,0 +1,92 @@
+"""How many functions of the library a repeated call passes."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import numba_symm
+from numba_symm import kernels, mpi
+
+PACKAGE = Path(numba_symm.__file__).parent.resolve()
+DRIVER = PACKAGE / "driver_table.py"  # stands for the driver in the simulator
+
+
+def passed(call):
+    """Return the functions of the library that a call passes in Python, in order."""
+    found, files = [], {}
+
+    def note(frame, event, argument):
+        if event == "call":
+            file = frame.f_code.co_filename
+            if file not in files:
+                path = Path(file).resolve()
+                own = path.is_relative_to(PACKAGE) or path.parts[-2] == "collectives"
+                files[file] = own and path != DRIVER
+            if files[file]:
+                found.append(frame.f_code.co_qualname)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+@pytest.fixture
+def x(comm, monkeypatch):
+    """An array; no kernel runs."""
+    monkeypatch.setattr(kernels.Launch, "simulate", lambda launch: None)
+    return cuda.to_device(np.ones(100, np.float32))
+
+
+def calls_of(comm, x):
+    """Return calls by name, each with the most functions that it may pass."""
+    y = cuda.device_array_like(x)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    plan = comm.all_reduce_init(x, out=y)
+    other = comm.sendrecv_init(x, dst=right, out=y, src=left)
+
+    def group():
+        with comm.group():
+            comm.send(x, dst=right)
+            comm.recv(y, src=left)
+
+    return {
+        "a plan": (plan, 2),
+        "a plan of messages": (other, 2),
+        "all_reduce": (lambda: comm.all_reduce(x, out=y), 6),
+        "all_reduce in place": (lambda: comm.all_reduce(y, out=y), 6),
+        "broadcast": (lambda: comm.broadcast(x, root=0), 6),
+        "sendrecv": (lambda: comm.sendrecv(x, dst=right, out=y, src=left), 6),
+        "group": (group, 12),
+    }
+
+
+NAMES = [
+    *("a plan", "a plan of messages", "all_reduce", "all_reduce in place"),
+    *("broadcast", "sendrecv", "group"),
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_repeated_call_passes_few_functions(comm, x, name):
+    call, most = calls_of(comm, x)[name]
+    for _ in range(4):
+        call()
+    found = passed(call)
+    assert 1 <= len(found) <= most, found
+    comm.synchronize()
+
+
+def test_a_repeated_call_in_mpi4py_s_spelling_passes_few(world, x):
+    made, y = mpi.Comm(world), cuda.device_array_like(x)
+    for _ in range(3):
+        made.Allreduce(x, y)
+    found = passed(lambda: made.Allreduce(x, y))
+    assert len(found) <= 24, found
+    made.Free()
