@@ -274,17 +274,15 @@ class Experts:
     def _dispatched(self, given: Any) -> tuple[tuple[PackedCall, int], HeldStream]:
         """Return a dispatch, remembered or new, its tokens and its stream."""
         (x, expert_ids, weights, wire, stream), what = given, "dispatch"
-        calls = self._calls
+        calls, factors = self._calls, None
         calls.enqueuer.refuse_in_group(what)
         if wire is not None:
             wires.check_name(wire, what)
         rows = arrays.fields(x, "dispatch: x")
         ids = arrays.fields(expert_ids, "dispatch: expert_ids")
-        factors = None
         if weights is not None:
             factors = arrays.fields(weights, "dispatch: weights")
-        # All that is checked below.
-        key = what, rows, ids, factors, wire, calls.heap.generation
+        key = what, rows, ids, factors, wire, calls.heap.generation  # checked below
         known: tuple[PackedCall, int] = self._plans.get(key)
         if known is UNKNOWN:
             launch, tokens = self._new_dispatch(rows, ids, factors, wire)
@@ -396,8 +394,7 @@ class Experts:
             like = self._results(source)
             out = calls.new(results, like, (tokens, sizes.hidden), chosen[0], what)
         target = arrays.fields(out, "combine: out")
-        # All that is checked below.
-        key = what, source, target, tokens, calls.heap.generation
+        key = what, source, target, tokens, calls.heap.generation  # checked below
         call: PackedCall = self._plans.get(key)
         if call is UNKNOWN:
             launch = self._new_sum(source, target, tokens)

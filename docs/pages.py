@@ -33,7 +33,6 @@ from numba_symm.bench import options
 from numba_symm.collectives import operations, select
 from numba_symm.collectives.algorithms import Arrays
 from numba_symm.collectives.communicator import Communicator
-from numba_symm.collectives.persistent import Persistent
 from numba_symm.command import cli
 
 ROOT = Path(__file__).parents[1]
@@ -289,10 +288,9 @@ _MEMBERS = FunctionType, classmethod, staticmethod, property
 def grouped():
     """Return the communicator's methods by their group."""
     groups = {name: [] for name in _GROUPS}
-    for base in (Communicator, Persistent):
-        for name, value in vars(base).items():
-            if not name.startswith("_") and name not in INTERNAL:
-                groups[_group_of(name, value)].append(f"Communicator.{name}")
+    for name, value in vars(Communicator).items():
+        if not name.startswith("_") and name not in INTERNAL:
+            groups[_group_of(name, value)].append(f"Communicator.{name}")
     return groups
 
 

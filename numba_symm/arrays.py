@@ -228,13 +228,16 @@ def _read_exported(tensor: Any, what: str) -> Fields:
 def _cupy(cupy: Any) -> tuple[_ArrayClass, _ArrayClass]:
     """Return how to read CuPy's arrays, and those of subclasses."""
 
+    known = dtypes.DTYPES
+
     def read(array: Any, what: str) -> Fields:
-        if array.dtype not in dtypes.DTYPES:
+        dtype = array.dtype
+        if dtype not in known:
             return _read_foreign(array, what)
-        flags = array.flags
-        order = _order(flags.c_contiguous, flags.f_contiguous)
-        place = array.data.ptr
-        return place, array.shape, array.dtype, order, False
+        # The public ``flags`` is a new object, which takes longer than all the rest.
+        c, fortran = array._c_contiguous, array._f_contiguous
+        order = "C" if c else "F" if fortran else None
+        return array.data.ptr, array.shape, dtype, order, False
 
     def stream(array: Any) -> int:
         return int(cupy.cuda.get_current_stream().ptr)

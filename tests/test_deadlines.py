@@ -20,6 +20,7 @@ from numba_symm import loads, waits
 from numba_symm.collectives import operations
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
+from numba_symm.collectives.protocols.binding import Series
 from tests.absence import AWAY, PATIENT, SOON, context_is_alive, input_of, reduced
 from tests.algorithms import entry
 from tests.spawned import attempt
@@ -244,7 +245,8 @@ def comes_when_the_others_have_left(world):
 
     given = Invocation(BROADCAST, x, out=x, algorithm="direct", root=0)
     # Enqueued in time, but started late.
-    launch, _, (stream, _), _ = comm._calls.bound(given)
+    packed, _, (stream, _) = comm._calls.bound(given)
+    launch = Series(*packed.parts)
 
     def call():
         launch(stream)
@@ -277,7 +279,8 @@ def replays_behind_a_failure(world, algorithm):
     comm = ns.Communicator(world, timeout=0.5)
     x, y = input_of(comm), input_of(comm, 7)
     given = Invocation(ALL_REDUCE, x, out=y, algorithm=algorithm)
-    launch, _, (stream, _), _ = comm._calls.bound(given)
+    packed, _, (stream, _) = comm._calls.bound(given)
+    launch = Series(*packed.parts)
     world.barrier()
     for rank in (0, AWAY):
         if world.rank == rank:

@@ -198,9 +198,15 @@ class _Filled(ast.NodeTransformer):
         return self._parts.get(node.id, node)
 
 
-def _copy(target: int, source: int, nbytes: int, stream: Any) -> None:
-    """A substitute for ``numba_symm.streams.copy``."""
-    stream.copy(target, source, nbytes)
+class _Copy(NamedTuple):
+    """A substitute for ``numba_symm.streams.Copy``."""
+
+    target: int
+    source: int
+    nbytes: int
+
+    def __call__(self, stream: Any) -> None:
+        stream.copy(*self)
 
 
 def device_code(*edits: Edit, shape: Shape = SMALL) -> SimpleNamespace:
@@ -248,7 +254,7 @@ def _device_code(
     environment = ModuleType("environment")
     environment.SIMULATED = True
     streams = ModuleType("streams")
-    streams.copy = _copy
+    streams.Copy = _Copy
     known: dict[str, Any] = {"numba": numba}
     find = _finder(known)
     add = functools.partial(_add, known)

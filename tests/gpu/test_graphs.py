@@ -484,25 +484,3 @@ def test_a_call_that_fails_in_a_capture_spoils_nothing_but_that(comm, world, str
     graphs[0].launch(stream)
     comm.synchronize(stream)
     assert (x.copy_to_host() == 1).all()
-
-
-def test_graphs_of_calls_are_made_while_a_kernel_waits(comm, stream):
-    """It may wait for something that this host does only later."""
-    waiting, away = ns.Stream(), to_device(np.zeros(8, np.float32))
-    x, y = comm.zeros(8192, np.float32), comm.zeros(8192, np.float32)
-    fill(x, 3)
-    fill(away, 0, waiting)
-    comm.all_reduce(x[:32], out=y[:32], stream=stream)
-    cuda.synchronize()
-    graphs = comm._calls.enqueuer.graphs
-    before = len(graphs._made)
-    fill(away, 1, waiting, milliseconds=3000)
-    for count in range(32, 8192 + 1, 32):
-        for _ in range(5):
-            comm.all_reduce(x[:count], out=y[:count], stream=stream)
-    assert not waiting.query()
-    comm.synchronize(stream)
-    assert not waiting.query()
-    assert (y.copy_to_host() == 3 * comm.size).all()
-    assert len(graphs._made) >= before + 50
-    waiting.synchronize()

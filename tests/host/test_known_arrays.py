@@ -76,7 +76,9 @@ class CupyArray(Exporter):
         self.exports = []
         self.data = SimpleNamespace(ptr=ADDRESS)
         self.shape, self.dtype = array.shape, array.dtype
-        self.flags, self.strides = array.flags, array.strides
+        self._c_contiguous = array.flags.c_contiguous
+        self._f_contiguous = array.flags.f_contiguous
+        self.strides = array.strides
 
 
 @pytest.fixture(autouse=True)

@@ -205,7 +205,8 @@ def test_remembered_calls_survive_what_cannot_change_them(comm, monkeypatch):
     def place():
         return comm._calls.heap.place(address, 64)
 
-    call()
+    for _ in range(4):  # on a GPU, the third one makes the graph
+        call()
     known = count("call", call)
     z = comm.empty(8)
     assert count("call", call) == known
