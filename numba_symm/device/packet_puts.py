@@ -1,16 +1,25 @@
 """Copies with packets, for a short latency: ``put_packets`` and ``get_packets``.
 
-A packet contains 4 bytes of data and the epoch, and arrives as a whole
-(``packets.py``). So the receiver waits for the data itself, and there is neither a flag
-nor a fence. A mailbox is a row of packets in the receiver's memory, and each epoch of
-it is one copy.
+A packet contains 4 bytes of data and a number that follows from the epoch, and arrives
+as a whole (``packets.py``). So the receiver waits for the data itself, and there is
+neither a flag nor a fence. A mailbox is a row of packets in the receiver's memory, and
+each epoch of it is one copy.
 
-Memory order. Only the sender writes a mailbox. It stores epoch *e* into it after the
-receiver has read the previous packets. The receiver reports that with ``signal_set``
-(release), after all its threads have read, and the sender waits for it with
-``wait_until`` (acquire). This signal is the credit. If epochs use several mailboxes
-alternately, the sender may be as many epochs ahead, so no copy waits for a credit in
-transit. Mailboxes are never emptied: a packet of another epoch has not arrived.
+Memory order. The sender stores epoch *e* into a mailbox after the receiver has read the
+previous packets. The receiver reports that with ``signal_set`` (release), after all its
+threads have read, and the sender waits for it with ``wait_until`` (acquire). This
+signal is the credit. If epochs use several mailboxes alternately, the sender may be as
+many epochs ahead, so no copy waits for a credit in transit. A packet of another epoch
+has not arrived, so mailboxes need not be emptied.
+
+Numbers repeat after 2**31 epochs. Meanwhile, short copies leave the mailbox's later
+packets as they are. So in the last ``_WIPING`` epochs before the numbers repeat, the
+receiver clears all packets of the mailbox beyond its copy, with relaxed stores. Its
+report orders these stores before the sender's next ones, like the loads of the copy: no
+further fence is needed. The functions see one epoch at a time, and not which ones use a
+mailbox. So a program must use a mailbox again within ``_WIPING // 2`` epochs. Then
+between two epochs with the same number, at least one clears the mailbox: if both are
+among the last ``_WIPING``, one after the first of them, or one before the second.
 
 A receiver that finds a later epoch than it waits for reports that the sender did not
 wait for the credit.
@@ -35,6 +44,7 @@ from numba_symm.device.intrinsics import (
     st_any_u16,
     st_any_u32,
     st_any_u64,
+    st_relaxed_sys_v2_u64,
     syncthreads_or,
     thread_index,
     views_of,
@@ -56,6 +66,12 @@ from numba_symm.waits import GET_PACKETS, OVERWRITTEN
 _VECTOR = 16
 _PACKETS = 32
 """The bytes of a vector's packets."""
+
+_WIPING = 2**24
+"""The epochs in which receivers clear mailboxes: half a minute of an hour, if each
+takes 2 us. A power of two."""
+_LAST = 2**31 - _WIPING
+"""The bits that all these epochs have, and no others."""
 
 
 def mailbox_size(count: int, dtype: Any) -> int:
@@ -129,6 +145,23 @@ def _store_word(layout: Any, size: int, word: int, units: int, value: int) -> No
 
 
 @device_function
+def _number(epoch: int) -> int:
+    """Return what packets of an epoch contain: never 0, as a cleared one."""
+    return word_of(epoch) << 1 | 1  # explore: number
+
+
+@device_function
+def _wipe(mailbox: Any, k: int, epoch: int, lanes: int) -> None:
+    """Clear a thread's vectors from its ``k``-th on before numbers repeat."""
+    if word_of(epoch) & _LAST == _LAST:  # explore: wipe
+        while k < mailbox.size // (_PACKETS // 8):
+            box = mailbox_of(mailbox) + _PACKETS * k
+            st_relaxed_sys_v2_u64(box, (0, 0))
+            st_relaxed_sys_v2_u64(box + _VECTOR, (0, 0))  # explore: wipe-second
+            k += lanes
+
+
+@device_function
 def _put(
     ctx: Any, mailbox: Any, source: Any, epoch: int, lane: int, lanes: int
 ) -> None:
@@ -136,37 +169,37 @@ def _put(
     size, layout = found[0], found[1:6]
     nbytes = size * layout[1] * layout[2]
     check_mailbox(ctx, mailbox, nbytes)
-    units, k = nbytes // min(size, 8), lane
+    units, k, number = nbytes // min(size, 8), lane, _number(epoch)
     while k * _VECTOR < nbytes:
         low = _load_word(layout, size, 2 * k, units)
         high = _load_word(layout, size, 2 * k + 1, units)
-        post_packets(mailbox_of(mailbox) + _PACKETS * k, _VECTOR, low, high, epoch)
+        post_packets(mailbox_of(mailbox) + _PACKETS * k, _VECTOR, low, high, number)
         k += lanes
 
 
 @device_function
-def _is_overwritten(box: int, epoch: int) -> bool:
-    """Return whether a packet is of a later epoch; 0 is that of an empty mailbox."""
+def _is_overwritten(box: int, number: int) -> bool:
+    """Return whether a packet is of a later epoch, and not empty."""
     found: int = ld_relaxed_sys_v2_u64(box)[0] >> 32 & 0xFFFFFFFF
-    return found != 0 and 0 < ((found - epoch) & 0xFFFFFFFF) < 0x80000000
+    return found != 0 and 0 < ((found - number) & 0xFFFFFFFF) < 0x80000000
 
 
 @device_function
-def _receive(guard: Any, box: int, epoch: int, record: int, lost: int) -> Any:
+def _receive(guard: Any, box: int, number: int, record: int, lost: int) -> Any:
     """Wait for a vector; return its words, and whether it has arrived."""
     polls = 0
     started = 0
-    low, high, missing = peek_packets(box, _VECTOR, epoch)
+    low, high, missing = peek_packets(box, _VECTOR, number)
     while missing != 0:
         polls = pause(polls)
         if is_time_to_check(polls):
             started = since(started)
-            if _is_overwritten(box, epoch):
+            if _is_overwritten(box, number):
                 fail(guard, lost)
                 return low, high, False
             if must_give_up(guard, started, record):
                 return low, high, False
-        low, high, missing = peek_packets(box, _VECTOR, epoch)
+        low, high, missing = peek_packets(box, _VECTOR, number)
     return low, high, True
 
 
@@ -181,15 +214,17 @@ def _get(
     check_mailbox(ctx, mailbox, nbytes)
     record = wait_record(GET_PACKETS, ctx.rank, src, grid_index(), epoch)
     lost = wait_record(OVERWRITTEN, ctx.rank, src, grid_index(), epoch)
-    units, k = nbytes // min(size, 8), lane
+    units, k, number = nbytes // min(size, 8), lane, _number(epoch)
     arrived = True
     while k * _VECTOR < nbytes and arrived:
         box = mailbox_of(mailbox) + _PACKETS * k
-        low, high, arrived = _receive(ctx.guard, box, epoch, record, lost)
+        low, high, arrived = _receive(ctx.guard, box, number, record, lost)
         if arrived:  # explore: received
             _store_word(layout, size, 2 * k, units, low)
             _store_word(layout, size, 2 * k + 1, units, high)
         k += lanes
+    if arrived:
+        _wipe(mailbox, k, epoch, lanes)
     return arrived
 
 
@@ -206,10 +241,11 @@ def put_packets(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
         mailbox: an array of one dimension of uint64 in the peer's memory, contiguous
             and aligned to 16 bytes, of at least ``mailbox_size(source.size, dtype)``
             elements. GPUs check this only in debug mode. The mailbox is zero at first,
-            and only this function stores into it.
+            and only these functions store into it. Each call takes the whole mailbox.
         source: an array of one or two dimensions, in memory of any kind.
         epoch: the number of the copy, from 1 on, counted for this mailbox or for all
-            mailboxes that are used in turn. Receivers compare epochs modulo 2**32.
+            mailboxes that are used in turn. Receivers compare epochs modulo 2**31, and
+            clear old packets of a mailbox that is used again within 2**23 epochs.
 
     Example:
         >>> @cuda.jit
@@ -297,7 +333,8 @@ def get_packets(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) -> bo
         src: the rank that sends; only used for the text of a failure.
         target: an array of one or two dimensions, in memory of any kind. The number and
             size of its elements are those of the sender's array.
-        mailbox: the mailbox in this rank's memory, as for :func:`put_packets`.
+        mailbox: the mailbox in this rank's memory, as for :func:`put_packets`. The call
+            may clear the packets after those of the target.
         epoch: the epoch that the sender passed.
 
     Returns:

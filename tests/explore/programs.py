@@ -255,9 +255,13 @@ def put_and_get(ctx: Any, inputs: int, outputs: int, words: int) -> None:
 
 @device_function
 def pipeline_of_packets(
-    ctx: Any, base: int, inputs: int, outputs: int, chunks: int, words: int
+    ctx: Any, base: int, inputs: int, outputs: int, counts: Any, most: int
 ) -> None:
-    """Send chunks to the next rank by packets, ``DEPTH`` ahead of what it has read."""
+    """Send chunks to the next rank by packets, ``DEPTH`` ahead of what it has read.
+
+    Each chunk has its own number of words; each mailbox has room for ``most``.
+    """
+    chunks = len(counts)
     thread, size, rank = cuda.threadIdx.x, ctx.size, ctx.rank
     right, left = (rank + 1) % size, (rank - 1 + size) % size
     failed = False
@@ -269,15 +273,15 @@ def pipeline_of_packets(
             # What thread 0 has acquired comes before the stores of all.
             if syncthreads_or(failed):
                 break
-            box = peer_address(ctx, right) + 16 * words * (epoch % DEPTH)
-            given = array_at(inputs + 8 * words * step, words, None)
-            put_packets_block(ctx, array_at(box, 2 * words, None), given, epoch)
+            box = peer_address(ctx, right) + 16 * most * (epoch % DEPTH)
+            given = array_at(inputs + 8 * most * step, counts[step], None)
+            put_packets_block(ctx, array_at(box, 2 * most, None), given, epoch)
         if step >= DEPTH - 1:
             chunk = step - DEPTH + 1
             epoch = base + chunk + 1
-            box = peer_address(ctx, rank) + 16 * words * (epoch % DEPTH)
-            out = array_at(outputs + 8 * words * chunk, words, None)
-            mailbox = array_at(box, 2 * words, None)
+            box = peer_address(ctx, rank) + 16 * most * (epoch % DEPTH)
+            out = array_at(outputs + 8 * most * chunk, counts[chunk], None)
+            mailbox = array_at(box, 2 * most, None)
             if not get_packets_block(ctx, left, out, mailbox, epoch):
                 break
             if thread == 0:

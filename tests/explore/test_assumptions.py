@@ -27,6 +27,7 @@ from explore.source import device_code
 from explore.test_barriers import exchanges as exchanges_of_grids
 from explore.test_copies import calls_by_copies, puts_and_gets
 from explore.test_counting import pipelines
+from explore.test_device_copies import WRAP
 from explore.test_device_copies import pipelines as pipelines_of_packets
 from explore.test_device_copies import puts_and_gets as puts_and_gets_in_kernels
 from explore.test_expert_calls import calls_of_experts, calls_of_few_tokens
@@ -76,6 +77,7 @@ PROTOCOLS = {
     "counted_signals": (pipelines, set()),
     "copies_in_kernels": (puts_and_gets_in_kernels, set()),
     "packets_in_kernels": (pipelines_of_packets, set()),
+    "packets_at_the_wrap": (lambda code: pipelines_of_packets(code, WRAP), set()),
     "barriers_of_grids": (exchanges_of_grids, set()),
     "collectives_in_a_kernel": (
         lambda code: collectives(code, kernels=1, steps=3),

@@ -5,6 +5,7 @@ import pytest
 from explore.markers import removed, within
 from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
 from explore.source import device_code
+from explore.test_counting import SET_RELAXED
 from explore.world import World
 
 BROKEN = {
@@ -46,51 +47,87 @@ def test_what_is_broken_is_found(what, races):
     breaks(puts_and_gets(device_code(BROKEN[what])), 3, races=races)
 
 
-CHUNKS = 5
+CHUNKS, MOST = 5, 6  # of a pipeline, and the words of its longest chunks
+WRAP = 2**31 - 3  # two epochs later, each mailbox has been used before numbers repeat
 
 
 def pipelines(code, base=0):
     """A ring of ranks, each of which sends chunks to the next one by packets.
 
-    The first chunk follows ``base`` epochs.
+    The first chunk follows ``base`` epochs. Unless that is 0, mailboxes contain packets
+    of 2**31 epochs before the last chunks.
     """
 
     def scenario(machine):
-        world = World(machine, code)
-        words = machine.random.choice([2, 6])
-        world.buffers = world.map("mailboxes", 32 * words, fill=0)
-        for pad in world.pads if base else ():
+        world, random = World(machine, code), machine.random
+        counts = [random.choice([1, 2, 3, MOST]) for _ in range(CHUNKS)]
+        world.buffers = world.map("mailboxes", 32 * MOST, fill=0)
+        for pad, mailboxes in zip(world.pads, world.buffers, strict=True):
+            if base == 0:
+                break
             for channel in range(2):
                 for rank in range(world.size):
                     word = code.counting.MAX_CHANNELS * 4 + 8 * channel
                     place = pad + world.size * word + 8 * rank
                     world.memory.plant(place, 8, base)
-        inputs, given = world.inputs(CHUNKS * words)
-        outputs = world.map("output", 8 * CHUNKS * words)
+            for at in range(0, 32 * MOST, 8):
+                parity = at // (16 * MOST)
+                old = random.choice([e for e in (0, 1, 2) if e % 2 == parity])
+                packet = (2 * old + 1) << 32 | random.getrandbits(32)
+                world.memory.plant(mailboxes + at, 8, packet)
+        inputs, given = world.inputs(CHUNKS * MOST)
+        outputs = world.map("output", 8 * CHUNKS * MOST)
         for each in world.contexts:
             context = each._replace(buffers=tuple(world.buffers))
             rank = context.rank
-            args = context, base, inputs[rank], outputs[rank], CHUNKS, words
+            args = context, base, inputs[rank], outputs[rank], counts, MOST
             world.launch(rank, code.programs.pipeline_of_packets, 1, *args)
-            world.expect(outputs[rank], given[rank - 1])
+            for first, count in zip(range(0, CHUNKS * MOST, MOST), counts, strict=True):
+                chunk = given[rank - 1][first : first + count]
+                world.expect(outputs[rank] + 8 * first, chunk)
         world.run()
 
     return scenario
 
 
-# A credit that does not release cannot be found: no load is delayed past a later store
-# (``memory.py``), and packets are relaxed, so they are in no race.
+# A credit that does not release can be found only where mailboxes are cleared: no load
+# is delayed past a later store (``memory.py``), and packets are relaxed, so they are in
+# no race.
 BROKEN_PACKETS = {
-    "no wait for credit": removed("programs", "await-packets"),
-    "credit before all threads have read": within(
-        "packet_puts", "all-received", "syncthreads_or(not arrived)", "(not arrived)"
+    "no wait for credit": (0, removed("programs", "await-packets")),
+    "credit before all threads have read": (
+        0,
+        within(
+            "packet_puts",
+            "all-received",
+            "syncthreads_or(not arrived)",
+            "(not arrived)",
+        ),
     ),
-    "a packet of any epoch": within("packets", "wrong", "fourth ^ flag", "0"),
+    "a packet of any epoch": (0, within("packets", "wrong", "fourth ^ flag", "0")),
+    "nothing wiped": (WRAP, removed("packet_puts", "wipe")),
+    "half a vector wiped": (WRAP, removed("packet_puts", "wipe-second")),
+    "one mailbox wiped": (
+        WRAP,
+        within(
+            "packet_puts",
+            "wipe",
+            "word_of(epoch) & _LAST",
+            "epoch * (epoch & 1) & _LAST",
+        ),
+    ),
+    "what is wiped is of an epoch": (
+        WRAP,
+        within("packet_puts", "number", "word_of(epoch) << 1 | 1", "epoch << 1"),
+    ),
+    "credit that does not release what is wiped": (WRAP, SET_RELAXED),
 }
 
 
 @worlds
-@pytest.mark.parametrize("base", [0, 2**32 - 3], ids=["first", "wrap"])
+@pytest.mark.parametrize(
+    "base", [0, WRAP, 2**31 + WRAP], ids=["first", "wrap", "second-wrap"]
+)
 def test_a_pipeline_of_packets(ranks, base):
     holds(pipelines(device_code(), base), ranks, 40)
 
@@ -98,4 +135,5 @@ def test_a_pipeline_of_packets(ranks, base):
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", BROKEN_PACKETS)
 def test_what_is_broken_of_packets_is_found(what, races):
-    breaks(pipelines(device_code(BROKEN_PACKETS[what])), 3, races=races)
+    base, edit = BROKEN_PACKETS[what]
+    breaks(pipelines(device_code(edit), base), 3, races=races)

@@ -234,10 +234,11 @@ def test_packets_need_no_fence():
     code = compiled(kernel, types.int64, MATRIX, MATRIX)
     stores = code.find(r"STG\.E\.128\.STRONG\.SYS")
     loads = code.find(r"LDG\.E\.128\.STRONG\.SYS")
-    assert len(stores) == 2
+    posts = stores[:2]  # the others clear mailboxes before numbers repeat
+    assert len(stores) == 4
     assert len(loads) >= 2
     orders = r"(MEMBAR|BAR|CCTL)\b.*"
-    assert not opcodes(code.between(min(stores), max(stores)), orders)
+    assert not opcodes(code.between(*posts), orders)
     # Of a vector's two packets: its data is used without a fence after the load.
     assert not opcodes(code.between(loads[0], loads[1]), orders)
     # Only the credit is a release.

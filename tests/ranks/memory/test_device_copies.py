@@ -208,29 +208,45 @@ def test_packets_carry_every_type(comm, world, scope, dtype):
 
 
 @cuda.jit
-def wait_for_packets(ctx, sent, found):
-    """Wait for the first epoch, and send another one to this rank itself, or none."""
-    box = symm.peer_array(ctx, ctx.rank, 4, np.uint64)
-    word = cuda.shared.array(1, np.int64)
-    if sent:
-        symm.put_packets_block(ctx, box, word, sent)
-    arrived = symm.get_packets_block(ctx, 0, word, box, 1)
+def wait_for_packets(ctx, words, sent, count, wanted, found):
+    """Wait for all words of an epoch, after this rank has sent some epochs to itself.
+
+    It has received these: the first one of all words, the others of ``count``.
+    """
+    box = symm.peer_array(ctx, ctx.rank, 8, np.uint64)
+    for i in range(sent.size):
+        some = words if i == 0 else words[:count]
+        symm.put_packets_block(ctx, box, some, sent[i])
+        if sent.size > 1:
+            symm.get_packets_block(ctx, 0, some, box, sent[i])
+    if sent.size > 1:
+        symm.put_packets_block(ctx, box, words[:count], wanted)
+    arrived = symm.get_packets_block(ctx, 0, words, box, wanted)
     if cuda.threadIdx.x == 0:
         found[0] = arrived
 
 
+NONE_CAME = ns.CollectiveTimeout, r"rank \d waited for rank 0 in get_packets, block 0"
+LATER_CAME = ns.CollectiveError, r"packets of rank 0 of epoch 1, which a later one has"
+
+
 @pytest.mark.parametrize(
-    ("sent", "kind", "text"),
+    ("sent", "wanted", "error"),
     [
-        (0, ns.CollectiveTimeout, r"rank \d waited for rank 0 in get_packets, block 0"),
-        (2, ns.CollectiveError, r"packets of rank 0 of epoch 1, which a later one has"),
+        ([], 1, NONE_CAME),
+        ([2], 1, LATER_CAME),
+        # Epochs wrap around, and packets of the same epoch modulo 2**32 are there.
+        ([], 2**32, NONE_CAME),
+        ([5, 2**31 - 1], 2**32 + 5, NONE_CAME),
     ],
 )
-def test_packets_that_do_not_arrive_end_the_wait(world, sent, kind, text):
+def test_packets_that_do_not_arrive_end_the_wait(world, sent, wanted, error):
     comm = ns.Communicator(MPI.COMM_SELF, timeout=0.2)
-    memory = comm.rendezvous(comm.zeros(4, np.uint64))
+    memory = comm.rendezvous(comm.zeros(8, np.uint64))
     found = cuda.to_device(np.full(1, 7))
-    wait_for_packets[1, 2](memory.ctx, sent, found)
+    words, sent = cuda.to_device(np.zeros(4)), cuda.to_device(np.array(sent, np.int64))
+    wait_for_packets[1, 2](memory.ctx, words, sent, 2, wanted, found)
+    kind, text = error
     with pytest.raises(kind, match=text):
         comm.synchronize()
     assert get(found).tolist() == [0]
