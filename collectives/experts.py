@@ -490,11 +490,11 @@ def new(
             sizes = checked(experts, top_k, hidden, tokens, capacity, dtype, calls.size)
             libraries.check_type(libraries.named(like, what), sizes.dtype, what)
         members.exchange.agree_equal(sizes.words, what)
-    calls.experts_made += 1  # on all ranks, whatever fails from here on
-    array = calls.heap.array(sizes.places(calls.size)[1], np.uint8, what)
-    with members.set_up(what), members.exchange.agreed(what):
-        if not SIMULATED:
-            names, kinds = [kernel_set.EXPERTS], [sizes.dtype]
-            found = kernel_set.kernels(names, kinds, ["sum"], calls.end, what)
-            kernel_set.load(found, calls.rank, calls.size, what)
-        return Experts(calls, sizes, like, array)
+        calls.experts_made += 1  # on all ranks, whatever fails from here on
+        array = calls.heap.array(sizes.places(calls.size)[1], np.uint8, what)
+        with members.exchange.agreed(what):
+            if not SIMULATED:
+                names, kinds = [kernel_set.EXPERTS], [sizes.dtype]
+                found = kernel_set.kernels(names, kinds, ["sum"], calls.end, what)
+                kernel_set.load(found, calls.rank, calls.size, what)
+            return Experts(calls, sizes, like, array)

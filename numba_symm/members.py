@@ -124,6 +124,7 @@ class Members(ABC):
         self._part = part
         self._parent = parent
         self._most: int | None = None
+        self._setting_up = False  # whether a set-up call is open
         self._noted: dict[str, Description] = {}  # set-up calls
         self._undo = ExitStack()
         self.comm = comm
@@ -246,6 +247,7 @@ class Members(ABC):
 
         All ranks begin, or none does. If a rank leaves the block by an exception that
         not every rank raises, it reports that: the others' call, and later ones, raise.
+        Within such a block, another one is a step of the same call, and does nothing.
 
         Args:
             what: the call, as the user names it.
@@ -255,8 +257,12 @@ class Members(ABC):
             CollectiveError: it has failed.
             ClosedError: it was closed.
         """
+        if self._setting_up:
+            yield
+            return
         self.exchange.call = what
         try:
+            self._setting_up = True
             self.check_open()
             if recorded and self.board.record is not None:
                 about = self._noted.setdefault(what, Description(what))
@@ -274,6 +280,8 @@ class Members(ABC):
             if not self.exchange.is_everybodys(error):
                 self.abandon(error, what)
             raise
+        finally:
+            self._setting_up = False
 
     def failure_after_meeting(self) -> CollectiveError | None:
         """Wait for every rank to close. Return the failure if there is one, else None.

@@ -77,6 +77,8 @@ def one_rank_is_behind(world):
     x = input_of(comm)
     comm.all_reduce(x)
     comm.zeros(3)
+    comm.device_workspace(1, 32, 16)
+    comm.experts(experts=3, top_k=1, hidden=8, tokens=2)
     with pytest.raises(ns.ArgumentError):  # refused calls do not count
         comm.all_reduce(x, op="max", algorithm="none")
     comm.all_gather(cuda.device_array(0, np.float32))
@@ -109,6 +111,8 @@ def test_a_timeout_shows_who_is_behind(three):
     lines = table.splitlines()
     assert lines[0].startswith("  1        ranks 0, 1, 2: all_reduce of 120 float32 in")
     assert lines[1] == "  after 1  ranks 0, 1, 2: zeros"
+    for what in ("device_workspace", "experts"):  # once, whatever their steps
+        assert lines.pop(2) == f"           ranks 0, 1, 2: {what}"
     assert lines[2].startswith("  2        ranks 0, 1, 2: all_gather of 0 float32 in C")
     assert lines[3].startswith("  3        ranks 0, 2: all_reduce of 120 float32 in C")
     assert "op 'max'" in lines[3]

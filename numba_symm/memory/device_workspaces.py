@@ -95,15 +95,14 @@ def new(
         blocks, threads, bytes = sizes
         fact = f"{blocks} blocks of {threads} threads, {bytes} bytes"
         members.exchange.agree_equal(fact, what)
-    # Of the largest island, because all ranks allocate the same.
-    nbytes = block_workspace.nbytes(
-        max(map(len, members.parts)),
-        blocks,
-        _warps(threads),
-        _vectors(threads, bytes),
-    )
-    array = heap.array(nbytes, np.uint8, what)  # zeros: no packet, no epoch
-    with members.set_up(what):
+        # Of the largest island, because all ranks allocate the same.
+        nbytes = block_workspace.nbytes(
+            max(map(len, members.parts)),
+            blocks,
+            _warps(threads),
+            _vectors(threads, bytes),
+        )
+        array = heap.array(nbytes, np.uint8, what)  # zeros: no packet, no epoch
         memory = heap.rendezvous(arrays.view(array, what).address, array)
     return DeviceWorkspace(memory, blocks, threads, bytes)
 
