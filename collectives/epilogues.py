@@ -206,30 +206,31 @@ def checked(
     work = found, source, targets, tuple(operands), tuple(words), rows, columns
     made = Work(*work, tuple(view.address for view in outputs[1:]))
     if SIMULATED:
-        _check_results(made, what)
+        _check_functions(made)
     return made
 
 
-def _check_results(work: Work, what: str) -> None:
-    """Refuse an epilogue that returns more or fewer numbers than there are outputs.
+def _check_functions(work: Work) -> None:
+    """Refuse functions that Numba would not compile on a GPU, in the simulator."""
+    found, kind = work.epilogue, work.source.accumulate.type
+    others = [each.element.accumulate.type(1) for each in work.operands]
+    total = [kind(1)] * (found.row_sum is not None)
+    kinds = [target.accumulate.type for target in work.targets]
+    why = dtypes.unfit(found.function, [kind(1), *total, *others], kinds)
+    if found.row_sum is not None:
+        why = why or dtypes.unfit(found.row_sum, [kind(1), *others], [kind])
+    if why:
+        raise _refusal(work, why)
 
-    On GPUs, Numba compiles no kernel with it. In the simulator, this call finds out.
-    """
-    sums = [work.source] * (work.epilogue.row_sum is not None)
+
+def _refusal(work: Work, why: object) -> ArgumentError:
+    total = [work.source] if work.epilogue.row_sum else []
     others = [operand.element for operand in work.operands]
-    ones = [each.accumulate.type(1) for each in (work.source, *sums, *others)]
-    try:
-        with np.errstate(all="ignore"):
-            found = work.epilogue.function(*ones)
-    except Exception:  # of these numbers, which the program may never pass
-        return
-    number = len(found) if isinstance(found, tuple) else 1
-    if number != len(work.targets):
-        wanted = "two numbers" if len(work.targets) == 2 else "one number"
-        raise ArgumentError(
-            f"{what}: expected epilogue to return {wanted}, as many as there are "
-            f"outputs, got {number} of {work.epilogue}; pass out=(y, z) for two"
-        )
+    kinds = [each.accumulate.name for each in (work.source, *total, *others)]
+    return ArgumentError(
+        f"epilogue: expected functions that numba.cuda compiles for scalars of "
+        f"{', '.join(kinds)}, got epilogue={work.epilogue}: {why}"
+    )
 
 
 def _number(given: Number, source: Element) -> tuple[Operand, int]:
@@ -363,10 +364,4 @@ def compiling(work: Work) -> Iterator[None]:
     try:
         yield
     except NumbaError as error:
-        total = [work.source] if work.epilogue.row_sum else []
-        others = [operand.element for operand in work.operands]
-        kinds = [each.accumulate.name for each in (work.source, *total, *others)]
-        raise ArgumentError(
-            f"epilogue: expected functions that numba.cuda compiles for scalars of "
-            f"{', '.join(kinds)}, got epilogue={work.epilogue}: {error}"
-        ) from error
+        raise _refusal(work, error) from error

@@ -5,7 +5,7 @@ import functools
 import inspect
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 
 from numba_symm.arguments import shown, without_addresses
-from numba_symm.errors import ArgumentError
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError, summary
 
 
 @dataclass(frozen=True)
@@ -346,7 +347,7 @@ def check(op: Op, element: Element, what: str) -> None:
     """Refuse an operator that the element type does not have."""
     known = operators(element)
     if isinstance(op, UserOperator):
-        _check_function(op, what)
+        _check_function(op, element, what)
         return
     if op in known:
         return
@@ -357,7 +358,7 @@ def check(op: Op, element: Element, what: str) -> None:
     )
 
 
-def _check_function(op: UserOperator, what: str) -> None:
+def _check_function(op: UserOperator, element: Element, what: str) -> None:
     try:
         inspect.signature(op.function).bind(0, 0)
     except TypeError as error:
@@ -365,6 +366,61 @@ def _check_function(op: UserOperator, what: str) -> None:
             f"{what}: expected a function of two scalars, got op={op} ({error}); pass "
             "one that takes two and returns one"
         ) from error
+    kind = element.accumulate
+    why = SIMULATED and unfit(op.function, 2 * (kind.type(1),), (kind.type,))
+    if why:
+        raise ArgumentError(
+            f"{what}: expected a function that numba.cuda compiles for two "
+            f"{kind.name}, got op={op}: {why}"
+        )
+
+
+def unfit(function: Any, arguments: Sequence[Any], kinds: Sequence[Any]) -> str:
+    """Return why Numba would not compile a user's function, or "".
+
+    For the simulator, which compiles nothing: a call with ``arguments`` shows it.
+
+    Args:
+        function: the function.
+        arguments: some scalars of the types that it gets.
+        kinds: the types to which its results are converted.
+    """
+    try:
+        with np.errstate(all="ignore"):
+            found = function(*arguments)
+        results = found if isinstance(found, tuple) and len(kinds) > 1 else (found,)
+        if len(results) != len(kinds):
+            return f"expected {len(kinds)} numbers as the result, got {shown(found)}"
+        for result, kind in zip(results, kinds, strict=True):
+            if converted(result, kind).shape:
+                return f"expected a number as the result, got {shown(result)}"
+    except ArgumentError as error:
+        return str(error)
+    except (AttributeError, NameError, TypeError) as error:
+        return summary(error)
+    except Exception:  # of these numbers, which the program may never pass
+        pass
+    return ""
+
+
+def converted(result: Any, kind: Any) -> Any:
+    """Return what a user's function has returned as a ``kind``, in the simulator.
+
+    Raises:
+        ArgumentError: Numba compiles no function with such a result.
+    """
+    if type(result) is kind:
+        return result
+    if isinstance(result, bool | int | float | complex | np.generic | np.ndarray):
+        # An array's astype accepts values out of range, as a user's Python ints.
+        found = np.asarray(result)
+        real = found.dtype.kind != "c" or np.dtype(kind).kind in "bc"
+        if real and found.dtype in DTYPES:
+            return found.astype(kind)[()]
+    raise ArgumentError(
+        f"expected a number as the result, to be converted to {kind.__name__}, got "
+        f"{shown(result)}"
+    )
 
 
 def check_capability(

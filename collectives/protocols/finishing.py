@@ -20,7 +20,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding, workspace
@@ -37,7 +36,7 @@ from numba_symm.device.intrinsics import (
 )
 from numba_symm.device.lanes import make_bits, number_of
 from numba_symm.device.runs import EACH, PLACES, Operand
-from numba_symm.dtypes import Element, UserEpilogue
+from numba_symm.dtypes import Element, UserEpilogue, converted
 from numba_symm.environment import SIMULATED
 
 CHAINS = 4
@@ -190,12 +189,10 @@ def make_cast(kind: Any) -> Callable[[Any], Any]:
     """Return a device function: ``(value)`` converts what a user's returns."""
     if SIMULATED:
 
-        def converted(value: Any) -> Any:
-            if type(value) is kind:
-                return value
-            return np.asarray(value).astype(kind)[()]
+        def simulated(value: Any) -> Any:
+            return converted(value, kind)
 
-        return converted
+        return simulated
 
     @device_function
     def cast(value: Any) -> Any:

@@ -7,7 +7,14 @@ import numpy as np
 
 from numba_symm.device.codecs import complex64_of, complex128_of
 from numba_symm.device.intrinsics import device_function, mul_rn_f32, mul_rn_f64
-from numba_symm.dtypes import LOGICAL, REDUCTIONS, Element, Op, UserOperator
+from numba_symm.dtypes import (
+    LOGICAL,
+    REDUCTIONS,
+    Element,
+    Op,
+    UserOperator,
+    converted,
+)
 from numba_symm.environment import SIMULATED
 
 
@@ -42,14 +49,10 @@ def _reducing(function: Any, kind: Any) -> Callable[[Any, Any], Any]:
     """
     if SIMULATED:
 
-        def converted(a: Any, b: Any) -> Any:
-            result = function(a, b)
-            if type(result) is kind:
-                return result
-            # An array's astype accepts values out of range, as a user's Python ints.
-            return np.asarray(result).astype(kind)[()]
+        def simulated(a: Any, b: Any) -> Any:
+            return converted(function(a, b), kind)
 
-        return converted
+        return simulated
     inlined = device_function(function)
 
     @device_function

@@ -1,3 +1,4 @@
+import math
 import sys
 from types import SimpleNamespace
 
@@ -184,6 +185,44 @@ def test_a_function_is_an_operator_that_equals_only_itself():
     assert len({found, other, dtypes.reduction(larger, "here")}) == 2
     for name in ELEMENTS:
         dtypes.check(found, ELEMENTS[name], "here")
+
+
+@pytest.mark.parametrize(
+    ("function", "kinds", "why"),
+    [
+        # What Numba compiles.
+        (lambda a: a > 0, [np.float32], ""),
+        (lambda a: 1, [np.complex64], ""),
+        (lambda a: a * 2.0, [np.int32], ""),
+        (lambda a: math.log(a - 1), [np.float32], ""),  # fails for some numbers only
+        (lambda a: (a, 1), [np.float32, np.float64], ""),
+        # What it does not.
+        (lambda a: None, [np.float32], "expected a number as the result, to be con"),
+        (lambda a: 1j, [np.float32], "converted to float32, got 1j"),
+        (lambda a: "1", [np.float32], "converted to float32, got '1'"),
+        (lambda a: [a], [np.float32], "converted to float32, got ["),
+        (
+            lambda a: np.ones(3),
+            [np.float32],
+            "a number as the result, got arr",
+        ),
+        (lambda a: 1 << 70, [np.int64], "converted to int64, got 1180591620717411"),
+        (lambda a: (a, a), [np.float32], "converted to float32, got ("),
+        (lambda a: a, [np.float32] * 2, "expected 2 numbers as the result, got "),
+        (
+            lambda a: (a, a, a),
+            [np.float32] * 2,
+            "expected 2 numbers as the result, got",
+        ),
+        (lambda a: (a, None), [np.float32] * 2, "converted to float32, got None"),
+        (lambda a: a.absent, [np.float32], "AttributeError: "),
+        (lambda a: absent, [np.float32], "NameError: name 'absent'"),  # noqa: F821
+        (lambda a: a + "1", [np.float32], "TypeError: "),
+    ],
+)
+def test_the_simulator_finds_what_numba_does_not_compile(function, kinds, why):
+    found = dtypes.unfit(function, [np.float32(1)], kinds)
+    assert why in found if why else not found, found
 
 
 def test_a_function_is_shown_by_its_name_without_an_address():

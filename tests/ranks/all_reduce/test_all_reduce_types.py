@@ -172,6 +172,12 @@ def test_an_operator_that_the_dtype_lacks_is_refused_on_every_rank(comm, world):
     one = lambda a: a  # noqa: E731
     refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, op=one), "two scalars")
     refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, op=np.add), "got op=<")
+    text = "all_reduce: expected a function that numba.cuda compiles for two float32, "
+    for op in (
+        *(lambda a, b: None, lambda a, b: a + 1j, lambda a, b: "1"),
+        *(lambda a, b: (a, b), lambda a, b: a.absent),
+    ):
+        refused(world, ns.ArgumentError, lambda op=op: comm.all_reduce(x, op=op), text)
 
 
 def test_in_debug_mode_functions_are_compared_by_name(world):
