@@ -28,11 +28,14 @@ from numba_symm.errors import (
     CallMismatch,
     ClosedError,
     CollectiveError,
+    CollectiveTimeout,
+    RankLeft,
     left,
 )
-from numba_symm.failures import Failure
+from numba_symm.failures import REBUILD, Failure
 from numba_symm.launch import locks, waiting
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.ranks import name_ranks
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from numba_symm.record import Record
@@ -169,9 +172,31 @@ class Board:
             elif not mine.ended:
                 mine.ended = time.monotonic_ns()
 
-    def calls(self) -> str:
-        """Return the table of all ranks' calls, for an error; "" if there is none."""
-        return "" if self.record is None else call_table.agreed(self.record)
+    def explained(self, failure: Failure) -> tuple[Failure, str]:
+        """Return a failure with what the island knows of its cause, and the calls.
+
+        The second part is a table of all ranks' calls; "" if there is none. All ranks
+        of the island return the same.
+        """
+        why, calls = self._whose_processes_ended(), ""
+        if self.record is not None:
+            why, calls = call_table.agreed(self.record, why)
+        if why is None or failure.error is not CollectiveTimeout:
+            return failure, calls
+        return failure._replace(
+            error=CallMismatch if why.differ else RankLeft,
+            text=f"{why.text}; {failure.text}",
+            ranks=tuple(why.ranks) or failure.ranks,
+            hint="" if why.differ else REBUILD,
+        ), calls
+
+    def _whose_processes_ended(self) -> call_table.Cause | None:
+        names = [self._exchange.names[rank] for rank in self.ended()]
+        if not names:
+            return None
+        have = "have" if names[1:] else "has"
+        text = f"{name_ranks(names)} {have} ended without closing the communicator"
+        return call_table.Cause(False, names, text)
 
     def compare(self) -> None:
         """Make the communicator fail if the calls of another rank differ. Local.
@@ -182,18 +207,8 @@ class Board:
         found = None if record is None else record.difference()
         if record is None or found is None:
             return
-        rank, number = found
-        names = [self._exchange.names[each] for each in (self._rank, rank)]
-        here, there = (
-            record.words(each, entry) if entry else "a call that was overwritten"
-            for each in (self._rank, rank)
-            for entry in [record.call(each, number)]
-        )
-        text = (
-            f"rank {names[0]}'s call {number} differs from rank {names[1]}'s: {here}, "
-            f"and {there}"
-        )
-        self.fail(CallMismatch(text, ranks=tuple(names)))
+        why = call_table.mismatch(record, self._rank, *found)
+        self.fail(CallMismatch(why.text, ranks=tuple(why.ranks)))
 
     def describe_others(self, text: str) -> None:
         """Note which ranks are on other islands, for ``numba-symm status``."""

@@ -1,5 +1,7 @@
 """The table of calls in errors: which rank has made which, where they differ."""
 
+import json
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -19,6 +21,8 @@ _AFTER = 3
 _SENT = 64
 """Calls that a rank sends to other islands, so that MPI sends them without delay."""
 
+_DIFFER = "Calls differ between islands"
+
 _BETWEEN = 2e-3  # seconds in which ranks that make the table simultaneously store it
 
 
@@ -33,7 +37,7 @@ def table(records: Records, now: Callable[[], int] = time.monotonic_ns) -> str:
         {entry.number: entry for entry in records.calls(rank)}
         for rank in range(records.size)
     ]
-    found = difference(calls)
+    found = difference(records, calls)
     last = [max(each, default=0) for each in calls]
     others = [records.others(rank) for rank in range(records.size)]
     if not any(last) and not any(others):
@@ -45,17 +49,74 @@ def table(records: Records, now: Callable[[], int] = time.monotonic_ns) -> str:
     return "\n".join(["The calls of the ranks:", *lines])
 
 
-def difference(calls: Sequence[dict[int, Entry]]) -> int:
+def difference(records: Records, calls: Sequence[dict[int, Entry]]) -> int:
     """Return the first number whose calls differ, of those that are known; 0: none.
 
+    Calls after a rank's first capture are not compared.
+
     Args:
+        records: the records of all ranks.
         calls: by rank, the calls by number.
     """
+    last = min(
+        (head.captured - 1 for head in records.heads if head.captured), default=math.inf
+    )
     for number in sorted(set().union(*calls)):
         found = {each[number].chain for each in calls if number in each}
-        if len(found) > 1:
+        if len(found) > 1 and number <= last:
             return number
     return 0
+
+
+class Cause(NamedTuple):
+    """Why a rank was late, as far as the ranks of its island know.
+
+    Attributes:
+        differ: whether calls differ; otherwise processes have ended.
+        ranks: the ranks that the text names, by their numbers in texts.
+        text: what they have done.
+    """
+
+    differ: bool
+    ranks: Sequence[int]
+    text: str
+
+
+def mismatch(records: Records, here: int, there: int, number: int) -> Cause:
+    """Return that the calls of two ranks with a number differ."""
+    names = [records.heads[rank].name for rank in (here, there)]
+    words = [
+        records.words(rank, entry) if entry else "a call that was overwritten"
+        for rank in (here, there)
+        for entry in [records.call(rank, number)]
+    ]
+    text = (
+        f"rank {names[0]}'s call {number} differs from rank {names[1]}'s: {words[0]}, "
+        f"and {words[1]}"
+    )
+    return Cause(True, names, text)
+
+
+def cause(records: Records) -> Cause | None:
+    """Return how the ranks' calls differ, or None."""
+    calls = [
+        {entry.number: entry for entry in records.calls(rank)}
+        for rank in range(records.size)
+    ]
+    number = difference(records, calls)
+    if number:
+        chains = {
+            rank: each[number].chain
+            for rank, each in enumerate(calls)
+            if number in each
+        }
+        here = min(chains)
+        there = next(rank for rank in chains if chains[rank] != chains[here])
+        return mismatch(records, here, there, number)
+    across = _first(head.across for head in records.heads)
+    if not across.startswith(_DIFFER):
+        return None
+    return Cause(True, (), across.partition("\n")[0].rstrip(":"))
 
 
 def _lines(
@@ -151,21 +212,25 @@ def latest(records: Records, rank: int, now: int) -> str:
     )
 
 
-def agreed(records: Record) -> str:
-    """Return the table that the ranks show, so that their errors are equal.
+def agreed(records: Record, ended: Cause | None = None) -> tuple[Cause | None, str]:
+    """Return why a rank was late, and the table: the same on all ranks.
 
-    The first rank that needs the table stores it. If several do that simultaneously,
-    they take that of the lowest rank.
+    The first rank that needs them stores them. If several do that simultaneously, they
+    take those of the lowest rank. So a rank that ends after the failure is no cause.
+
+    Args:
+        records: the records of all ranks.
+        ended: that ranks' processes have ended; None: all run.
     """
     kept = _kept(records)
     if not kept:
-        made = table(records).encode(errors="replace")
-        if not made:
-            return ""
-        records.own.table = made[: Head.table.size - 1]
+        made = f"{json.dumps(cause(records) or ended)}\n{table(records)}"
+        records.own.table = made.encode(errors="replace")[: Head.table.size - 1]
         time.sleep(_BETWEEN)
         kept = _kept(records)
-    return kept
+    found, _, text = kept.partition("\n")
+    why = json.loads(found)
+    return why and Cause(*why), text
 
 
 def _kept(records: Records) -> str:
@@ -223,7 +288,7 @@ def _across(mine: Sent, other: Sent) -> list[str]:
         first = differ[0]
         known = first > common[0] or first == 1
         lines = [
-            f"Calls differ between islands, from call {first} on"
+            f"{_DIFFER}, from call {first} on"
             + (":" if known else ", or from an earlier one:")
         ]
         for number in range(first - _AROUND, first + _AROUND + 1):

@@ -9,6 +9,12 @@ from numba_symm.errors import CollectiveError, CollectiveTimeout, RankLeft
 DROPPED = "dropped the communicator without closing it"
 """The cause of a rank that goes on, but cannot use the communicator."""
 
+REBUILD = (
+    "rebuild() returns a communicator of the remaining ranks, if `numba-symm run "
+    "--survive` has started the job"
+)
+"""What to do after a rank's process has ended."""
+
 
 class Failure(NamedTuple):
     """Why a communicator failed.
@@ -76,7 +82,7 @@ def describe(
             f"rank {peer}{where} has ended without closing the communicator; "
             f"rank {rank} waited for it in {operation}"
         )
-        return Failure(RankLeft, text, "", (peer,), operation)
+        return Failure(RankLeft, text, REBUILD, (peer,), operation)
     _, name, kind, hint = waits.TABLE[number]
     if number == waits.LATE:
         text = f"rank {rank} {cause}"

@@ -262,8 +262,8 @@ class Islands(Members):
         if self.watchdog is not None and not self.closed:
             self.watchdog.look()
 
-    def _table(self) -> str:
-        """Return the table, once the other islands that report have sent their calls.
+    def _explained(self, failure: Failure) -> tuple[Failure, str]:
+        """Explain a failure, once the other islands that report have sent their calls.
 
         An island that has stopped sends nothing, so the wait is short.
         """
@@ -277,7 +277,7 @@ class Islands(Members):
                 if any(each.table for each in record.heads):
                     break  # made by another rank of this island
                 time.sleep(_PAUSE)
-        return super()._table()
+        return super()._explained(failure)
 
     def refuse_finalized(self) -> None:
         """Raise ExchangeError if MPI is finalized."""

@@ -312,18 +312,18 @@ class Members(ABC):
         named = failure.limit or "timeout: " in failure.text
         if failure.error is CollectiveTimeout and not named:
             failure = failure._replace(limit=f"timeout: {self.timeout:g} s")
-        hint = f". {failure.hint}" if failure.hint else ""
         calls = ""
         if failure.error in (CallMismatch, CollectiveTimeout):
-            calls = self._table()
+            failure, calls = self._explained(failure)
+        hint = f". {failure.hint}" if failure.hint else ""
         return failure.exception(
             f"; results since the last check are undefined. {advice}{hint}"
             + (calls and f"\n{calls}")
         )
 
-    def _table(self) -> str:
-        """Return the table of the ranks' calls, for an error."""
-        return self.board.calls()
+    def _explained(self, failure: Failure) -> tuple[Failure, str]:
+        """Return a failure with its cause, and a table; see :meth:`Board.explained`."""
+        return self.board.explained(failure)
 
     def compare_calls(self) -> None:
         """Raise CallMismatch if calls of another rank of the island differ. Local."""

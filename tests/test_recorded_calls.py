@@ -71,6 +71,30 @@ def test_calls_that_differ_raise_on_all_ranks_with_a_table(three):
         assert set(texts) == {first}, rank
 
 
+def calls_that_wait_for_each_other(world):
+    """Make calls of other sizes, so that the ranks wait until the deadline."""
+    warm_up(world)
+    comm = ns.Communicator(world, timeout=1.0)
+    count = 400 if comm.rank == AWAY else 120
+    x = cuda.to_device(np.zeros(count, np.float32))
+    error = attempt(lambda: (comm.all_reduce(x), comm.synchronize()))[0]
+    world.barrier()
+    attempt(comm.close)
+    return error
+
+
+def test_calls_that_differ_are_no_timeout(three):
+    texts = three.run(calls_that_wait_for_each_other)
+    assert len(set(texts)) == 1
+    first = "CallMismatch: rank 0's call 1 differs from rank 1's: all_reduce of 120 "
+    assert texts[0].startswith(first)
+    head, table = texts[0].split("\nThe calls of the ranks:\n")
+    assert " waited for rank " in head
+    assert "(timeout: 1 s); results since" in head
+    assert "debug=True" not in head
+    assert table.startswith("> 1  ranks 0, 2: all_reduce of 120 float32")
+
+
 def one_rank_is_behind(world):
     warm_up(world)
     comm = ns.Communicator(world, timeout=1.0)

@@ -170,7 +170,7 @@ def facts(board: RunningBoard) -> dict[str, Any]:
             "size": board.size,
             "others": records.others_text,
             "failure": failure and f"{failure.error.__name__}: {failure.text}",
-            "differs": call_table.difference(by_number) or None,
+            "differs": call_table.difference(records, by_number) or None,
             "loading": memory.loading(names) or None,
             "waits": _waits(records, numbers, ranks),
             "ranks": ranks,

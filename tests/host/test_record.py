@@ -193,15 +193,41 @@ def test_the_table_groups_ranks_and_marks_the_first_difference(ranks):
 
 def test_ranks_show_one_table(ranks):
     each(ranks, "a")
-    first = call_table.agreed(ranks[1])
+    none, first = call_table.agreed(ranks[1])
     each(ranks, "b")
-    assert call_table.agreed(ranks[0]) == call_table.agreed(ranks[2]) == first
+    late = call_table.Cause(False, [11], "rank 11 has ended")  # after the failure
+    assert call_table.agreed(ranks[0], late) == (none, first)
+    assert call_table.agreed(ranks[2]) == (none, first) == (None, first)
     assert "all_reduce of a" in first
     assert "all_reduce of b" not in first
 
 
+def test_ranks_show_one_cause(ranks):
+    each(ranks, "a")
+    each(ranks[:2], "b")
+    each(ranks[2:], "c")
+    ended = call_table.Cause(False, [11], "rank 11 has ended")
+    why, _ = call_table.agreed(ranks[1], ended)
+    text = (
+        "rank 10's call 2 differs from rank 12's: all_reduce of b, and all_reduce of c"
+    )
+    assert why == (True, [10, 12], text)
+    assert call_table.agreed(ranks[0])[0] == why
+
+
+def test_calls_after_a_capture_are_no_cause(ranks):
+    each(ranks, "a")
+    ranks[2].note_captured(described("b"), 0)
+    each(ranks[:2], "b")
+    each(ranks[2:], "c")
+    ended = call_table.Cause(False, [11], "rank 11 has ended")
+    why, table = call_table.agreed(ranks[1], ended)
+    assert why == ended
+    assert "> " not in table
+
+
 def test_no_call_makes_no_table(ranks):
-    assert call_table.agreed(ranks[0]) == ""
+    assert call_table.agreed(ranks[0]) == (None, "")
 
 
 def enqueuer_of(monkeypatch, record, **functions):
