@@ -222,6 +222,7 @@ def test_an_error_of_one_rank_ends_only_that_rank(tmp_path):
     text = log.read_text()
     assert re.search(r"^rank 1:\nTraceback .*\n(  .*\n)+ValueError: rank 1", text, re.M)
     assert "runner.py" not in text  # only the program's own frames
+    assert "was ended by signal" not in text  # the error says more
     assert not (tmp_path / "1.json").exists()
 
 
@@ -238,6 +239,8 @@ def test_a_job_without_a_rank_that_ends_well_fails(tmp_path):
     log = tmp_path / "mpirun.txt"
     assert run(command, environment(2), log, 100) == 1, log.read_text()
     assert "rank 0 has an error\n" in log.read_text()
+    killed = r"^rank 1: process \d+ was ended by signal 9 \(Killed\)$"
+    assert re.search(killed, log.read_text(), re.M), log.read_text()
     assert "numba-symm run: no rank has ended without an error\n" in log.read_text()
 
 

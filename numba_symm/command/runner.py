@@ -16,6 +16,7 @@ variables that Numba reads when it is imported.
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -63,6 +64,9 @@ IN_PLACE = "--as-mpi4py"
 
 LAUNCHER = ("<frozen runpy>", runpy.__file__, __file__)
 """The files whose frames precede those of the program."""
+
+PDEATHSIG = 1
+"""``PR_SET_PDEATHSIG`` of <sys/prctl.h>: which signal follows a parent's end."""
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -377,6 +381,7 @@ def main(mpirun: str, ranks: str, *program: str) -> None:
     survive, marks = program[0] == SURVIVE, ""
     if survive:
         marks, program = program[1], program[2:]
+        go_on_watched()
         note_exits(marks)
     if program[0] == IN_PLACE:
         program = program[1:]
@@ -410,6 +415,29 @@ def main(mpirun: str, ranks: str, *program: str) -> None:
         raise  # to sys.excepthook, which the program may have replaced
 
 
+def go_on_watched() -> None:
+    """Go on in a child. This process tells by what signal it ends, and ends as it does.
+
+    Nobody else would tell: an mpirun that goes on after a death prints nothing.
+    """
+    watcher, child = os.getpid(), os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != watcher:  # it ended before
+            os._exit(1)
+        return
+    # They are the child's, which is in the same process group.
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        os._exit(os.WEXITSTATUS(status))
+    number, rank = os.WTERMSIG(status), own_rank()
+    if number not in signal.sigpending() and rank is not None:  # not of the whole job
+        reason = signal.strsignal(number)
+        show([(rank, f"process {child} was ended by signal {number} ({reason})")])
+    os.kill(watcher, signal.SIGKILL)
+
+
 def note_success(marks: str) -> None:
     """Note that this rank ends without an error."""
     with contextlib.suppress(OSError), Path(marks).open("ab") as file:
@@ -431,8 +459,8 @@ def note_exits(marks: str) -> None:
 def leave(error: BaseException) -> None:
     """Show this rank's error, and end its process, while the others go on.
 
-    It ends by a signal, because Open MPI ends the job if a rank exits with a code. MPI
-    is not finalized, because that would wait for the others.
+    It ends by a signal, with its watcher, because Open MPI ends the job if a rank exits
+    with a code. MPI is not finalized, because that would wait for the others.
     """
     if isinstance(error, SystemExit):
         text, code = exit_of(error)
@@ -442,6 +470,7 @@ def leave(error: BaseException) -> None:
     else:
         sys.excepthook(type(error), error, error.__traceback__)
     flush()
+    os.kill(os.getppid(), signal.SIGKILL)  # which would tell of a signal
     os.kill(os.getpid(), signal.SIGKILL)
 
 
