@@ -1,9 +1,10 @@
 """The limits that ``numba-symm tune`` has measured, instead of those of ``select.py``.
 
 They are in one file of the user, for one GPU model and library version, by number of
-ranks. If one of these differs, the library warns, and uses the built-in limits. Rank
-0's file decides for all ranks, because two ranks that chose different algorithms would
-wait for each other.
+ranks. If one of the first two differs, the library warns, and uses the built-in limits.
+For numbers of ranks that were not measured, it uses these without a warning. Rank 0's
+file decides for all ranks, because two ranks that chose different algorithms would wait
+for each other.
 """
 
 import json
@@ -97,9 +98,7 @@ def read(gpu: str, size: int) -> Found:
                 return Found(None, why)
         table = content["ranks"].get(str(size))
         if table is None:
-            known = ", ".join(content["ranks"])
-            why = f"it is for {known} ranks, not for {size}; {AGAIN} with -n {size}"
-            return Found(None, why)
+            return Found(None)
         return Found(
             dict(CHOICES) | {name: _choice(name, table[name]) for name in table}
         )

@@ -376,15 +376,7 @@ def _check_function(op: UserOperator, element: Element, what: str) -> None:
 
 
 def unfit(function: Any, arguments: Sequence[Any], kinds: Sequence[Any]) -> str:
-    """Return why Numba would not compile a user's function, or "".
-
-    For the simulator, which compiles nothing: a call with ``arguments`` shows it.
-
-    Args:
-        function: the function.
-        arguments: some scalars of the types that it gets.
-        kinds: the types to which its results are converted.
-    """
+    """Return why Numba would not compile a function, as a trial call shows; or ""."""
     try:
         with np.errstate(all="ignore"):
             found = function(*arguments)
@@ -417,10 +409,8 @@ def converted(result: Any, kind: Any) -> Any:
         real = found.dtype.kind != "c" or np.dtype(kind).kind in "bc"
         if real and found.dtype in DTYPES:
             return found.astype(kind)[()]
-    raise ArgumentError(
-        f"expected a number as the result, to be converted to {kind.__name__}, got "
-        f"{shown(result)}"
-    )
+    what = f"a number as the result, to be converted to {kind.__name__}"
+    raise ArgumentError(f"expected {what}, got {shown(result)}")
 
 
 def check_capability(

@@ -20,6 +20,9 @@ UNDER_MPIRUN = not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}.isdisjoint(os.environ)
 STOPPED = 70
 """The exit code of a rank whose own tests passed, where another rank's failed."""
 
+os.environ["XDG_DATA_HOME"] = str(Path(__file__).with_name("no-data"))
+"""The user's measured limits would choose other algorithms, or warn."""
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a background job. Tests interrupt themselves and their children.
     signal.signal(signal.SIGINT, signal.default_int_handler)
