@@ -3,19 +3,9 @@
 import sys
 from typing import Any
 
-import numpy as np
-
-from numba_symm.arguments import shown
+from numba_symm.arguments import is_integer, shown
 from numba_symm.arrays import ArrayView
 from numba_symm.errors import ArgumentError
-
-_INTEGERS = (int, np.integer)
-
-
-def is_integer(number: Any) -> bool:
-    """Return whether a value is an integer of Python or NumPy; a bool is not one."""
-    kind = type(number)
-    return kind is int or (isinstance(number, _INTEGERS) and kind is not bool)
 
 
 def check_rank(rank: Any, size: int, what: str, also: str = "") -> int:

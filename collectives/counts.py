@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-from numba_symm.collectives.checks import is_integer
+from numba_symm.arguments import is_integer
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.errors import ArgumentError

@@ -6,13 +6,13 @@ every rank. A UUID names the same GPU in all processes.
 
 import functools
 import itertools
-import operator
 import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
 from numba_symm import driver
+from numba_symm.arguments import index
 from numba_symm.environment import (
     SIMULATED,
     allow_overlapping_devices,
@@ -227,7 +227,7 @@ def _preferred(gpus: Sequence[GPU], device: int | None) -> str | None:
 
 def _checked_ordinal(gpus: Sequence[GPU], device: int) -> int:
     try:
-        ordinal = operator.index(device)
+        ordinal = index(device)
     except Exception:  # whatever an object's own method raises
         raise ArgumentError(f"device={device!r}: expected a GPU's ordinal") from None
     if not 0 <= ordinal < len(gpus):

@@ -5,6 +5,8 @@ import operator
 import re
 from typing import Any
 
+import numpy as np
+
 from numba_symm.errors import ArgumentError
 
 
@@ -23,6 +25,19 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
+def is_integer(number: Any) -> bool:
+    """Return whether a value is an integer of Python or NumPy; a bool is not one."""
+    kind = type(number)
+    return kind is int or (isinstance(number, int | np.integer) and kind is not bool)
+
+
+def index(value: Any) -> int:
+    """Return an integer of any type as a Python int, or raise; a bool is not one."""
+    if isinstance(value, bool):
+        raise TypeError("a bool is no number")
+    return operator.index(value)
+
+
 def integer(value: Any, call: str, what: str, least: int, most: int, do: str) -> int:
     """Return an integer argument as a Python int, or refuse it.
 
@@ -35,7 +50,7 @@ def integer(value: Any, call: str, what: str, least: int, most: int, do: str) ->
         do: the advice to the caller.
     """
     try:
-        number = operator.index(value)
+        number = index(value)
     except Exception:  # an object's own method may raise anything
         number = least - 1
     if not least <= number <= most:

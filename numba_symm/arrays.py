@@ -16,6 +16,7 @@ import numpy as np
 from numba import cuda
 
 from numba_symm import dtypes
+from numba_symm.arguments import is_integer
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, GapsError
 
@@ -387,7 +388,7 @@ def checked_shape(shape: Any, dtype: np.dtype[Any], what: str) -> tuple[int, ...
     """
     several = isinstance(shape, Sequence | np.ndarray) and np.ndim(shape) != 0
     axes = tuple(shape) if several else (shape,)
-    if any(not isinstance(n, int | np.integer) or n < 0 for n in axes):
+    if any(not is_integer(n) or n < 0 for n in axes):
         raise ArgumentError(
             f"{what}: expected integers from 0, got shape={shape!r}; pass the length "
             "of each axis"

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from numba.core import config
 
+from numba_symm.arguments import is_integer
 from numba_symm.errors import ArgumentError
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -246,8 +247,7 @@ def checked_multiprocessors(number: Any, asked: str) -> int:
         number: the number.
         asked: the argument or variable, for the error's text.
     """
-    integer = isinstance(number, int | np.integer) and not isinstance(number, bool)
-    if not integer or number < 1:
+    if not is_integer(number) or number < 1:
         raise ArgumentError(f"{asked}: expected an integer of at least 1")
     return int(number)
 

@@ -16,11 +16,11 @@ through a queue of ``multiprocessing`` (with spawn, never with fork), or in a fi
 Source: PyTorch's ``CudaIPCTypes``.
 """
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 from numba_symm import arrays, streams
+from numba_symm.arguments import index
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.sharing import kinds, layout, received
@@ -140,7 +140,7 @@ def _send(
 
 def _checked_opens(opens: int) -> int:
     try:
-        found = operator.index(opens)
+        found = index(opens)
     except Exception:  # whatever an object's own method raises
         found = 0
     if not 1 <= found < 1 << 31:
