@@ -69,10 +69,12 @@ def describe(
         error = errors.named(kind)
         found = error if issubclass(error, CollectiveError) else CollectiveError
         return Failure(found, text, hint, tuple(map(int, named.split())), operation)
+    place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
+    if number == waits.NO_EXPERT:  # signed, of 32 bits
+        epoch, peer = ((peer << 24 | epoch) ^ 1 << 31) - (1 << 31), rank
     where = f" on {nodes[peer]}" if nodes else ""
     if names is not None:
         rank, peer = names[rank], names[peer]
-    place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
     two: tuple[int, ...] = (rank, peer)
     operation, cause, limit = [*words.split("\n"), "", ""][:3]
     if number == waits.ABANDONED:

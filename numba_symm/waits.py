@@ -160,7 +160,6 @@ NO_EXPERT = _other(
     44,
     "rank {rank}'s token {place} has expert {epoch}: expected less than the number of "
     "experts, or -1 for none",
-    "16777215 stands for any larger or negative number",
 )
 CALL_MISMATCH = _other(
     30,

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from numba.cuda import types
 
 from numba_symm import waits
-from numba_symm.collectives.protocols.credit import MOST_SHOWN
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import lanes
 from numba_symm.device.intrinsics import (
@@ -124,9 +123,9 @@ def ranks_of(routing: Any, token: int) -> Any:
 
 @device_function
 def refuse(guard: Any, token: int, expert: int) -> None:
-    """Report a token whose expert does not exist."""
-    shown = min(expert, MOST_SHOWN)
-    fail(guard, wait_record(waits.NO_EXPERT, guard.rank, guard.rank, token, shown))
+    """Report a token whose expert does not exist, a number of 32 bits."""
+    upper = expert >> 24  # in the place of a peer, because no other rank is concerned
+    fail(guard, wait_record(waits.NO_EXPERT, guard.rank, upper, token, expert))
 
 
 @device_function
