@@ -39,16 +39,7 @@ def checked(comm: object) -> Comm:
             f"expected a communicator, got {shown(comm)}; pass one that this process "
             "belongs to, such as MPI.COMM_WORLD"
         )
-    if is_mpi(comm) and _mpi_is_the_parents:
-        raise ArgumentError(
-            f"{shown(comm)} cannot be used, because this process was forked from one "
-            f"that uses MPI; {forks.ADVICE}"
-        )
-    if is_mpi(comm) and sys.modules["mpi4py.MPI"].Is_finalized():
-        raise ArgumentError(
-            "MPI has been finalized, so no communicator can be made; make and split "
-            "them before MPI.Finalize()"
-        )
+    refuse_unusable(comm)
     members = ("rank", "size", "allgather", "barrier")
     lacking = [name for name in members if not hasattr(comm, name)]
     if lacking:
@@ -69,6 +60,28 @@ def checked(comm: object) -> Comm:
             "expected an intracommunicator, got an intercommunicator; pass comm.Merge()"
         )
     return cast(Comm, found)
+
+
+def refuse_unusable(comm: object) -> None:
+    """Raise :class:`ArgumentError` if MPI permits no call of its communicators."""
+    if not is_mpi(comm):
+        return
+    mpi = sys.modules["mpi4py.MPI"]
+    if _mpi_is_the_parents:
+        raise ArgumentError(
+            f"{shown(comm)} cannot be used, because this process was forked from one "
+            f"that uses MPI; {forks.ADVICE}"
+        )
+    if mpi.Is_finalized():
+        raise ArgumentError(
+            "MPI has been finalized, so no communicator can be made; make and split "
+            "them before MPI.Finalize()"
+        )
+    if not mpi.Is_initialized():
+        raise ArgumentError(
+            f"expected MPI to be initialized, got {shown(comm)} before MPI.Init(); "
+            "call MPI.Init() first, or leave mpi4py.rc.initialize True"
+        )
 
 
 def are_integers(*numbers: Any) -> bool:
@@ -92,7 +105,8 @@ def warn_if_alone(comm: object) -> None:
         return
     mpi = sys.modules["mpi4py.MPI"]
     set_by_launcher = _set_by_launcher()
-    if mpi.Is_finalized() or mpi.COMM_WORLD.size > 1 or set_by_launcher is None:
+    usable = mpi.Is_initialized() and not mpi.Is_finalized()
+    if not usable or mpi.COMM_WORLD.size > 1 or set_by_launcher is None:
         return
     variable, size = set_by_launcher
     if size > 1:

@@ -6,6 +6,7 @@ from typing import Any
 from mpi4py import MPI
 
 from numba_symm.arguments import shown
+from numba_symm.launch import ranks
 from numba_symm.mpi import reductions, wraps
 from numba_symm.mpi.buffers import of_host
 from numba_symm.mpi.comm import Device, add_kinds, kind_of
@@ -101,6 +102,7 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
             )
         if not comm:
             return MPI.Comm.__new__(cls, comm)
+        ranks.refuse_unusable(comm)
         if comm.is_inter and issubclass(cls, Intercomm):
             return Intercomm.__new__(cls, comm)  # mpi4py's pkl5 calls this method
         if comm.is_inter:

@@ -101,9 +101,8 @@ def launched(monkeypatch):
                 patch.delenv(name, raising=False)
             for name, value in environ.items():
                 patch.setenv(name, value)
-            mpi = SimpleNamespace(
-                Comm=Alone, COMM_WORLD=Alone(), Is_finalized=lambda: False
-            )
+            runs = {"Is_initialized": lambda: True, "Is_finalized": lambda: False}
+            mpi = SimpleNamespace(Comm=Alone, COMM_WORLD=Alone(), **runs)
             patch.setattr(mpi.COMM_WORLD, "size", size)
             patch.setitem(sys.modules, "mpi4py.MPI", mpi)
             environment.warn_once.cache_clear()
@@ -170,6 +169,8 @@ class FakeMPI:
     ERR_UNKNOWN, ERR_PROC_FAILED = 14, 75
     Exception = type("Exception", (RuntimeError,), {"Get_error_class": lambda _: 75})
     finalized = False
+    THREAD_MULTIPLE, Query_thread = 3, staticmethod(lambda: 3)
+    COMM_SELF = SimpleNamespace(Iprobe=lambda: False)
     Status = staticmethod(lambda: SimpleNamespace(Get_count=lambda: 0))
 
     class Comm(Alone):
@@ -213,9 +214,7 @@ class FakeMPI:
             self.asked += 1
             return self.asked >= 3
 
-    @staticmethod
-    def Is_initialized():
-        return False
+    Is_initialized = staticmethod(lambda: True)
 
     @staticmethod
     def Is_finalized():
