@@ -58,6 +58,7 @@ from numba_symm.memory import device_workspaces
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.memory.device_workspaces import DeviceWorkspace
 from numba_symm.memory.symmetric import SymmetricMemory
+from numba_symm.profiling import Tag
 
 if TYPE_CHECKING:
     from numba_symm.collectives.experts import Experts
@@ -1504,7 +1505,8 @@ class Communicator(OthersNames):
         """Label this rank's calls within a ``with`` block. Local.
 
         The label appears in the tables of errors, in ``numba-symm status``, in
-        :meth:`trace`, and in the ranges of a profiler. Blocks may be nested.
+        :meth:`trace`, and in the ranges of a profiler. Blocks may be nested, and the
+        returned object may be entered again.
 
         Args:
             text: the label, such as ``"step 3"``; a longer text is cut to 127 bytes.
@@ -1518,8 +1520,14 @@ class Communicator(OthersNames):
                 f"tag: expected text to be a str, got {shown(text)}; pass the name of "
                 "the calls in the block"
             )
-        self._calls.members.check_open()
-        return self._calls.enqueuer.tagged(text)
+        calls = self._calls
+        calls.members.check_open()
+
+        def begin() -> AbstractContextManager[None]:
+            calls.members.check_open()
+            return calls.enqueuer.tagged(text)
+
+        return Tag(begin)
 
     def trace(self, file: str | os.PathLike[str]) -> None:
         """Write the record of calls as a Chrome trace. Local.

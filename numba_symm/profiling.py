@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 DOMAIN = "numba_symm"
@@ -28,6 +30,26 @@ class Marks:
     def pop(self) -> None:
         """End the latest range."""
         self._nvtx.pop_range(domain=DOMAIN)
+
+
+class Tag(AbstractContextManager[None]):
+    """Labels the calls within ``with`` blocks. It may be entered again, and nested.
+
+    Args:
+        begin: returns what labels the calls of one block.
+    """
+
+    def __init__(self, begin: Callable[[], AbstractContextManager[None]]):
+        self._begin = begin
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        block = self._begin()
+        block.__enter__()
+        self._open.append(block)
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
 
 
 def marks() -> Marks | None:

@@ -200,7 +200,10 @@ def test_the_record_can_be_switched_off(three):
 def traced(world, folder):
     """Write a trace of calls within a tag, and try what is refused."""
     with ns.Communicator(world) as comm:
-        with comm.tag("step 3"):
+        step = comm.tag("step 3")
+        with step, step:  # again, within itself
+            pass
+        with step:
             comm.all_reduce(input_of(comm))
             world.barrier()
             comm.trace(f"{folder}/{world.rank}.json")
@@ -213,7 +216,8 @@ def traced(world, folder):
         with ns.Communicator(world) as unseen, unseen.tag("nothing"):
             refused.append(attempt(unseen.trace, "x.json")[0])
         del os.environ["NUMBA_SYMM_RECORD"]
-    return [*refused, attempt(comm.tag, "x")[0], attempt(comm.trace, "x")[0]]
+    closed = (comm.tag, "x"), (comm.trace, "x"), (step.__enter__,)
+    return [*refused, *(attempt(*each)[0] for each in closed)]
 
 
 def test_a_trace_has_the_calls_of_all_ranks(two, tmp_path):
