@@ -11,6 +11,7 @@
 """
 
 import argparse
+import errno
 import json
 import os
 import re
@@ -44,6 +45,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the command's name; None: those of this process.
     """
+    try:
+        code = _main(argv)
+        sys.stdout.flush()
+        return code
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITABLE:
+            raise
+        # Python writes at its exit what is left, and would raise again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _tell(f"[red]numba-symm:[/] cannot write the output: {error.strerror}")
+        return 1
+
+
+_UNWRITABLE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["bench"]:  # all other arguments are the benchmark's, -h too
         return _bench(argv[1:])

@@ -84,18 +84,19 @@ def every_process() -> list[int]:
     return sorted(int(path.name) for path in _PROC.glob("[0-9]*"))
 
 
-def of(pid: int | None) -> list[RunningBoard]:
+def of(pid: int | None, some: bool = True) -> list[RunningBoard]:
     """Return the boards of a job; of None, all of this user's jobs.
 
     Args:
         pid: one of its processes: a rank, mpirun, or ``numba-symm run``.
+        some: False: there may be no job.
 
     Raises:
         SymmError: there is none.
     """
     if pid is None:
         boards = found(every_process())
-        if not boards:
+        if some and not boards:
             raise SymmError(
                 "status: expected a job of this user that has a communicator on this "
                 "node, got none"
@@ -282,7 +283,7 @@ def run(
     Raises:
         SymmError: the process belongs to no job that this user may read.
     """
-    boards = of(pid)
+    boards = of(pid, some=not as_json)
     if reason is not None:
         abort(boards, reason)
     if not watch:
@@ -291,7 +292,7 @@ def run(
     with contextlib.suppress(KeyboardInterrupt):
         if as_json:
             while True:
-                _print(looks(of(pid)), as_json, console)
+                _print(looks(of(pid, some=False)), as_json, console)
                 time.sleep(PERIOD)
         with Live(console=console, auto_refresh=False) as live:
             while True:

@@ -4,12 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import numba_symm
 from numba_symm.bench import options
-from numba_symm.command import cli, launcher
+from numba_symm.command import cli, launcher, status
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch.devices import GPU
 
@@ -345,3 +346,21 @@ def test_a_job_ends_with_a_command_that_is_killed():
         assert command.stdout.readline() == "begun\n"
         command.kill()
         assert command.stdout.read() == ""  # to the end of the job, which has the pipe
+
+
+def test_without_a_job_status_prints_an_empty_list(monkeypatch, capsys):
+    monkeypatch.setattr(status, "found", lambda _: [])
+    assert cli.main(["status", "--json"]) == 0
+    assert capsys.readouterr().out == "[]\n"
+    assert cli.main(["status"]) == 1
+    assert "expected a job of this user" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(status, "found", lambda _: [])
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert cli.main(["status", "--json"]) == 1
+    assert capsys.readouterr().err == (
+        "numba-symm: cannot write the output: No space left on device\n"
+    )
