@@ -36,12 +36,14 @@ def advice() -> str:
 
 
 def advice_for(error: BaseException) -> str:
-    """Return "; " and the advice if too many open files caused an error, else ""."""
+    """Return "; " and the advice if a limit of files caused an error, else ""."""
     if _LIMIT in str(error):
         return ""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno == errno.EMFILE:
             return f"; {advice()}"
+        if isinstance(cause, OSError) and cause.errno == errno.EFBIG:
+            return "; raise the limit of a file's size (ulimit -f), also of memory's"
         cause = cause.__cause__ or cause.__context__
     return ""

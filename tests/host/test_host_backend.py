@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from numba_symm import backends
+from numba_symm import backends, open_files
 from numba_symm.backends import host_memory
 from numba_symm.backends.host import HostBackend
 from numba_symm.errors import ArgumentError, BackendError
@@ -232,6 +232,17 @@ def test_too_many_open_files_raise(backend):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     backend.free(block)
+
+
+def test_a_limit_of_file_sizes_is_named(backend):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(BackendError, match="File too large") as caught:
+            backend.allocate(1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "(ulimit -f)" in open_files.advice_for(caught.value)
 
 
 def test_nobody_can_change_the_size_of_a_peers_memory(backend):
