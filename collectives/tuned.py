@@ -29,6 +29,8 @@ _DAMAGED = AttributeError, KeyError, TypeError, ValueError, OverflowError
 UNUSABLE = ValueError, RecursionError, *_DAMAGED
 """What a file that is not this library's raises when its content is read."""
 
+_MOST = 1 << 40  # bytes of a limit: more than a GPU has
+
 AGAIN = "run `numba-symm tune` again"
 
 
@@ -127,8 +129,8 @@ def _steps(name: str, listed: Any, kind: str) -> tuple[Step, ...]:
     steps, before = [], -1.0
     for algorithm, limit in listed:
         most = ALL if limit is None else float(limit)
-        if algorithm not in known or not before < most:
-            raise ValueError(f"{name}: {algorithm} up to {limit}")
+        if algorithm not in known or not before < most or _MOST < most < ALL:
+            raise ValueError(f"{name}: {algorithm} up to {most:g}")
         steps.append(Step(algorithm, (most, most, most)))
         before = most
     if before != ALL:

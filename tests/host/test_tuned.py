@@ -127,6 +127,7 @@ def test_info_shows_whether_the_limits_are_used():
         [["one_shot_ll", 10]],  # nothing for larger messages
         [["one_shot_ll", 10], ["chunked", 10], ["direct", None]],  # not rising
         [["one_shot_ll"]],
+        [["one_shot_ll", 10**20], ["chunked", None]],  # prepare would bind such calls
         [["one_shot_ll", 10**400], ["chunked", None]],
         "one_shot_ll",
         None,
