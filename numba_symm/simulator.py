@@ -402,7 +402,7 @@ class _BlockMemory(FakeCUDAShared):  # type: ignore[misc]
     """The shared memory of a block.
 
     In Numba's, two threads that reach one ``cuda.shared.array`` simultaneously may get
-    an array each.
+    an array each, and two calls in one line get the same array.
     """
 
     def __init__(self, dynamic: int = 0) -> None:
@@ -410,13 +410,13 @@ class _BlockMemory(FakeCUDAShared):  # type: ignore[misc]
         self._lock = threading.Lock()
 
     def array(self, shape: Any, dtype: Any, alignment: Any = None) -> Any:
-        """Return the array of the line that calls this."""
+        """Return the array of the place in the code that calls this, as on a GPU."""
         if alignment is not None or shape == 0:
             return super().array(shape, dtype, alignment)
         if isinstance(dtype, types.Type):
             dtype = numpy_support.as_dtype(dtype)
         frame = sys._getframe(1)
-        caller = frame.f_code.co_filename, frame.f_lineno
+        caller = frame.f_code, frame.f_lasti, str(shape), dtype
         with self._lock:
             if caller not in self._allocations:
                 self._allocations[caller] = np.empty(shape, dtype)

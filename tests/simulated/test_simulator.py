@@ -103,6 +103,40 @@ def test_a_users_device_function_has_the_index_of_its_block():
 
 
 @cuda.jit
+def two_in_a_line(out):
+    thread = cuda.threadIdx.x
+    a, b = cuda.shared.array(4, np.int64), cuda.shared.array(4, np.int64)
+    a[thread], b[thread] = thread, 10 + thread
+    cuda.syncthreads()
+    out[thread] = a[3 - thread] + 100 * b[3 - thread]
+
+
+def of_one_factory(count, dtype):
+    @cuda.jit(device=True)
+    def shared():
+        return cuda.shared.array(count, dtype)
+
+    return shared
+
+
+few, many = of_one_factory(2, np.int64), of_one_factory(4, np.int64)
+
+
+@cuda.jit
+def of_two_shapes(out):
+    a, b = few(), many()
+    out[0], out[1] = a.size, b.size
+
+
+def test_shared_arrays_are_apart_as_on_a_gpu():
+    out = cuda.to_device(np.zeros(4, np.int64))
+    two_in_a_line[1, 4](out)
+    assert out.copy_to_host().tolist() == [1303, 1202, 1101, 1000]
+    of_two_shapes[1, 1](out)
+    assert out.copy_to_host().tolist()[:2] == [2, 4]
+
+
+@cuda.jit
 def numbas(out):
     out[cuda.grid(1)] = cuda.gridsize(1) + elsewhere.block_of_caller()
 
