@@ -107,7 +107,7 @@ class Request(StartedCall, metaclass=Kind):
         """Return the index of a request that is done, and whether there is one."""
         if not _has_own(requests, "Testany"):
             return MPI.Request.Testany(requests, status)
-        return _any(requests, status, lambda each, its: each.Test(its))
+        return _any(requests, status, _tested)[:2]
 
     @classmethod
     def Waitsome(
@@ -133,7 +133,7 @@ class Request(StartedCall, metaclass=Kind):
         """Return the indices of requests that are done, None if none is active."""
         if not _has_own(requests, "Testsome"):
             return MPI.Request.Testsome(requests, statuses)
-        return _some(requests, statuses, lambda each, its: each.Test(its))
+        return _some(requests, statuses, _tested)[0]
 
     @classmethod
     def waitall(
@@ -170,14 +170,7 @@ class Request(StartedCall, metaclass=Kind):
         """
         if not _has_own(requests, "testany"):
             return MPI.Request.testany(requests, status)
-        active = _active(requests)
-        if not active:
-            describe(status)
-        for index in active:
-            done, found = requests[index].test(status)
-            if done:
-                return index, True, found
-        return MPI.UNDEFINED, not active, None
+        return _any(requests, status, _tested)
 
     @classmethod
     def waitany(
@@ -199,17 +192,7 @@ class Request(StartedCall, metaclass=Kind):
         """Return the indices of requests that are done, and their objects."""
         if not _has_own(requests, "testsome"):
             return MPI.Request.testsome(requests, statuses)
-        active = _active(requests)
-        if not active:
-            return None, None
-        done: list[int] = []
-        objects = []
-        for index in active:
-            ended, found = requests[index].test(status_at(statuses, len(done)))
-            if ended:
-                done.append(index)
-                objects.append(found)
-        return done, objects
+        return _some(requests, statuses, _tested)
 
     @classmethod
     def waitsome(
@@ -245,7 +228,7 @@ class Request(StartedCall, metaclass=Kind):
         """Return what :meth:`Testany` would return; the requests stay active."""
         if not _has_own(requests, "Get_status_any"):
             return MPI.Request.Get_status_any(requests, status)
-        return _any(requests, status, lambda each, its: each.Get_status(its))
+        return _any(requests, status, _seen)[:2]
 
     @classmethod
     def Get_status_some(
@@ -254,7 +237,7 @@ class Request(StartedCall, metaclass=Kind):
         """Return what :meth:`Testsome` would return; the requests stay active."""
         if not _has_own(requests, "Get_status_some"):
             return MPI.Request.Get_status_some(requests, statuses)
-        return _some(requests, statuses, lambda each, its: each.Get_status(its))
+        return _some(requests, statuses, _seen)[0]
 
     get_status_all, get_status_any = Get_status_all, Get_status_any
     get_status_some = Get_status_some
@@ -306,47 +289,70 @@ def _has_own(requests: Sequence[Any], what: str) -> bool:
     return any(isinstance(request, StartedCall) for request in requests)
 
 
+_Found = tuple[bool, bool, Any]
+"""Whether a request is active, whether it is done, and its object."""
+
+_Look = Callable[[Any, MPI.Status | None], _Found]
+
+
+def _tested(request: Any, status: MPI.Status | None) -> _Found:
+    """Look at a request; one that is done is not active afterwards."""
+    if isinstance(request, StartedCall):
+        return request.is_active, *request.test(status)
+    # A test of one request does not tell whether it was active; this does.
+    index, done, found = MPI.Request.testany([request], status)
+    return index == 0 or not done, done, found
+
+
+def _seen(request: Any, status: MPI.Status | None) -> _Found:
+    """Look at a request, which stays active."""
+    if isinstance(request, StartedCall):
+        return request.is_active, request.Get_status(status), None
+    found = MPI.Status() if status is None else status
+    done = request.Get_status(found)
+    # Not each MPI library has MPI 4.1's call that tells whether such a request is
+    # active. One that is not has the empty status.
+    source, tag = found.source, found.tag
+    empty = done and source == MPI.ANY_SOURCE and tag == MPI.ANY_TAG
+    idle = isinstance(request, MPI.Prequest) and empty
+    return bool(request) and not idle, done, None
+
+
 def _any(
-    requests: Sequence[Any],
-    status: MPI.Status | None,
-    is_done: Callable[[Any, MPI.Status | None], bool],
-) -> tuple[int, bool]:
-    """Return the index of a request that is done, and whether there is one.
+    requests: Sequence[Any], status: MPI.Status | None, look: _Look
+) -> tuple[int, bool, Any]:
+    """Return the index of a request that is done, whether there is one, its object.
 
     If no request is active, return MPI.UNDEFINED and True, and describe no message.
     """
-    active = _active(requests)
-    if not active:
+    pending = False
+    for index, request in enumerate(requests):
+        active, done, found = look(request, status)
+        if active and done:
+            return index, True, found
+        pending = pending or active
+    if not pending:
         describe(status)
-    for index in active:
-        if is_done(requests[index], status):
-            return index, True
-    return MPI.UNDEFINED, not active
+    return MPI.UNDEFINED, not pending, None
 
 
 def _some(
-    requests: Sequence[Any],
-    statuses: list[MPI.Status] | None,
-    is_done: Callable[[Any, MPI.Status | None], bool],
-) -> list[int] | None:
-    """Return the indices of requests that are done, None if none is active."""
-    active = _active(requests)
-    if not active:
-        return None
-    done: list[int] = []
-    for index in active:
-        if is_done(requests[index], status_at(statuses, len(done))):
-            done.append(index)
-    return done
+    requests: Sequence[Any], statuses: list[MPI.Status] | None, look: _Look
+) -> tuple[list[int] | None, list[Any] | None]:
+    """Return the indices of requests that are done, and their objects.
 
-
-def _active(requests: Sequence[Any]) -> list[int]:
-    """Return the indices of requests that are to be waited for."""
-    return [
-        index
-        for index, request in enumerate(requests)
-        if (request.is_active if isinstance(request, StartedCall) else request)
-    ]
+    If no request is active, return None twice.
+    """
+    ended: list[int] = []
+    objects: list[Any] = []
+    pending = False
+    for index, request in enumerate(requests):
+        active, done, found = look(request, status_at(statuses, len(ended)))
+        pending = pending or active
+        if active and done:
+            ended.append(index)
+            objects.append(found)
+    return (ended, objects) if pending else (None, None)
 
 
 class Started(Own):
