@@ -1,4 +1,4 @@
-"""Programs that nobody edits, in the simulator: PyLops-MPI, mpi4py-fft, mpi4py's demos.
+"""Programs that nobody edits, in the simulator: PyLops-MPI, mpi4py-fft, and others.
 
 ``on_devices.py`` puts ``numba_symm.mpi`` in mpi4py's place and passes NumPy's arrays
 for arrays of a device. pip downloads fixed versions once; without a network, a test is
@@ -23,6 +23,7 @@ PAGE = ROOT / "docs/porting-from-mpi4py.md"
 PYLOPS_MPI = "0.8.0"
 PYLOPS = "pylops==2.8.0", "pyproximal==0.13.0"
 MPI4PY_FFT = "2.0.6"
+NUMBA_MPI = "numba-mpi==1.3.1", "psutil==7.2.2"
 MPI4PY = test_mpi4py_suite.VERSION
 
 PYLOPS_MPI_TESTS = 519
@@ -112,6 +113,8 @@ def test_the_page_has_a_row_for_each_package():
         f"| {PYLOPS_MPI_TESTS} of {PYLOPS_MPI_TESTS} pass | `whole` |",
         f"| mpi4py-fft {MPI4PY_FFT} | its test of pencils; transforms with NumPy's FFT "
         "| 3 | pass | `whole` |",
+        f"| {', with '.join(NUMBA_MPI).replace('==', ' ')} | an allreduce of host "
+        "arrays | 3 | pass | `whole` |",
         f"| mpi4py {MPI4PY} | {DEMO_COUNT} demos | 3 | pass | `whole` |",
         f"| mpi4py {MPI4PY} | its tests of calls with arrays "
         f"| {test_mpi4py_suite.RANKS} | {passed} of {tests} pass, see below "
@@ -144,7 +147,7 @@ def test_pylops_mpi_passes_its_own_tests(mpi4py_fft, tmp_path):
     print(f"{passed.pop()} tests passed on each rank")
 
 
-def test_demos_of_mpi4py_and_pencils_of_mpi4py_fft_run(mpi4py_fft, tmp_path):
+def test_demos_of_mpi4py_and_programs_of_packages_run(mpi4py_fft, tmp_path):
     folder = packages.source("mpi4py", MPI4PY, packages.WITH_OURS) / "demo"
     programs = [path for name in DEMOS for path in sorted(folder.glob(name))]
     assert len(programs) == DEMO_COUNT
@@ -152,10 +155,11 @@ def test_demos_of_mpi4py_and_pencils_of_mpi4py_fft_run(mpi4py_fft, tmp_path):
     late.write_text(LATE)
     names = [path.name for path in programs]
     programs.insert(names.index("ex-2.29.py"), late)
-    programs.append(ROOT / "tests/pencils.py")
+    programs += [ROOT / "tests/pencils.py", ROOT / "tests/c_allreduce.py"]
     if WHOLE:
         programs.append(mpi4py_fft / "tests/test_pencil.py")
-    text = job(3, tmp_path / "log", [mpi4py_fft], *programs)
+    path = mpi4py_fft, packages.installed(*NUMBA_MPI)
+    text = job(3, tmp_path / "log", path, *programs)
     assert text.count("pi is approximately 3.1416") == 1, text
 
 

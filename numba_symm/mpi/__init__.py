@@ -25,6 +25,7 @@ from numba_symm.mpi.host_only import File as File
 from numba_symm.mpi.host_only import Free_mem as Free_mem
 from numba_symm.mpi.host_only import Op as Op
 from numba_symm.mpi.host_only import Session as Session
+from numba_symm.mpi.host_only import _sizeof as _sizeof
 from numba_symm.mpi.host_only import constant as _constant
 from numba_symm.mpi.in_place import Finalize as Finalize
 from numba_symm.mpi.in_place import Init as Init

@@ -112,6 +112,11 @@ class Session(MPI.Session, metaclass=Kind):
     _plain = MPI.Session
 
 
+def _sizeof(arg: Any) -> int:
+    """Return the bytes of a handle of MPI, of a class here as of mpi4py's."""
+    return MPI._sizeof(getattr(arg, "_plain", arg))
+
+
 def _from_mpis(kind: Any, name: str) -> Any:
     """Return a class method that returns an object of ``kind`` for one of mpi4py."""
     plain = getattr(kind._plain, name)

@@ -56,6 +56,9 @@ def test_objects_of_both_kinds_are_instances_of_the_classes():
     ):
         assert issubclass(kind, base)
         assert not issubclass(base, kind)
+    for name, kind in vars(OWN).items():
+        if isinstance(kind, type) and hasattr(kind, "Free"):
+            assert MPI._sizeof(getattr(MPI, name)) == OWN._sizeof(kind), name
     win.Free()
     grid.Free()
 
