@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from operator import index
 from typing import Any
 
@@ -9,11 +10,13 @@ import numpy as np
 from mpi4py import MPI
 
 from numba_symm import arrays, dtypes, own_arrays, streams
+from numba_symm.arguments import shown
 from numba_symm.collectives.checks import check_writable
 from numba_symm.launch.store import StoreExchange
 from numba_symm.mpi import addresses, buffers, operators, packing
 from numba_symm.mpi.buffers import Items, message
-from numba_symm.mpi.errors import refusal, translated
+from numba_symm.mpi.errors import MPIError, refusal, translated
+from numba_symm.mpi.reading import integer
 from numba_symm.own_arrays import Memory
 from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.kinds import locate
@@ -104,13 +107,29 @@ def _itemsize(array: Any, datatype: Any) -> int:
     return int(datatype.Get_size())
 
 
-def mapped_by_all(
-    exchange: StoreExchange, what: str, make: Callable[[], Any], unit: int
-) -> tuple[Any, list[int], list[Any]]:
-    """Return this rank's memory, which ``make`` returns, and what all ranks have.
+def units_of_all(exchange: StoreExchange, what: str, given: Any) -> list[int]:
+    """Return all ranks' displacement units, or refuse a wrong one on all ranks."""
+    unit, text = 0, shown(given)
+    with suppress(MPIError):
+        unit = integer(given, what, "disp_unit", MPI.ERR_DISP)
+    everyone = exchange.all_gather((unit, text), "displacement units")
+    for rank, (unit, text) in enumerate(everyone):
+        if unit < 1:
+            raise refusal(
+                MPI.ERR_DISP,
+                f"{what}: expected a displacement unit of 1 byte or more, got {text} "
+                f"on rank {rank}; pass the bytes of an item",
+            )
+    return [unit for unit, _ in everyone]
 
-    That is their displacement units, and their memory. Raise on all ranks or on none. A
-    rank that failed alone would not allocate what the other ranks allocate with it.
+
+def mapped_by_all(
+    exchange: StoreExchange, what: str, make: Callable[[], Any]
+) -> tuple[Any, list[Any]]:
+    """Return this rank's memory, which ``make`` returns, and that of all ranks.
+
+    Raise on all ranks or on none. A rank that failed alone would not allocate what the
+    other ranks allocate with it.
     """
     memory, own, mapped, error = None, None, [], None
     try:
@@ -120,10 +139,10 @@ def mapped_by_all(
     except Exception as caught:
         error = caught
     handle = b"" if own is None else own.to_bytes()
-    everyone = exchange.all_gather((handle, unit, error is None), "handles")
+    everyone = exchange.all_gather((handle, error is None), "handles")
     try:
-        if all(fine for *_, fine in everyone):
-            for handle, *_ in everyone:
+        if all(fine for _, fine in everyone):
+            for handle, _ in everyone:
                 of = SharedHandle.from_bytes(handle) if handle else None
                 mapped.append(None if of is None else open_shared(of))
     except Exception as caught:
@@ -131,7 +150,7 @@ def mapped_by_all(
     causes = exchange.all_gather(None if error is None else str(error), "outcome")
     failed = [rank for rank, cause in enumerate(causes) if cause is not None]
     if not failed:
-        return memory, [unit for _, unit, _ in everyone], mapped
+        return memory, mapped
     for array in mapped:
         if array is not None:
             array.close()

@@ -36,6 +36,7 @@ from numba_symm.mpi.one_sided import (
     moving,
     reduced,
     synchronizing,
+    units_of_all,
 )
 from numba_symm.mpi.pending import DoneRequest
 from numba_symm.mpi.window_locks import WindowLocks
@@ -194,8 +195,9 @@ class Win(MPI.Win, metaclass=Kind):
             )
         seconds = environment.chosen_timeout(comm._options.get("timeout"))
         with comm.post.set_up(what) as exchange, ExitStack() as undo:
+            units = units_of_all(exchange, what, unit)  # before memory is allocated
             found = undo.enter_context(closing(WindowLocks(exchange, what, seconds)))
-            memory, units, mapped = mapped_by_all(exchange, what, make, unit)
+            memory, mapped = mapped_by_all(exchange, what, make)
             # Memory of MPI's own, so that its locks need nothing of their target.
             made: Win = cls(MPI.Win.Allocate(1, 1, info, comm.host))
             undo.pop_all()

@@ -250,6 +250,20 @@ def test_a_window_that_one_rank_cannot_allocate(comm):
     win.Free()
 
 
+@pytest.mark.parametrize("unit", [-1, 0, 0.5, "x", None, int])
+def test_a_window_with_a_wrong_displacement_unit(comm, unit, monkeypatch):
+    """All ranks refuse it before one allocates anything."""
+    monkeypatch.setattr(module, "WindowLocks", None)
+    last, memory = comm.size - 1, comm.communicator.zeros(1, np.int32)
+    given = unit if comm.rank == last else np.int64(4)
+    for make, of in (("Create", memory), ("Allocate_device", 4)):
+        text = f"Win.{make}: .* 1 byte or more, got {unit!r} on rank {last}; pass"
+        with pytest.raises(MPI.Exception, match=text) as found:
+            getattr(MPI.Win, make)(of, given, comm=comm)
+        assert found.value.Get_error_class() == MPI.ERR_DISP
+        assert isinstance(found.value, ValueError)
+
+
 def test_a_window_frees_the_memory_that_it_allocated(comm):
     """When the library next allocates memory, or the second time."""
     blocks, numbers = comm.post.allocator._blocks, []
