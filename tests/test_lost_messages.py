@@ -35,16 +35,22 @@ def played(name, folder, ranks=2):
 
 
 def test_a_rank_that_holds_a_windows_lock(tmp_path):
-    """While it is stopped, and after it was killed."""
+    """While it is stopped, and after it was killed, as its memory and its fences."""
     stopped, interrupted, *killed = played("holds", tmp_path)
     kind, text, seconds = stopped
     assert kind == "CollectiveTimeout", text
     assert "rank 0 waited for rank 1 in Accumulate, which changes the memory" in text
     assert TIMEOUT <= seconds < 10 * TIMEOUT
     assert interrupted[0] == "Interrupt", interrupted
-    for kind, text, _ in killed:
+    *killed, freed = killed
+    for kind, text, seconds in killed:
         assert kind == "RankLeft", text
+        assert seconds < 5
+    for _, text, _ in killed[:2]:
         assert re.match("Accumulate: rank 1 ended while it changed the memory", text)
+    for _, text, _ in killed[2:]:
+        assert "rank 1 has ended without freeing the window" in text
+    assert freed[0] == "", freed
 
 
 def holds(world):
@@ -83,6 +89,11 @@ def holds(world):
         time.sleep(0.01)
     yield attempted(accumulate)
     yield attempted(accumulate)
+    for name in ("Accumulate", "Put", "Get"):
+        yield attempted(lambda name=name: getattr(window, name)(x, 1))
+    yield attempted(window.Fence)
+    yield attempted(lambda: window.Start(window.Get_group()))
+    yield attempted(window.Free)
 
 
 def state_of(process):

@@ -4,7 +4,8 @@ Puts and gets are copies between this rank's memory and the target's, enqueued o
 stream of the origin's array. Before each call that synchronizes the window, the host
 waits for these streams. Before those that let other ranks access this rank's memory, it
 also waits for the streams of the communicator and of the window's array. Then it calls
-the same method of a window of mpi4py, which implements epochs, locks and errors.
+the same method of a window of mpi4py, which implements epochs, locks and errors. A
+fence instead waits for the other ranks itself, because they may end meanwhile.
 Accumulates hold a lock of their own on the target (``window_locks.py``), so they are
 atomic among each other, for all types and operators.
 """
@@ -22,6 +23,7 @@ from numba_symm import arrays, environment, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.ranks import grouped, name_ranks
+from numba_symm.launch.waiting import watching
 from numba_symm.mpi import addresses, buffers, packing
 from numba_symm.mpi.buffers import Items, message
 from numba_symm.mpi.comm import Device
@@ -229,14 +231,16 @@ class Win(MPI.Win, metaclass=Kind):
             super().Free()
             return
         self._settle()
-        super().Free()
+        seconds = environment.chosen_setup_timeout()
+        if not self._locks.meet("Win.Free", seconds):
+            super().Free()  # else MPI keeps it, because its call waits for all ranks
         for rank, memory in enumerate(self._memory):
             if memory is not None:
                 self._memory[rank] = None
                 memory.close()
         self.array = None
         with closing(self._locks):  # the owner may free its memory afterwards
-            self._locks.meet("Win.Free", environment.chosen_setup_timeout())
+            self._locks.meet("Win.Free", seconds)
 
     def free(self) -> None:
         """Do as :meth:`Free`, but nothing for a null window."""
@@ -261,6 +265,7 @@ class Win(MPI.Win, metaclass=Kind):
     def _target(self, rank: int, target: Any, origin: Items, what: str) -> Items:
         """Return the items of a target specification, of as many bytes as origin."""
         self._check_target(rank, what)
+        self._locks.check(what, [rank])
         given = (target,) if not isinstance(target, (list, tuple)) else tuple(target)
         if len(given) > 3:
             raise refusal(MPI.ERR_ARG, "target: expecting 3 items at most")
@@ -465,9 +470,29 @@ class Win(MPI.Win, metaclass=Kind):
         self._settle()
         return DoneRequest()
 
+    @translated
+    def Fence(self, assertion: int = 0) -> None:
+        """End the accesses of all ranks, and begin others. Collective.
+
+        It waits for the other ranks without a deadline, and raises if one has ended or
+        the communicator has failed.
+        """
+        if self._of_host:
+            super().Fence(assertion)
+            return
+        self._expose("Fence")
+        with watching(self._comm._life.check), watching(self._check_all):
+            if self._locks.meet("Fence"):
+                self._check_all()
+
+    def _check_all(self, what: str = "Fence") -> None:
+        """Refuse to wait for ranks of which one has ended."""
+        self._locks.check(what, range(len(self._memory)))
+
     # Synchronization, in MPI's methods after a step of this window.
 
-    Fence: Any = synchronizing("Fence", _expose)
+    Start: Any = synchronizing("Start", _check_all)
+    Wait: Any = synchronizing("Wait", _check_all)
     Post: Any = synchronizing("Post", _expose)
     Sync: Any = synchronizing("Sync", _expose)
     Complete: Any = synchronizing("Complete", _expose)

@@ -1,4 +1,4 @@
-"""Locks of a window's accumulates, without MPI, whose locks cannot be polled.
+"""Locks of a window's accumulates, and its fences, without MPI, which cannot be polled.
 
 All ranks map one file. A lock is a byte of it, which a rank locks while it changes the
 memory of one rank (:mod:`numba_symm.launch.locks`). So a rank that waits for a lock has
@@ -6,13 +6,16 @@ a deadline, and runs Python's signal handlers. The Linux kernel releases the loc
 process that ends. But the memory may then be changed in part. So the holder also stores
 its number in the file. It stores the number after it has got the lock, and clears it
 before it releases the lock. A rank that gets the lock and finds a number raises.
+
+Each rank also keeps a byte of its own locked. So the others see when its process ends,
+in their calls and while they wait for it in a fence.
 """
 
 import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -62,7 +65,7 @@ class WindowLocks:
                     self._fd = locks.reopened(fd)
                     locks.lock(self._fd, _ALIVE + self._rank)
                     memory = mmap.mmap(fd, 16 * size)
-                    self._holders, self._done = np.frombuffer(memory, "i8").reshape(
+                    self._holders, self._met = np.frombuffer(memory, "i8").reshape(
                         2, size
                     )
                 made.pop_all()
@@ -128,26 +131,52 @@ class WindowLocks:
                     operation=what,
                 )
 
-    def meet(self, what: str, seconds: float) -> None:
-        """Wait until every rank has called this or has ended. Collective, once.
+    def meet(self, what: str, seconds: float = 0) -> list[int]:
+        """Wait until every rank has called this as often as this one, or has ended.
+
+        Collective. After an exception, a rank may call it again in the same place.
 
         Args:
             what: the call, for errors.
             seconds: how long to wait; 0: indefinitely.
 
+        Returns:
+            The ranks that have ended before.
+
         Raises:
             CollectiveTimeout: a rank did not come in time.
         """
         self._check()
-        wait = Wait(what, self._rank, seconds)
-        self._done[self._rank] = 1
-        while absent := [
-            rank
-            for rank, done in enumerate(self._done)
-            if not done and locks.is_locked(self._fd, _ALIVE + rank)
-        ]:
-            if wait.pause(absent):
-                raise wait.error(absent)
+        wait, met = Wait(what, self._rank, seconds), self._met
+        met[self._rank] += 1
+        try:
+            while True:
+                absent = [
+                    rank for rank in range(len(met)) if met[rank] < met[self._rank]
+                ]
+                running = [rank for rank in absent if self._runs(rank)]
+                if not running:
+                    return absent
+                if wait.pause(running):
+                    raise wait.error(running)
+        except BaseException:
+            met[self._rank] -= 1
+            raise
+
+    def check(self, what: str, ranks: Sequence[int]) -> None:
+        """Raise RankLeft if the process of one of these ranks has ended."""
+        self._check()
+        for rank in ranks:
+            if rank != self._rank and not self._runs(rank):
+                raise RankLeft(
+                    f"{what}: rank {rank} has ended without freeing the window; free "
+                    "the window, and make a new one of the remaining ranks",
+                    ranks=(rank,),
+                    operation=what,
+                )
+
+    def _runs(self, rank: int) -> bool:
+        return locks.is_locked(self._fd, _ALIVE + rank)
 
     def _check(self) -> None:
         if self._fd < 0:

@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft, SymmError
@@ -132,6 +133,23 @@ def test_threads_exclude_each_other(made):
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
+
+
+def test_ranks_meet_again_and_again(made, other):
+    """A rank that gave up comes again; one that has ended is not waited for."""
+    made._met = np.zeros(2, np.int64)
+    locks.lock(other, window_locks._ALIVE + 1)
+    with pytest.raises(CollectiveTimeout, match="rank 0 waited for rank 1 in Fence"):
+        made.meet("Fence", 0.05)
+    made.check("Put", [0, 1])
+    made._met[1] = 1
+    assert made.meet("Fence") == []
+    with pytest.raises(CollectiveTimeout):
+        made.meet("Fence", 0.05)
+    locks.unlock(other, window_locks._ALIVE + 1)  # as Linux does
+    assert made.meet("Fence") == [1]
+    with pytest.raises(RankLeft, match="Put: rank 1 has ended without freeing the"):
+        made.check("Put", [0, 1])
 
 
 def test_a_closed_window_refuses(made):
