@@ -11,7 +11,7 @@ from numba_symm.errors import SymmError
 from numba_symm.launch.waiting import begin
 from numba_symm.mpi import buffers, inline
 from numba_symm.mpi.calls import waited
-from numba_symm.mpi.errors import MPIError, refusal, unsupported
+from numba_symm.mpi.errors import MPIError, refusal
 from numba_symm.mpi.rooms import Room
 
 HEADER = struct.Struct("<qqqq")
@@ -92,23 +92,15 @@ def not_sent(envelope: Envelope) -> MPIError:
     )
 
 
-def items_of(envelope: Envelope, into: buffers.Items) -> int | None:
-    """Return how many strided items a message has, or refuse it; None: no gaps."""
+def items_of(envelope: Envelope, into: buffers.Items) -> int:
+    """Return how many items a message has, or refuse it; the last may be a part."""
     if envelope.nbytes > into.nbytes:
         raise refusal(
             MPI.ERR_TRUNCATE,
             f"Recv: expected at most {into.nbytes} bytes from rank {envelope.source} "
             f"with tag {envelope.tag}, got {envelope.nbytes}; pass a larger array",
         )
-    if into.layout.runs is None or not envelope.nbytes:
-        return None
-    number, rest = divmod(envelope.nbytes, into.layout.nbytes)
-    if rest:
-        raise unsupported(
-            f"Recv: expected whole items of {into.layout.nbytes} bytes, got "
-            f"{envelope.nbytes} bytes; send whole items"
-        )
-    return number
+    return -(-envelope.nbytes // max(into.layout.nbytes, 1))
 
 
 def nothing() -> None:

@@ -349,8 +349,7 @@ class Post(Sends):
         try:
             if on is not None and (coming is not None or envelope.follows):
                 after = self.copies.event(on)
-            number = items_of(envelope, into)
-            into = into if number is None else into._replace(number=number)
+            into = into._replace(number=items_of(envelope, into))
             if coming is not None:
                 room = self._room_for(envelope.nbytes)
                 self._data.receive_parts(coming)

@@ -58,7 +58,7 @@ def pack(message: Items, packed: Any) -> PackedStep:
 
 
 def unpack(message: Items, packed: Any) -> PackedStep:
-    """Return the copy of an array's bytes to a message's elements."""
+    """Return the copy of an array's bytes to a message's elements, or to the first."""
     return _moved(False, message, packed)
 
 
@@ -66,10 +66,12 @@ def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:
     layout = message.layout
     runs = layout.runs
     assert runs is not None  # else there is nothing to pack
-    if layout.axes is not None and message.size:
+    target = arrays.view(packed, "pack")
+    whole = target.nbytes == message.nbytes  # else the last item is received in part
+    if layout.axes is not None and message.size and whole:
         axes = (message.number, layout.extent), *layout.axes
         lengths, strides = zip(*axes, strict=True)
-        place, first = arrays.view(packed, "pack").address, message.address + runs[0]
+        place, first = target.address, message.address + runs[0]
         run = layout.run
         launch = kernel.bind(place, int(first), lengths, strides, run, packing)
         return functools.partial(_regular, launch, message.array, packed)
@@ -77,16 +79,16 @@ def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:
     low = min(layout.low, layout.low + (message.number - 1) * layout.extent)
     high = layout.high + max(0, (message.number - 1) * layout.extent)
     start = message.address + low
-    target = arrays.view(packed, "pack")
     word = math.gcd(
-        8, layout.run, abs(layout.extent), start, target.address, *(runs - low)
+        *(8, layout.run, abs(layout.extent), start, target.address, target.nbytes),
+        *(runs - low),
     )
     kind = _WORDS[word]
     spread = Memory(start, high - low, message.array).array(
         (high - low) // word, np.dtype(kind)
     )
-    flat = Memory(target.address, message.nbytes, packed).array(
-        message.nbytes // word, np.dtype(kind)
+    flat = Memory(target.address, target.nbytes, packed).array(
+        target.nbytes // word, np.dtype(kind)
     )
     places = _table(((runs - low) // word).tobytes())
     args = flat, spread, places, layout.extent // word, layout.run // word

@@ -5,7 +5,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from numba_symm import arrays
+from numba_symm import arrays, dtypes
 from numba_symm.mpi import operators
 from numba_symm.mpi.buffers import Items, in_place, message, naturals, on_device
 from numba_symm.mpi.collectives import Ranks, at_root, check_root, sent
@@ -160,7 +160,14 @@ def _reduced(
 def _call(job: Job, method: Callable[..., Any], x: Any, op: Any, **given: Any) -> None:
     """Add a reduction to the job."""
     dtype = arrays.view(x, job.what).dtype
-    job.call(method, x, op=operators.operator(op, dtype, job.what), **given)
+    found = operators.operator(op, dtype, job.what)
+    alone = job.communicator.size == 1 or method.__name__ in ("scan", "exscan")
+    logical = isinstance(found, str) and found in dtypes.LOGICAL and dtype.kind != "b"
+    if alone and logical:
+        # MPI's result of one rank's items is these items. The name would make them 0 or
+        # 1, and its function is called only with items of two ranks.
+        found = dtypes.REDUCTIONS[found]
+    job.call(method, x, op=found, **given)
 
 
 def _same_memory(x: Any, out: Any) -> bool:

@@ -248,10 +248,11 @@ OPERATORS = {  # those that MPI has, by the kind of a type
 def test_every_operator_and_type(both):
     for dtype in ("i1", "u2", "i8", "f8", "c16", "?"):
         for name in OPERATORS[np.dtype(dtype).kind].split():
-            if name[0] == "L" and both.size == 1:
-                continue  # mpi4py's result is x then, ours is 0 or 1
-            x, out = both.values(5, dtype=dtype), both.empty(5, dtype=dtype)
-            both(lambda c, x, y, op=name: c.Allreduce(x, y, getattr(MPI, op)), x, out)
+            x, out, op = *both.values(2, 5, dtype=dtype), getattr(MPI, name)
+            both(lambda c, x, y, op=op: c.Allreduce(x, y, op), x, out)
+            if name[0] == "L":  # the items of one rank are not made 0 or 1
+                both(lambda c, x, y, op=op: c.Scan(x, y, op), x, out)
+                both(lambda c, x, op=op: c.Exscan(IN_PLACE, x, op), x)
 
 
 def derived():
@@ -278,6 +279,12 @@ def test_derived_datatypes(both):
         datatype.Commit()
         x, y = both.values(room), both.empty(room)
         both(lambda c, x, t=datatype: c.Bcast([x, 2, t], root), x.copy())
+        for nbytes in (2, datatype.size + 3):  # the last item in part
+
+            def part(comm, x, y, n=nbytes, t=datatype):
+                comm.Sendrecv([x, n, MPI.BYTE], rank, 0, [y, 2, t], rank)
+
+            both(part, x, y.copy())
         # MPI itself reduces no derived types.
         mask, ones = np.zeros(room, "i4"), np.ones(room, "i4")
         spec = [ones, 2, datatype], [mask, 2, datatype]
@@ -292,14 +299,12 @@ def test_derived_datatypes(both):
         many = both.values(room * size)
         both(lambda c, y, t=datatype: c.Allgather(IN_PLACE, [y, 1, t]), many.copy())
         both(lambda c, y, t=datatype: c.Alltoall(IN_PLACE, [y, 1, t]), many.copy())
-        both(
-            lambda c, x, y, t=datatype: c.Gatherv(
-                [x, 1, t],
-                [y, ([1] * size, [2 * r for r in range(size)]), t] if rank == 0 else 0,
-            ),
-            x,
-            both.empty(2 * room * size),
-        )
+        places = ([1] * size, [2 * r for r in range(size)]), datatype
+
+        def gathered(comm, x, y, t=datatype, places=places):
+            comm.Gatherv([x, 1, t], [y, *places] if rank == 0 else 0)
+
+        both(gathered, x, both.empty(2 * room * size))
         datatype.Free()
 
 
