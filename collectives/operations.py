@@ -185,7 +185,8 @@ class Operation(NamedTuple):
         if (other and not cast) or target.size != wanted:
             raise ArgumentError(
                 f"{what}: expected out of {wanted} {source.dtype.name} for x of "
-                f"{source.size}, got {target.size} {target.dtype.name}"
+                f"{source.size}, got {target.size} {target.dtype.name}; pass such an "
+                "array"
             )
         if target.order != source.order:
             raise ArgumentError(

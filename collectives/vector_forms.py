@@ -331,7 +331,7 @@ def _exchanged_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
     if sent != received:
         raise ArgumentError(
             f"{what}: expected equal counts for what rank {calls.rank} sends itself, "
-            f"got {sent} in send_counts and {received} in recv_counts"
+            f"got {sent} in send_counts and {received} in recv_counts; pass equal ones"
         )
     check_room(x, outgoing, f"{what}: x")
     return (end_of(incoming),)

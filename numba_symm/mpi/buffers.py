@@ -7,10 +7,10 @@ As in mpi4py, counts and displacements are numbers of items of the type, and omi
 values follow from the array.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Sequence
-from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,8 @@ from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView
 from numba_symm.mpi import addresses, datatypes
 from numba_symm.mpi.datatypes import ItemLayout
-from numba_symm.mpi.errors import MPITypeError, refusal
+from numba_symm.mpi.errors import refusal
+from numba_symm.mpi.reading import listed, natural, naturals
 
 _SEQUENCE = (list, tuple)
 _BOTTOM = type(MPI.BOTTOM)
@@ -238,17 +239,17 @@ def _items(
     extent, length = whole.layout.extent, whole.view.nbytes
     first = 0
     if displ is not None:
-        first = _natural(displ, "displacement", MPI.ERR_DISP) * extent
+        first = natural(displ, "displacement", MPI.ERR_DISP) * extent
         if first > length:
             raise refusal(
                 MPI.ERR_DISP,
                 f"message: displacement {displ} out of bounds, number of datatype "
-                f"entries {length // extent}",
+                f"entries {length // extent}; pass a smaller one",
             )
     if count is None:
         number = _inferred(length - first, extent, max(blocks, 1))
     else:
-        number = _natural(count, "count", MPI.ERR_COUNT)
+        number = natural(count, "count", MPI.ERR_COUNT)
     found = whole._replace(first=first, number=number)
     return check_room(found, max(blocks, 1))[1:]
 
@@ -261,13 +262,13 @@ def _inferred(length: int, extent: int, blocks: int) -> int:
         raise refusal(
             MPI.ERR_COUNT,
             f"message: cannot infer count, buffer length {length} is not a multiple of "
-            f"datatype extent {extent}",
+            f"datatype extent {extent}; pass the count",
         )
     if length // extent % blocks:
         raise refusal(
             MPI.ERR_COUNT,
             f"message: cannot infer count, number of entries {length // extent} is not "
-            f"a multiple of required number of blocks {blocks}",
+            f"a multiple of required number of blocks {blocks}; pass the count",
         )
     return length // extent // blocks
 
@@ -282,13 +283,13 @@ def vector(spec: Any, blocks: int) -> Vector:
             number // blocks + (number % blocks > block) for block in range(blocks)
         )
     elif isinstance(counts, int | np.integer):
-        numbers = (_natural(counts, "count", MPI.ERR_COUNT),) * blocks
+        numbers = (natural(counts, "count", MPI.ERR_COUNT),) * blocks
     else:
         numbers = naturals(counts, blocks, "counts", MPI.ERR_COUNT)
     if displs is None:
         starts = tuple(itertools.accumulate(numbers[:-1], initial=0))
     elif isinstance(displs, int | np.integer):
-        starts = tuple(block * index(displs) for block in range(blocks))
+        starts = tuple(block * int(displs) for block in range(blocks))
     else:
         starts = naturals(displs, blocks, "displacements", MPI.ERR_DISP)
     return Vector(whole, numbers, starts)
@@ -307,17 +308,12 @@ def typed(spec: Any, blocks: int) -> list[Items]:
         )
     given = tuple(spec)
     if not 2 <= len(given) <= 4:
-        raise refusal(MPI.ERR_ARG, "message: expecting 2 to 4 items")
-    array, types = addresses.there(given[0]), given[-1]
+        raise _length(spec)
+    array = addresses.there(given[0])
     counts, displs = (1,) * blocks, (0,) * blocks
-    if len(given) == 3:
-        counts, displs = given[1]
-    elif len(given) == 4:
-        counts, displs = given[1], given[2]
-    if len(types) != blocks:
-        raise refusal(
-            MPI.ERR_TYPE, f"message: expecting {blocks} datatypes, got {len(types)}"
-        )
+    if len(given) > 2:
+        counts, displs = _pair(given[1] if len(given) == 3 else given[1:3])
+    types = listed(given[-1], blocks, "datatypes", MPI.ERR_TYPE)
     numbers = naturals(counts, blocks, "counts", MPI.ERR_COUNT)
     starts = naturals(displs, blocks, "displacements", MPI.ERR_DISP)
     made = []
@@ -346,17 +342,23 @@ def parts(spec: Any, vector: bool = False) -> tuple[Any, Any, Any, Any]:
     elif len(spec) == 4:
         array, count, displ, datatype = spec
     else:
-        raise refusal(MPI.ERR_ARG, "message: expecting 2 to 4 items")
+        raise _length(spec)
     pair = isinstance(count, tuple) if vector else isinstance(count, _SEQUENCE)
     if pair and len(spec) < 4:
-        if len(count) != 2:
-            raise refusal(
-                MPI.ERR_COUNT,
-                "message: expecting a pair of counts and displacements, got "
-                f"{len(count)} items",
-            )
-        count, displ = count
+        count, displ = _pair(count)
     return addresses.there(array), count, displ, datatype
+
+
+def _length(spec: Any) -> Exception:
+    return refusal(
+        MPI.ERR_ARG,
+        f"message: expecting 2 to 4 items, got {len(spec)}; pass [x, count, type], for "
+        "example",
+    )
+
+
+def _pair(given: Any) -> Any:
+    return listed(given, 2, "items, a pair of counts and displacements", MPI.ERR_COUNT)
 
 
 def _fields(array: Any, datatype: Any) -> arrays.Fields:
@@ -384,57 +386,37 @@ def _whole(array: Any, given: arrays.Fields, datatype: Any) -> Items:
             "copy",
         )
     arrays.check_aligned(view, "message")
-    if datatype is None:
-        found = datatypes.dense(view.dtype)
-    else:
-        found = datatypes.layout(_datatype(datatype))
-    return Items(array, view, 0, 0, found)
+    layout = datatypes.dense(view.dtype) if datatype is None else layout_of(datatype)
+    return Items(array, view, 0, 0, layout)
 
 
-def _datatype(given: Any) -> MPI.Datatype:
+def layout_of(given: Any) -> ItemLayout:
+    """Return where the elements of a datatype, or of one with this code, are."""
     if isinstance(given, str):
-        return MPI.Datatype.fromcode(given)
+        with contextlib.suppress(ValueError):
+            given = MPI.Datatype.fromcode(given)
     if not isinstance(given, MPI.Datatype):
         raise refusal(
-            MPI.ERR_TYPE, f"message: expecting an MPI.Datatype, got {shown(given)}"
+            MPI.ERR_TYPE,
+            f"message: expecting an MPI.Datatype, got {shown(given)}; pass one, such "
+            "as MPI.FLOAT",
         )
-    return given
-
-
-def _natural(value: Any, name: str, code: int) -> int:
-    try:
-        number = index(value)
-    except TypeError as error:
-        text = f"message: expecting an integer as {name}, got {shown(value)}"
-        raise MPITypeError(code, text) from error
-    if number < 0:
-        raise refusal(code, f"message: negative {name} {number}")
-    return number
-
-
-def naturals(values: Any, blocks: int, name: str, code: int) -> tuple[int, ...]:
-    """Return ``blocks`` integers from 0, or refuse the values, which ``name`` names."""
-    try:
-        found: Sequence[Any] = tuple(values)
-    except TypeError as error:
-        text = f"message: expecting {blocks} {name}, got {shown(values)}"
-        raise MPITypeError(code, text) from error
-    if len(found) != blocks:
-        raise refusal(code, f"message: expecting {blocks} {name}, got {len(found)}")
-    return tuple(_natural(value, name, code) for value in found)
+    return datatypes.layout(given)
 
 
 def check_room(found: Items, blocks: int = 1) -> Items:
     """Return a message, or refuse one that exceeds its array."""
     layout, items = found.layout, found.number * blocks
-    if items and layout.elements:
-        reach = (items - 1) * layout.extent
-        low = found.first + layout.low + min(0, reach)
-        high = found.first + layout.high + max(0, reach)
-        if low < 0 or high > found.view.nbytes:
-            raise refusal(
-                MPI.ERR_COUNT,
-                f"message: expected items within the array's {found.view.nbytes} "
-                f"bytes, got bytes {low} to {high}; pass a smaller count",
-            )
+    if not items or not layout.elements:
+        return found._replace(first=0)  # its displacement may be any number
+    reach = (items - 1) * layout.extent
+    low = found.first + layout.low + min(0, reach)
+    high = found.first + layout.high + max(0, reach)
+    if low < 0 or high > found.view.nbytes:
+        times = f"{blocks} times " if blocks > 1 else ""
+        raise refusal(
+            MPI.ERR_COUNT,
+            f"message: expected items within the array's {found.view.nbytes} bytes, got"
+            f" {times}{found.number}, of bytes {low} to {high}; pass a smaller count",
+        )
     return found

@@ -7,7 +7,7 @@ from typing import Any
 from mpi4py import MPI
 
 from numba_symm.mpi import progress
-from numba_symm.mpi.errors import translated
+from numba_symm.mpi.reading import translated
 
 PAUSE = 20e-6
 """Seconds between two looks for what other ranks do."""
@@ -181,3 +181,69 @@ def describe(
 def _copy(found: MPI.Status, status: MPI.Status | None) -> None:
     nbytes, cancelled = found.Get_elements(MPI.BYTE), found.Is_cancelled()
     describe(status, found.source, found.tag, nbytes, cancelled)
+
+
+Found = tuple[bool, bool, Any]
+"""Whether a request is active, whether it is done, and its object."""
+
+Look = Callable[[Any, MPI.Status | None], Found]
+
+
+def tested(request: Any, status: MPI.Status | None) -> Found:
+    """Look at a request; one that is done is not active afterwards."""
+    if isinstance(request, StartedCall):
+        return request.is_active, *request.test(status)
+    # A test of one request does not tell whether it was active; this does.
+    index, done, found = MPI.Request.testany([request], status)
+    return index == 0 or not done, done, found
+
+
+def seen(request: Any, status: MPI.Status | None) -> Found:
+    """Look at a request, which stays active."""
+    if isinstance(request, StartedCall):
+        return request.is_active, request.Get_status(status), None
+    found = MPI.Status() if status is None else status
+    done = request.Get_status(found)
+    # Not each MPI library has MPI 4.1's call that tells whether such a request is
+    # active. One that is not has the empty status.
+    source, tag = found.source, found.tag
+    empty = done and source == MPI.ANY_SOURCE and tag == MPI.ANY_TAG
+    idle = isinstance(request, MPI.Prequest) and empty
+    return bool(request) and not idle, done, None
+
+
+def any_of(
+    requests: Sequence[Any], status: MPI.Status | None, look: Look
+) -> tuple[int, bool, Any]:
+    """Return the index of a request that is done, whether there is one, its object.
+
+    If no request is active, return MPI.UNDEFINED and True, and describe no message.
+    """
+    pending = False
+    for index, request in enumerate(requests):
+        active, done, found = look(request, status)
+        if active and done:
+            return index, True, found
+        pending = pending or active
+    if not pending:
+        describe(status)
+    return MPI.UNDEFINED, not pending, None
+
+
+def some_of(
+    requests: Sequence[Any], statuses: list[MPI.Status] | None, look: Look
+) -> tuple[list[int] | None, list[Any] | None]:
+    """Return the indices of requests that are done, and their objects.
+
+    If no request is active, return None twice.
+    """
+    ended: list[int] = []
+    objects: list[Any] = []
+    pending = False
+    for index, request in enumerate(requests):
+        active, done, found = look(request, status_at(statuses, len(ended)))
+        pending = pending or active
+        if active and done:
+            ended.append(index)
+            objects.append(found)
+    return (ended, objects) if pending else (None, None)

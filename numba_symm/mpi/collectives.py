@@ -359,7 +359,8 @@ def check_root(comm: Ranks, root: Any, what: str, own: Any = None) -> None:
     if not 0 <= root < comm.size:
         raise refusal(
             MPI.ERR_ROOT,
-            f"{what}: expected a root from 0 to {comm.size - 1}, got {root}",
+            f"{what}: expected a root from 0 to {comm.size - 1}, got {root}; pass one "
+            "of these",
         )
     if comm.rank != root and buffers.is_constant(own, MPI.IN_PLACE):
         raise refusal(

@@ -21,11 +21,12 @@ from numba_symm.mpi import (
     wraps,
 )
 from numba_symm.mpi.buffers import of_host
-from numba_symm.mpi.errors import FREED, MPIError, refusal, translated
+from numba_symm.mpi.errors import FREED, MPIError, refusal
 from numba_symm.mpi.forms import forms, of_objects
 from numba_symm.mpi.life import Life
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.p2p import Messages
+from numba_symm.mpi.reading import translated
 from numba_symm.streams import SideStream
 
 
@@ -213,26 +214,32 @@ class Device(Messages):
         """Return a new communicator of the same ranks."""
         return self._wrapped(self.host.Clone(), kind=type(self))
 
+    @translated
     def Dup_with_info(self, info: MPI.Info) -> Any:
         """Return a new communicator of the same ranks, with hints."""
         return self._wrapped(self.host.Dup_with_info(info), kind=type(self))
 
+    @translated
     def Idup(self, info: MPI.Info | None = None) -> tuple[Any, MPI.Request]:
         """Return a new communicator of the same ranks, and a request that is done."""
         return self.Dup(info), MPI.Request()
 
+    @translated
     def Idup_with_info(self, info: MPI.Info) -> tuple[Any, MPI.Request]:
         """Return a new communicator of the same ranks, and a request that is done."""
         return self.Dup_with_info(info), MPI.Request()
 
+    @translated
     def Create(self, group: MPI.Group) -> Any:
         """Return a new communicator of a group of ranks. Collective over all ranks."""
         return self._wrapped(self.host.Create(group))
 
+    @translated
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Return a new communicator of the ranks that pass the same color."""
         return self._wrapped(self.host.Split(color, key))
 
+    @translated
     def Split_type(
         self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL
     ) -> Any:

@@ -10,10 +10,11 @@ from numba_symm.launch import ranks
 from numba_symm.mpi import reductions, wraps
 from numba_symm.mpi.buffers import of_host
 from numba_symm.mpi.comm import Device, add_kinds, kind_of
-from numba_symm.mpi.errors import MPITypeError, translated
+from numba_symm.mpi.errors import MPITypeError
 from numba_symm.mpi.forms import forms, of_objects
 from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.life import Life
+from numba_symm.mpi.reading import translated
 
 _stray: Device | None = None
 """Makes objects of communicators that no method of a communicator here has made."""
@@ -152,8 +153,10 @@ class Intracomm(Comm, MPI.Intracomm):  # type: ignore[misc]
 
     _plain = MPI.Intracomm
 
+    @translated
     def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
         """Return a new communicator of a group of ranks. Collective over these."""
+        self.post.check_message("Create_group", 0, tag)
         return self._wrapped(self.host.Create_group(group, tag))
 
     @classmethod
@@ -170,6 +173,7 @@ class Intracomm(Comm, MPI.Intracomm):  # type: ignore[misc]
         tag: int = 0,
     ) -> Any:
         """Return an intercommunicator, whose calls take host arrays only."""
+        self.post.check_message("Create_intercomm", local_leader, tag)
         create = self.host.Create_intercomm
         return self._wrapped(create(local_leader, peer_comm, remote_leader, tag))
 

@@ -3,8 +3,6 @@
 Each is an ``MPI.Exception`` with the fitting error class. Its text is the library's.
 """
 
-import functools
-from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from mpi4py import MPI
@@ -79,18 +77,3 @@ def as_mpi(error: SymmError) -> MPIError:
     for note in getattr(error, "__notes__", ()):
         made.add_note(note)
     return made
-
-
-def translated(method: Callable[P, T]) -> Callable[P, T]:
-    """Raise the library's errors as exceptions of MPI; their cause is the original."""
-
-    @functools.wraps(method)
-    def raising(*args: P.args, **options: P.kwargs) -> T:
-        try:
-            return method(*args, **options)
-        except SymmError as error:
-            if isinstance(error, MPIError):
-                raise
-            raise as_mpi(error) from error
-
-    return raising

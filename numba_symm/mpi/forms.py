@@ -10,8 +10,9 @@ from numba_symm import arrays
 from numba_symm.collectives.communicator import inside
 from numba_symm.mpi import addresses
 from numba_symm.mpi.buffers import array_in, on_device
-from numba_symm.mpi.errors import refusal, translated
+from numba_symm.mpi.errors import refusal
 from numba_symm.mpi.jobs import Job, stream_for, wait
+from numba_symm.mpi.reading import translated
 from numba_symm.mpi.requests import Prequest, Started
 
 Build = Callable[..., Job | None]
@@ -202,7 +203,7 @@ def of_objects(name: str) -> Method:
 
 
 def _named(method: Method, name: str, build: Build, more: str) -> Method:
-    found = translated(method)
+    found = translated(method, build, name)
     functools.update_wrapper(found, build)  # its arguments, for inspect.signature
     found.__name__ = name
     found.__qualname__ = f"Comm.{name}"

@@ -13,9 +13,10 @@ from numba_symm import arrays, streams
 from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.mpi.buffers import message, of_host, on_device
-from numba_symm.mpi.errors import refusal, translated
+from numba_symm.mpi.errors import refusal
 from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.one_sided import reduced
+from numba_symm.mpi.reading import translated
 
 _PLACE = "numba_symm.mpi"
 """Where pickle looks for the classes and for the constants, by their names."""

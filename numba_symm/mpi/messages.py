@@ -237,7 +237,7 @@ class Post(Sends):
 
     def receive(self, source: int, tag: int) -> "Posted":
         """Post a receive."""
-        self._check_open("Recv")  # also of a request that was prepared before
+        self.check_receive(source, tag)  # also of a request that was prepared before
         with self._lock:
             found = self._first_probed(source, tag)
             if found is not None:
@@ -284,7 +284,7 @@ class Post(Sends):
     @alone
     def probe(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope that a receive would match now, which stays there."""
-        self._check_open("Probe")
+        self.check_receive(source, tag, "Probe")
         self.stream_of(None, "Probe")  # refuses a capture before events are queried
         self.reap()
         found, status = self._first_probed(source, tag), MPI.Status()
@@ -300,7 +300,7 @@ class Post(Sends):
     @alone
     def receive_if_there(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope of a message, which no other receive gets."""
-        self._check_open("Mprobe")
+        self.check_receive(source, tag, "Mprobe")
         self.stream_of(None, "Mprobe")  # refuses a capture before events are queried
         self.reap()
         found = self._first_probed(source, tag)

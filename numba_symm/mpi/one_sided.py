@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,13 @@ from mpi4py import MPI
 
 from numba_symm import arrays, dtypes, own_arrays, streams
 from numba_symm.arguments import shown
+from numba_symm.arrays import ArrayView
 from numba_symm.collectives.checks import check_writable
 from numba_symm.launch.store import StoreExchange
-from numba_symm.mpi import addresses, buffers, operators, packing
+from numba_symm.mpi import addresses, buffers, datatypes, operators, packing
 from numba_symm.mpi.buffers import Items, message
-from numba_symm.mpi.errors import MPIError, refusal, translated
-from numba_symm.mpi.reading import integer
+from numba_symm.mpi.errors import MPIError, MPITypeError, refusal
+from numba_symm.mpi.reading import integer, natural, translated, whole
 from numba_symm.own_arrays import Memory
 from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.kinds import locate
@@ -87,24 +87,75 @@ def check_single(**specs: Any) -> None:
     found = {}
     for name, spec in specs.items():
         array, count, _, datatype = buffers.parts(spec)
-        size = _itemsize(array, datatype)
-        held = array.nbytes if hasattr(array, "nbytes") else len(array)
-        number = held // size if count is None else index(count)
-        if number != 1:
+        layout = datatypes.dense(getattr(array, "dtype", _BYTE))
+        if datatype is not None:
+            layout = buffers.layout_of(datatype)
+        number = count
+        if count is None:
+            held = getattr(array, "nbytes", None)
+            nbytes = len(_numpy(array)) if held is None else held
+            number = nbytes // max(layout.nbytes, 1)
+        if whole(number, "count", MPI.ERR_COUNT) != 1:
             raise refusal(
-                MPI.ERR_COUNT, f"{name}: expecting a single element, got {number}"
+                MPI.ERR_COUNT,
+                f"{name}: expecting a single element, got {number}; pass one",
             )
-        found[name] = size
+        found[name] = layout.nbytes
     if len(set(found.values())) != 1:
-        raise refusal(MPI.ERR_TYPE, f"mismatch in {' and '.join(found)} MPI datatypes")
+        raise refusal(
+            MPI.ERR_TYPE,
+            f"mismatch in {' and '.join(found)} MPI datatypes: items of "
+            f"{', '.join(map(str, found.values()))} bytes; pass equal ones",
+        )
 
 
-def _itemsize(array: Any, datatype: Any) -> int:
-    if datatype is None:
-        return int(getattr(array, "dtype", _BYTE).itemsize)
-    if isinstance(datatype, str):
-        datatype = MPI.Datatype.fromcode(datatype)
-    return int(datatype.Get_size())
+def target_of(
+    target: Any, origin: Items, memory: Any, rank: int, unit: int, what: str
+) -> Items:
+    """Return the items of a target specification, of as many bytes as origin.
+
+    Args:
+        target: the specification: None, a displacement, or a list or tuple of a
+            displacement, a count and a datatype, of which the last ones may be missing.
+        origin: the origin's items.
+        memory: the memory of the target rank.
+        rank: the target rank.
+        unit: its displacement unit.
+        what: the call.
+    """
+    given = (target,) if not isinstance(target, (list, tuple)) else tuple(target)
+    if len(given) > 3:
+        raise refusal(
+            MPI.ERR_ARG,
+            f"{what}: expected a target of 3 items at most, got {len(given)}; pass "
+            "[displacement, count, type]",
+        )
+    disp, number, layout = 0, origin.number, origin.layout
+    if given and given[0] is not None:
+        disp = whole(given[0], "displacement", MPI.ERR_DISP)
+    if len(given) > 1:
+        number = natural(given[1], "count", MPI.ERR_COUNT)
+    if len(given) > 2:
+        layout = buffers.layout_of(given[2])
+    view = ArrayView(0, (0,), _BYTE, "C", False)
+    if memory is not None:
+        view = arrays.view(memory, what)
+    found = Items(memory, view, disp * unit, number, layout)
+    try:
+        buffers.check_room(found)
+    except ValueError as error:
+        raise refusal(
+            MPI.ERR_RMA_RANGE,
+            f"{what}: expected items within the {view.nbytes} bytes of rank {rank},"
+            f" got displacement {disp} and {number} items; pass fewer",
+        ) from error
+    if found.nbytes != origin.nbytes:
+        raise refusal(
+            MPI.ERR_COUNT,
+            f"{what}: expected as many bytes at the target as the origin's "
+            f"{origin.nbytes}, got {found.nbytes}; pass as many",
+        )
+    return found
 
 
 def units_of_all(exchange: StoreExchange, what: str, given: Any) -> list[int]:
@@ -220,6 +271,12 @@ class Origin:
         array = buffers.array_in(spec)
         if array is not None and not addresses.on_device(array):
             self._host = _numpy(array)
+            if written and not self._host.flags.writeable:
+                raise refusal(
+                    MPI.ERR_BUFFER,
+                    f"message: expecting an array that may be written, got "
+                    f"{type(array).__name__} that is read-only; pass a copy",
+                )
             self._there = packing.on_device(np.ascontiguousarray(self._host))
             several = isinstance(spec, (list, tuple))
             spec = [self._there, *spec[1:]] if several else self._there
@@ -241,4 +298,11 @@ class Origin:
 def _numpy(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array
-    return np.frombuffer(array, np.uint8)
+    try:
+        return np.frombuffer(array, np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise MPITypeError(
+            MPI.ERR_BUFFER,
+            f"message: expecting an array on the device or the host, got "
+            f"{shown(array)}; pass one",
+        ) from error

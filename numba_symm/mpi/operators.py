@@ -21,6 +21,7 @@ def operator(op: Any, dtype: np.dtype[Any], what: str) -> Any:
     Names, such as ``"avg"``, and functions of two scalars are the library's own.
     """
     if not isinstance(op, MPI.Op):
+        dtypes.reduction(op, what)  # refuses it, also for a later start
         return op
     name = _NAMES.get(op.handle)
     if name in dtypes.LOCATED and dtype.names is None:
@@ -32,7 +33,9 @@ def operator(op: Any, dtype: np.dtype[Any], what: str) -> Any:
     if name is not None:
         return name
     if op == MPI.OP_NULL:
-        raise refusal(MPI.ERR_OP, f"{what}: expected an operator, got MPI.OP_NULL")
+        raise refusal(
+            MPI.ERR_OP, f"{what}: expected an operator, got MPI.OP_NULL; pass MPI.SUM"
+        )
     if op in (MPI.REPLACE, MPI.NO_OP):
         raise refusal(
             MPI.ERR_OP,

@@ -9,10 +9,10 @@ from mpi4py import MPI
 from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import array_in, message, on_device
 from numba_symm.mpi.calls import StartedCall, describe, waited
-from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import DoneRequest, Message, Receiving, Sending
 from numba_symm.mpi.postponed import SendingLater, later
+from numba_symm.mpi.reading import translated
 from numba_symm.mpi.requests import Own, Prequest, Request
 
 NOBODY = MPI.PROC_NULL
@@ -242,6 +242,8 @@ class Messages:
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
         if dest == NOBODY:
             return self.Irecv(buf, source, recvtag)
+        if source != NOBODY:  # before the send, which is not taken back
+            self.post.check_receive(source, recvtag)
         sends = self._send(message(buf), dest, sendtag, copied=True)
         return Together(self.Irecv(buf, source, recvtag), sends)
 
@@ -279,6 +281,7 @@ class Messages:
             return self.host.Recv_init(buf, source, tag)
         if source == NOBODY:
             return Prequest(partial(DoneRequest, NOBODY))
+        self.post.check_receive(source, tag)
         into = self.post.room(buf)
         return Prequest(partial(self._receive, into, source, tag), [into.array])
 
@@ -288,6 +291,7 @@ class Messages:
         """Return a send whose argument is read now."""
         if dest == NOBODY:
             return Prequest(DoneRequest)
+        self.post.check_send(dest, tag)
         found = message(buf)
         return Prequest(partial(start, found, dest, tag), [found.array])
 

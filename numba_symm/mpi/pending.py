@@ -10,9 +10,9 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.calls import describe, waited
 from numba_symm.mpi.crossings import Copying, Crossing
 from numba_symm.mpi.envelopes import Envelope, Posted
-from numba_symm.mpi.errors import translated
 from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.messages import Post
+from numba_symm.mpi.reading import translated
 from numba_symm.mpi.requests import Own
 
 
@@ -212,9 +212,10 @@ class Message(MPI.Message, metaclass=Kind):
         return receives
 
     @classmethod
+    @translated
     def Probe(
         cls,
-        comm: Any,
+        comm: MPI.Comm,
         source: int = MPI.ANY_SOURCE,
         tag: int = MPI.ANY_TAG,
         status: MPI.Status | None = None,
@@ -223,9 +224,10 @@ class Message(MPI.Message, metaclass=Kind):
         return comm.Mprobe(source, tag, status)
 
     @classmethod
+    @translated
     def Iprobe(
         cls,
-        comm: Any,
+        comm: MPI.Comm,
         source: int = MPI.ANY_SOURCE,
         tag: int = MPI.ANY_TAG,
         status: MPI.Status | None = None,

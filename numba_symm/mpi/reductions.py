@@ -7,10 +7,11 @@ from mpi4py import MPI
 
 from numba_symm import arrays, dtypes
 from numba_symm.mpi import operators
-from numba_symm.mpi.buffers import Items, in_place, message, naturals, on_device
+from numba_symm.mpi.buffers import Items, in_place, message, on_device
 from numba_symm.mpi.collectives import Ranks, at_root, check_root, sent
 from numba_symm.mpi.errors import refusal
 from numba_symm.mpi.jobs import Job
+from numba_symm.mpi.reading import naturals
 
 
 def reduce(
@@ -112,7 +113,7 @@ def reduce_scatter(
         raise refusal(
             MPI.ERR_COUNT,
             f"{what}: mismatch in receive count {into.number} and counts[{comm.rank}] "
-            f"{counts[comm.rank]}",
+            f"{counts[comm.rank]}; pass equal ones",
         )
     into = into._replace(number=counts[comm.rank])
     return _reduced_shards(comm, what, of, into, counts, op)
@@ -191,11 +192,11 @@ def _check_equal(of: Items, into: Items, what: str) -> None:
         raise refusal(
             MPI.ERR_TYPE,
             f"{what}: mismatch in send and receive MPI datatypes: "
-            f"{of.layout.base} and {into.layout.base}",
+            f"{of.layout.base} and {into.layout.base}; pass arrays of one type",
         )
     if of.number != into.number:
         raise refusal(
             MPI.ERR_COUNT,
             f"{what}: mismatch in send count {of.number} and receive count "
-            f"{into.number}",
+            f"{into.number}; pass equal ones",
         )

@@ -8,9 +8,20 @@ from mpi4py import MPI
 
 from numba_symm import arrays
 from numba_symm.arguments import shown
-from numba_symm.mpi.calls import PAUSE, StartedCall, describe, status_at, waited
-from numba_symm.mpi.errors import MPITypeError, refusal, translated
+from numba_symm.mpi.calls import (
+    PAUSE,
+    StartedCall,
+    any_of,
+    describe,
+    seen,
+    some_of,
+    status_at,
+    tested,
+    waited,
+)
+from numba_symm.mpi.errors import MPITypeError, refusal
 from numba_symm.mpi.kinds import Kind
+from numba_symm.mpi.reading import translated
 
 
 class Request(StartedCall, metaclass=Kind):
@@ -66,7 +77,6 @@ class Request(StartedCall, metaclass=Kind):
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Wait for all requests."""
-        requests = list(requests)  # an iterator ends after one pass
         own = [request for request in requests if isinstance(request, StartedCall)]
         if len(own) < len(requests):
             _has_own(requests, "Waitall")
@@ -77,19 +87,20 @@ class Request(StartedCall, metaclass=Kind):
         return True
 
     @classmethod
+    @translated
     def Testall(
         cls,
         requests: Sequence[Any],
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Return whether all requests are done; until then, all stay active."""
-        requests = list(requests)
         _has_own(requests, "Testall")
         if not all([request.Get_status() for request in requests]):
             return False
         return cls.Waitall(requests, statuses)
 
     @classmethod
+    @translated
     def Waitany(cls, requests: Sequence[Any], status: MPI.Status | None = None) -> int:
         """Wait for one request; return its index, MPI.UNDEFINED if none is active."""
         if not _has_own(requests, "Waitany"):
@@ -101,15 +112,17 @@ class Request(StartedCall, metaclass=Kind):
             time.sleep(PAUSE)
 
     @classmethod
+    @translated
     def Testany(
         cls, requests: Sequence[Any], status: MPI.Status | None = None
     ) -> tuple[int, bool]:
         """Return the index of a request that is done, and whether there is one."""
         if not _has_own(requests, "Testany"):
             return MPI.Request.Testany(requests, status)
-        return _any(requests, status, _tested)[:2]
+        return any_of(requests, status, tested)[:2]
 
     @classmethod
+    @translated
     def Waitsome(
         cls,
         requests: Sequence[Any],
@@ -125,6 +138,7 @@ class Request(StartedCall, metaclass=Kind):
             time.sleep(PAUSE)
 
     @classmethod
+    @translated
     def Testsome(
         cls,
         requests: Sequence[Any],
@@ -133,14 +147,14 @@ class Request(StartedCall, metaclass=Kind):
         """Return the indices of requests that are done, None if none is active."""
         if not _has_own(requests, "Testsome"):
             return MPI.Request.Testsome(requests, statuses)
-        return _some(requests, statuses, _tested)[0]
+        return some_of(requests, statuses, tested)[0]
 
     @classmethod
+    @translated
     def waitall(
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> list[Any]:
         """Wait for all requests; return the objects of mpi4py's receives."""
-        requests = list(requests)
         _has_own(requests, "waitall")
         return [
             request.wait(status_at(statuses, index))
@@ -150,17 +164,18 @@ class Request(StartedCall, metaclass=Kind):
     # Like these, with the objects of mpi4py's receives; of ours, None.
 
     @classmethod
+    @translated
     def testall(
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> tuple[bool, list[Any] | None]:
         """Return whether all requests are done, and if so, their objects."""
-        requests = list(requests)
         _has_own(requests, "testall")
         if not all([request.Get_status() for request in requests]):
             return False, None
         return True, cls.waitall(requests, statuses)
 
     @classmethod
+    @translated
     def testany(
         cls, requests: Sequence[Any], status: MPI.Status | None = None
     ) -> tuple[int, bool, Any]:
@@ -170,9 +185,10 @@ class Request(StartedCall, metaclass=Kind):
         """
         if not _has_own(requests, "testany"):
             return MPI.Request.testany(requests, status)
-        return _any(requests, status, _tested)
+        return any_of(requests, status, tested)
 
     @classmethod
+    @translated
     def waitany(
         cls, requests: Sequence[Any], status: MPI.Status | None = None
     ) -> tuple[int, Any]:
@@ -186,15 +202,17 @@ class Request(StartedCall, metaclass=Kind):
             time.sleep(PAUSE)
 
     @classmethod
+    @translated
     def testsome(
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
         """Return the indices of requests that are done, and their objects."""
         if not _has_own(requests, "testsome"):
             return MPI.Request.testsome(requests, statuses)
-        return _some(requests, statuses, _tested)
+        return some_of(requests, statuses, tested)
 
     @classmethod
+    @translated
     def waitsome(
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
@@ -210,6 +228,7 @@ class Request(StartedCall, metaclass=Kind):
     # What MPI 4.1 adds.
 
     @classmethod
+    @translated
     def Get_status_all(
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> bool:
@@ -222,22 +241,24 @@ class Request(StartedCall, metaclass=Kind):
         )
 
     @classmethod
+    @translated
     def Get_status_any(
         cls, requests: Sequence[Any], status: MPI.Status | None = None
     ) -> tuple[int, bool]:
         """Return what :meth:`Testany` would return; the requests stay active."""
         if not _has_own(requests, "Get_status_any"):
             return MPI.Request.Get_status_any(requests, status)
-        return _any(requests, status, _seen)[:2]
+        return any_of(requests, status, seen)[:2]
 
     @classmethod
+    @translated
     def Get_status_some(
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> list[int] | None:
         """Return what :meth:`Testsome` would return; the requests stay active."""
         if not _has_own(requests, "Get_status_some"):
             return MPI.Request.Get_status_some(requests, statuses)
-        return _some(requests, statuses, _seen)[0]
+        return some_of(requests, statuses, seen)[0]
 
     get_status_all, get_status_any = Get_status_all, Get_status_any
     get_status_some = Get_status_some
@@ -289,72 +310,6 @@ def _has_own(requests: Sequence[Any], what: str) -> bool:
     return any(isinstance(request, StartedCall) for request in requests)
 
 
-_Found = tuple[bool, bool, Any]
-"""Whether a request is active, whether it is done, and its object."""
-
-_Look = Callable[[Any, MPI.Status | None], _Found]
-
-
-def _tested(request: Any, status: MPI.Status | None) -> _Found:
-    """Look at a request; one that is done is not active afterwards."""
-    if isinstance(request, StartedCall):
-        return request.is_active, *request.test(status)
-    # A test of one request does not tell whether it was active; this does.
-    index, done, found = MPI.Request.testany([request], status)
-    return index == 0 or not done, done, found
-
-
-def _seen(request: Any, status: MPI.Status | None) -> _Found:
-    """Look at a request, which stays active."""
-    if isinstance(request, StartedCall):
-        return request.is_active, request.Get_status(status), None
-    found = MPI.Status() if status is None else status
-    done = request.Get_status(found)
-    # Not each MPI library has MPI 4.1's call that tells whether such a request is
-    # active. One that is not has the empty status.
-    source, tag = found.source, found.tag
-    empty = done and source == MPI.ANY_SOURCE and tag == MPI.ANY_TAG
-    idle = isinstance(request, MPI.Prequest) and empty
-    return bool(request) and not idle, done, None
-
-
-def _any(
-    requests: Sequence[Any], status: MPI.Status | None, look: _Look
-) -> tuple[int, bool, Any]:
-    """Return the index of a request that is done, whether there is one, its object.
-
-    If no request is active, return MPI.UNDEFINED and True, and describe no message.
-    """
-    pending = False
-    for index, request in enumerate(requests):
-        active, done, found = look(request, status)
-        if active and done:
-            return index, True, found
-        pending = pending or active
-    if not pending:
-        describe(status)
-    return MPI.UNDEFINED, not pending, None
-
-
-def _some(
-    requests: Sequence[Any], statuses: list[MPI.Status] | None, look: _Look
-) -> tuple[list[int] | None, list[Any] | None]:
-    """Return the indices of requests that are done, and their objects.
-
-    If no request is active, return None twice.
-    """
-    ended: list[int] = []
-    objects: list[Any] = []
-    pending = False
-    for index, request in enumerate(requests):
-        active, done, found = look(request, status_at(statuses, len(ended)))
-        pending = pending or active
-        if active and done:
-            ended.append(index)
-            objects.append(found)
-    return (ended, objects) if pending else (None, None)
-
-
 class Started(Own):
     """A request of a call that is enqueued.
 
@@ -401,9 +356,10 @@ class Prequest(Own):
 
     def __init__(self, begin: Callable[[], Request], used: Sequence[Any] = ()):
         if not callable(begin):
-            raise TypeError(
+            raise MPITypeError(
+                MPI.ERR_REQUEST,
                 "Prequest: expected a call that was prepared, got "
-                f"{type(begin).__name__}; prepare one, such as with Allreduce_init"
+                f"{type(begin).__name__}; prepare one, such as with Allreduce_init",
             )
         super().__init__()
         self._used = [(array, _place(array)) for array in used]
@@ -442,9 +398,9 @@ class Prequest(Own):
         self._running = self._begin()
 
     @classmethod
+    @translated
     def Startall(cls, requests: Sequence[Any]) -> None:
         """Start all requests."""
-        requests = list(requests)
         _has_own(requests, "Startall")
         for request in requests:
             request.Start()
@@ -452,6 +408,7 @@ class Prequest(Own):
     def _progress(self) -> bool:
         return self._running is None or self._running._progress()
 
+    @translated
     def Wait(self, status: MPI.Status | None = None) -> bool:
         """Wait for the call; return immediately if it was not started."""
         if self._running is None:
@@ -459,6 +416,7 @@ class Prequest(Own):
             return True
         return self._running.Wait(status)
 
+    @translated
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the call is done or was not started."""
         if self._running is None:
@@ -466,6 +424,7 @@ class Prequest(Own):
             return True
         return self._running.Test(status)
 
+    @translated
     def Get_status(self, status: MPI.Status | None = None) -> bool:
         """Return what :meth:`Test` would return; the request stays active."""
         if self._running is None:

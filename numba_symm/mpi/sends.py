@@ -129,7 +129,7 @@ class Sends:
 
     def admits(self, found: buffers.Items, dest: int, tag: int) -> bool:
         """Return whether a message may be sent now, or refuse its destination."""
-        self._check_send(dest, tag)
+        self.check_send(dest, tag)
         nbytes = found.nbytes
         if self.flow.admits(dest, nbytes):
             return True
@@ -137,18 +137,29 @@ class Sends:
         self.reap()
         return self.flow.admits(dest, nbytes)
 
-    def _check_send(self, dest: int, tag: int) -> None:
-        self._check_open("Send")
-        if not 0 <= dest < len(self.islands):
+    def check_send(self, dest: int, tag: int) -> None:
+        """Begin a send, or refuse its destination or its tag."""
+        self.check_message("Send", dest, tag)
+
+    def check_receive(self, source: int, tag: int, what: str = "Recv") -> None:
+        """Begin a receive or a probe, or refuse its source or its tag."""
+        any_source, any_tag = source == MPI.ANY_SOURCE, tag == MPI.ANY_TAG
+        self.check_message(what, 0 if any_source else source, 0 if any_tag else tag)
+
+    def check_message(self, what: str, rank: int, tag: int) -> None:
+        """Begin a call, or refuse a rank or a tag that no message can have."""
+        self._check_open(what)
+        if not 0 <= rank < len(self.islands):
             raise refusal(
                 MPI.ERR_RANK,
-                f"Send: expected a rank from 0 to {len(self.islands) - 1} or "
-                f"MPI.PROC_NULL, got {dest}",
+                f"{what}: expected a rank from 0 to {len(self.islands) - 1} or "
+                f"MPI.PROC_NULL, got {rank}; pass one of these",
             )
         if not 0 <= tag < self._tags:
             raise refusal(
                 MPI.ERR_TAG,
-                f"Send: expected a tag from 0 to {self._tags - 1}, got {tag}",
+                f"{what}: expected a tag from 0 to {self._tags - 1}, got {tag}; pass "
+                "one of these",
             )
 
     def stage(self, found: buffers.Items, dest: int, tag: int) -> StagedSend:
@@ -156,7 +167,7 @@ class Sends:
 
         :meth:`announce` or :meth:`drop` follows.
         """
-        self._check_send(dest, tag)
+        self.check_send(dest, tag)
         nbytes, stream = found.nbytes, self.stream_of(found.array, "Send")
         if not nbytes:
             return StagedSend(dest, tag, 0, None, stream)

@@ -13,21 +13,20 @@ atomic among each other, for all types and operators.
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from operator import index
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from numba_symm import arrays, environment, streams
-from numba_symm.arrays import ArrayView
+from numba_symm.arguments import shown
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.ranks import grouped, name_ranks
 from numba_symm.launch.waiting import watching
 from numba_symm.mpi import addresses, buffers, packing
-from numba_symm.mpi.buffers import Items, message
+from numba_symm.mpi.buffers import Items
 from numba_symm.mpi.comm import Device
-from numba_symm.mpi.errors import refusal, translated, unsupported
+from numba_symm.mpi.errors import refusal, unsupported
 from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.one_sided import (
     Origin,
@@ -38,9 +37,11 @@ from numba_symm.mpi.one_sided import (
     moving,
     reduced,
     synchronizing,
+    target_of,
     units_of_all,
 )
 from numba_symm.mpi.pending import DoneRequest
+from numba_symm.mpi.reading import natural, translated
 from numba_symm.mpi.window_locks import WindowLocks
 
 _BYTE = np.dtype(np.uint8)
@@ -96,7 +97,8 @@ class Win(MPI.Win, metaclass=Kind):
                 raise refusal(
                     MPI.ERR_COMM,
                     "Win.Create: expected a communicator of numba_symm.mpi, such as "
-                    f"comm=MPI.Comm(MPI.COMM_WORLD), for a device array, got {comm}",
+                    "comm=MPI.Comm(MPI.COMM_WORLD), for a device array, got "
+                    f"{shown(comm)}; pass one",
                 )
             return cls(MPI.Win.Create(memory, disp_unit, info, comm))
         nowhere = memory is None or buffers.is_bottom(memory)
@@ -143,15 +145,16 @@ class Win(MPI.Win, metaclass=Kind):
             raise refusal(
                 MPI.ERR_COMM,
                 "Win.Allocate_device: expected a communicator of numba_symm.mpi, such "
-                f"as comm=MPI.Comm(MPI.COMM_WORLD), got {comm}",
+                f"as comm=MPI.Comm(MPI.COMM_WORLD), got {shown(comm)}; pass one",
             )
 
         def allocated() -> Any:
-            if not size:
+            nbytes = natural(size, "size", MPI.ERR_SIZE)
+            if not nbytes:
                 return None
             allocator = comm.post.allocator
-            memory = allocator.memory_of(allocator.allocate(size, comm.size))
-            return memory.array(size, _BYTE)
+            memory = allocator.memory_of(allocator.allocate(nbytes, comm.size))
+            return memory.array(nbytes, _BYTE)
 
         return cls._made(comm, "Win.Allocate_device", allocated, disp_unit, info)
 
@@ -259,42 +262,15 @@ class Win(MPI.Win, metaclass=Kind):
             raise refusal(
                 MPI.ERR_RANK,
                 f"{what}: expected a rank from 0 to {len(self._memory) - 1} or "
-                f"MPI.PROC_NULL, got {rank}",
+                f"MPI.PROC_NULL, got {rank}; pass one of these",
             )
 
     def _target(self, rank: int, target: Any, origin: Items, what: str) -> Items:
         """Return the items of a target specification, of as many bytes as origin."""
         self._check_target(rank, what)
         self._locks.check(what, [rank])
-        given = (target,) if not isinstance(target, (list, tuple)) else tuple(target)
-        if len(given) > 3:
-            raise refusal(MPI.ERR_ARG, "target: expecting 3 items at most")
-        disp = index(given[0] or 0) if given else 0
-        number = index(given[1]) if len(given) > 1 else origin.number
-        layout = origin.layout
-        if len(given) > 2:
-            layout = message([None, given[2]]).layout
-        memory = self._memory[rank]
-        view = ArrayView(0, (0,), _BYTE, "C", False)
-        if memory is not None:
-            view = arrays.view(memory, what)
-        first = disp * self._units[rank]
-        found = Items(memory, view, first, number, layout)
-        try:
-            buffers.check_room(found)
-        except ValueError as error:
-            raise refusal(
-                MPI.ERR_RMA_RANGE,
-                f"{what}: expected items within the {view.nbytes} bytes of rank {rank},"
-                f" got displacement {disp} and {number} items; pass fewer",
-            ) from error
-        if found.nbytes != origin.nbytes:
-            raise refusal(
-                MPI.ERR_COUNT,
-                f"{what}: expected as many bytes at the target as the origin's "
-                f"{origin.nbytes}, got {found.nbytes}",
-            )
-        return found
+        memory, unit = self._memory[rank], self._units[rank]
+        return target_of(target, origin, memory, rank, unit, what)
 
     @contextmanager
     def _atomic(self, rank: int, what: str) -> Iterator[None]:
@@ -376,20 +352,25 @@ class Win(MPI.Win, metaclass=Kind):
         op: Any = MPI.SUM,
     ) -> None:
         """Get a rank's items, and reduce the origin's into them, atomically."""
-        if target_rank == MPI.PROC_NULL:
-            return
         what = "Get_accumulate"
+        self._get_accumulate(origin, result, target_rank, target, op, what)
+
+    def _get_accumulate(
+        self, origin: Any, result: Any, rank: int, target: Any, op: Any, what: str
+    ) -> None:
+        if rank == MPI.PROC_NULL:
+            return
         if op == MPI.NO_OP:
             origin = result  # any array serves, because it is ignored
         with (
             Origin(self, result, written=True) as got,
             Origin(self, origin) as found,
-            self._atomic(target_rank, what),
+            self._atomic(rank, what),
         ):
-            into = self._target(target_rank, target, got, what)
+            into = self._target(rank, target, got, what)
             steps = copied(into, got)
             if op != MPI.NO_OP:
-                self._target(target_rank, target, found, what)
+                self._target(rank, target, found, what)
                 steps += reduced(found, into, op, what)
             self._run(steps, got.array)
 
@@ -406,7 +387,8 @@ class Win(MPI.Win, metaclass=Kind):
         if target_rank == MPI.PROC_NULL:
             return
         check_single(origin=origin, result=result)
-        self.Get_accumulate(origin, result, target_rank, (target_disp, 1), op)
+        target, what = (target_disp, 1), "Fetch_and_op"
+        self._get_accumulate(origin, result, target_rank, target, op, what)
 
     @moving
     def Compare_and_swap(
