@@ -228,7 +228,6 @@ def _read_exported(tensor: Any, what: str) -> Fields:
 @functools.cache
 def _cupy(cupy: Any) -> tuple[_ArrayClass, _ArrayClass]:
     """Return how to read CuPy's arrays, and those of subclasses."""
-
     known = dtypes.DTYPES
 
     def read(array: Any, what: str) -> Fields:
