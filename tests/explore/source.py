@@ -277,6 +277,8 @@ def _device_code(
             _shrink(module, shape)
         if last == "partition":
             module.LINE = 1  # shards of any number of vectors
+        if last == "few_tokens":
+            module.MOST = 2  # so that some calls have as many
     table = known["numba_symm.collectives.operations"].OPERATIONS
     for operation, algorithm, made in entries:
         if algorithm not in table[operation].algorithms:

@@ -10,7 +10,7 @@ from explore.scenarios import (
     worlds,
 )
 from explore.source import device_code
-from explore.world import ALL_ONES, INT64, World, add, an_integer
+from explore.world import ALL_ONES, INT64, World, a_word, add
 
 IMPATIENT = replaced("polling", "polls", "POLLS_PER_CHECK = 1")
 """Every poll looks at the board."""
@@ -50,6 +50,7 @@ class Experts(World):
         places = [self._placed(mine) for mine in ids]
         words = [self._dispatch(grid, r, mine) for r, mine in enumerate(ids)]
         for rank in range(self.size):
+            self._expect_numbers(rank, ids, places)
             if not self.machine.haste:
                 self._use(rank, places, words)
         # Dispatches without a combine in between, and combines without a dispatch.
@@ -58,7 +59,7 @@ class Experts(World):
 
     def _combine(self, grid, places):
         """Add kernels that store results in the rooms, and a combine."""
-        made, numbers = self.inputs(ROW * self.size * CAPACITY)
+        made, numbers = self.inputs(ROW * self.size * CAPACITY, a_word)
         outputs = self.map("output", 8 * ROW * CAPACITY)
         for rank, end in enumerate(self.ends):
             given = rank, grid, made[rank], numbers[rank], len(places[rank])
@@ -113,7 +114,7 @@ class Experts(World):
 
     def _dispatch(self, grid, rank, ids, capacity=CAPACITY):
         """Add a rank's dispatch; return the words of its tokens."""
-        words = [an_integer(self.random) for _ in range(ROW * CAPACITY)]
+        words = [a_word(self.random) for _ in range(ROW * CAPACITY)]
         x = self.map("x", 8 * ROW * CAPACITY)[rank]
         for i, word in enumerate(words):
             self.memory.plant(x + 8 * i, 8, word)
@@ -136,6 +137,22 @@ class Experts(World):
         counting = Dispatch.Counting(self.places[rank], self.scratch[rank], share)
         given = routing, counting, rows, room, tuple(self.rooms)
         return Dispatch.bind(self.ends[rank], grid, *given)
+
+    def _expect_numbers(self, rank, ids, places):
+        """Expect what a room tells of the tokens in it."""
+        room = self.rooms[rank]
+        for source, of_source in enumerate(places):
+            mine = [token for token, each in enumerate(of_source) if rank in each]
+            self.expect(room + 8 * source, [len(mine)])
+            first = CAPACITY * source
+            self.expect(room + 4 * PART + 4 * first, mine, nbytes=4)
+            experts = [
+                expert - EACH * rank if expert // EACH == rank else 0xFFFFFFFF
+                for token in mine
+                for expert in ids[source][token]
+            ]
+            at = room + 2 * PART + 4 * CHOICES * first
+            self.expect(at, experts, nbytes=4)
 
     def _use(self, rank, places, words):
         """Add a kernel that copies the tokens that a rank has received."""

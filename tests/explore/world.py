@@ -52,7 +52,7 @@ class World(Messages):
         self.layout = code.workspace.layout(self.size)
         self.requested = []  # by rank, the requests' workspace
         self.streams = [[] for _ in range(self.size)]
-        self.expected = {}  # by address, a word for each call; None: a NaN
+        self.expected = {}  # by address and bytes, a word a call; None: a NaN
         self.owners = {}  # ranks, by the number of a region of memory
         self.equal = []  # addresses of words that must be equal on all ranks
         self.kept = set()  # addresses of words that only their own rank reads
@@ -158,9 +158,10 @@ class World(Messages):
     def launch(self, rank, kernel, grid, *args):
         self.streams[rank].append(Launch(kernel, grid, args))
 
-    def expect(self, address, words):
+    def expect(self, address, words, nbytes=8):
         for i, word in enumerate(words):
-            self.expected.setdefault(address + 8 * i, []).append(word)
+            place = address + nbytes * i, nbytes
+            self.expected.setdefault(place, []).append(word)
 
     def all_reduce(self, algorithm, count):
         kind = self.kind_for(ALL_REDUCE.algorithms[algorithm])
@@ -324,11 +325,11 @@ class World(Messages):
         failed = any(records) or self.machine.absent is not None or mismatch
         if failed and not all(records):
             raise Finding("result", f"a rank has no record of the failure: {records}")
-        for address, words in self.expected.items():
-            found = self.memory.final(address, 8)
+        for (address, nbytes), words in self.expected.items():
+            found = self.memory.final(address, nbytes)
             partly = any(records) or leaver == self.owners[address // REGION]
             allowed = words if partly else words[-1:]
-            untouched = partly and found == self.memory.first(address, 8)
+            untouched = partly and found == self.memory.first(address, nbytes)
             if not untouched and not any(is_right(found, word) for word in allowed):
                 raise Finding("result", f"{found} at {address:#x} is not {words[-1]}")
         if leaver is None and not any(records):
