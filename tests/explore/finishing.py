@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from explore.scenarios import some_blocks
-from explore.world import World, add
+from explore.scenarios import plant_old_packets, some_blocks
+from explore.world import ALL_ONES, World, add
 from numba_symm import dtypes
 from numba_symm.collectives.operations import ALL_REDUCE, REDUCE_SCATTER
 from numba_symm.dtypes import UserEpilogue
@@ -29,13 +29,25 @@ def share(value, total, other):
 ELEMENTS, ROWS = UserEpilogue(plus), UserEpilogue(share, square)
 
 
-def fused(code, transport=None):
-    """Reductions that apply epilogues themselves, and others by the same mailboxes."""
+def fused(code, transport=None, wrap=False):
+    """Reductions that apply epilogues themselves, and others by the same mailboxes.
+
+    If ``wrap``, their epochs overflow meanwhile, over packets of the first epochs.
+    """
 
     def scenario(machine):
         world = World(machine, code, blocks=some_blocks(machine, code))
+        sums = world.layout.partials
+        for workspace in world.workspaces:  # of rows, which only their rank reads
+            world.kept |= set(range(workspace + sums.slots, workspace + sums.end, 4))
         way = transport or world.random.choice(["sentinel", "marked", "ll"])
-        for _ in range(3):
+        if wrap:
+            region = getattr(world.layout, f"one_shot_{way}")
+            last = code.mailboxes.LAST_EPOCH - 2 - world.random.randrange(3)
+            world.plant_epochs(region, last)
+            for workspace in world.workspaces:
+                plant_old_packets(world, workspace, region, 1)
+        for _ in range(6 if wrap else 3):
             if world.random.random() < 0.3:
                 world.all_reduce(f"one_shot_{way}", world.random.choice([1, 9]))
             one(world, way, world.random.choice([ELEMENTS, ROWS, ROWS]))
@@ -50,6 +62,11 @@ def fused(code, transport=None):
         operation = world.random.choice([ALL_REDUCE, REDUCE_SCATTER])
         shards = operation.shards(world.size)
         given = draw.standard_normal((world.size, shards, *shape)).astype(np.float32)
+        odd = None
+        if kind is ELEMENTS and operation is ALL_REDUCE and world.random.random() < 0.5:
+            # A word of two NaNs, instead of which all ranks take the same others.
+            odd = world.random.randrange(2 * shape[0])
+            world.random.choice(given).reshape(-1).view(np.uint64)[odd] = ALL_ONES
         other = draw.standard_normal(shape).astype(np.float32)
         total = given[0]
         for each in given[1:]:
@@ -79,7 +96,10 @@ def fused(code, transport=None):
             launch = bind(end, work, call, way, operation.exchange)
             add(launch, world.streams[rank])
             for address, words in zip((target, *more), wanted, strict=True):
+                words = [None if i == odd else word for i, word in enumerate(words)]
                 world.expect(address, words)
+        if odd is not None:
+            world.equal += [[each + 8 * odd for each in rank] for rank in outputs_of]
 
     return scenario
 

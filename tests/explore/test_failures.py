@@ -12,6 +12,7 @@ more stores are buffered than in other tests. In any case:
 import pytest
 
 from explore.block_calls import collectives
+from explore.finishing import fused
 from explore.markers import removed, replaced, within
 from explore.scenarios import (
     all_reduces,
@@ -51,6 +52,7 @@ CALLS = {
     "relayed": lambda code: calls_of_pairs(code, ("broadcast", "two_shot_marked")),
     "own_arrays": calls_on_own_arrays,
     "copies": calls_by_copies,
+    "fused": fused,
     "experts": calls_of_experts,
     "few_tokens": calls_of_few_tokens,
     "messages": messages,

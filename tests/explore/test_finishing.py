@@ -4,7 +4,7 @@ import pytest
 
 from explore.finishing import ELEMENTS, ROWS, epilogues, fused
 from explore.markers import removed, replaced
-from explore.scenarios import breaks, holds
+from explore.scenarios import breaks, each_transport, holds, worlds
 from explore.source import device_code
 
 NO_CHECK = {ELEMENTS: removed("epilogue", "failed")}
@@ -34,9 +34,15 @@ def test_sums_of_rows_that_threads_do_not_wait_for_are_found(edit):
     breaks(epilogues(device_code(edit), kinds=[ROWS]), 2)
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_reduces_that_apply_epilogues_hold(ranks):
-    holds(fused(device_code()), ranks, 10)
+@worlds
+@each_transport
+def test_all_reduces_that_apply_epilogues_hold(transport, ranks):
+    holds(fused(device_code(), transport), ranks, 8)
+
+
+@worlds
+def test_all_reduces_that_apply_epilogues_as_the_epochs_overflow_hold(ranks):
+    holds(fused(device_code(), "ll", wrap=True), ranks, 30 // ranks)
 
 
 @pytest.mark.parametrize(
