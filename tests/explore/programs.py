@@ -219,6 +219,14 @@ def exchange_between_grids(
 
 
 @device_function
+def meet(ctx: Any, rounds: int) -> None:
+    """Meet the grids of all ranks, and do nothing else."""
+    for _ in range(rounds):
+        if not grid_barrier(ctx, 0):
+            break
+
+
+@device_function
 def exchange_in_teams(
     ctx: Any, team: Any, inputs: int, outputs: int, rounds: int
 ) -> None:

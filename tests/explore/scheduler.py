@@ -122,6 +122,10 @@ class Machine:
         self._widen()
         return stream
 
+    def change_within(self, steps: int) -> None:
+        """Let priorities change within so many steps, if the run has few."""
+        self._changes = sorted(int(self.random.random() * steps) for _ in self._changes)
+
     def overlap(self) -> None:
         """Let kernels access memory while the one before runs. None may have run."""
         for (_, *place), first in list(self._observers.items()):

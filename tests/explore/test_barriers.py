@@ -69,6 +69,24 @@ def exchanges(code, teams=None):
     return scenario
 
 
+def meetings(code):
+    """Kernels that only meet: so short that a thread waits between any two steps."""
+
+    def scenario(machine):
+        machine.change_within(200)
+        world = World(machine, code)
+        for context in world.contexts:
+            args = context, ROUNDS
+            world.launch(context.rank, code.programs.meet, world.blocks, *args)
+        world.run()
+
+    return scenario
+
+
+def test_meetings():
+    holds(meetings(device_code()), 2, 1000)
+
+
 @worlds
 @pytest.mark.parametrize("teams", [None, "grids", "blocks"])
 def test_barriers(teams, ranks):
