@@ -1,0 +1,297 @@
+"""Mutants of host code, chosen by hand, where a mistake is likely."""
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "streams.no_wait",
+        "numba_symm/streams.py",
+        "if self._last is not None and place != self._last:",
+        "if False:",
+    ),
+    Mutant(
+        "streams.follow_wrong_stream",
+        "numba_symm/streams.py",
+        ('driver.call("cuStreamWaitEvent", self.stream, self._events[event], 0)'),
+        ('driver.call("cuStreamWaitEvent", stream, self._events[event], 0)'),
+    ),
+    Mutant(
+        "streams.fill_high_half",
+        "numba_symm/streams.py",
+        "word = number >> 32 * half & 0xFFFFFFFF",
+        "word = number & 0xFFFFFFFF",
+    ),
+    Mutant(
+        "streams.spoil_no_query",
+        "numba_symm/streams.py",
+        (
+            '    driver.function("cuStreamQuery")(stream)  # a query '
+            "invalidates a capture\n"
+        ),
+        "",
+    ),
+    Mutant(
+        "streams.leave_no_record",
+        "numba_symm/streams.py",
+        ('(status,) = driver.function("cuEventRecord")(self._event, self._stream)'),
+        "status = 0",
+    ),
+    Mutant(
+        "heap.remove_keeps_places",
+        "numba_symm/memory/heap.py",
+        "self._forget_places()  # other memory may be mapped there next",
+        "pass",
+    ),
+    Mutant(
+        "heap.around_off_by_one",
+        "numba_symm/memory/heap.py",
+        ("if address - entry.block.address >= max(entry.block.nbytes, 1):"),
+        "if address - entry.block.address > max(entry.block.nbytes, 1):",
+    ),
+    Mutant(
+        "heap.place_off_by_one",
+        "numba_symm/memory/heap.py",
+        "inside = offset + nbytes <= entry.block.nbytes\n",
+        "inside = offset + nbytes <= entry.block.nbytes + 1\n",
+    ),
+    Mutant(
+        "heap.pads_not_returned",
+        "numba_symm/memory/heap.py",
+        (
+            "self._free_pads += [entry.pad for entry in entries if "
+            "entry.pad is not None]"
+        ),
+        "pass",
+    ),
+    Mutant(
+        "heap.pad_not_zeroed",
+        "numba_symm/memory/heap.py",
+        "self.island.backend.fill(own, nbytes)",
+        "pass",
+    ),
+    Mutant(
+        "heap.misses_ignored",
+        "numba_symm/memory/heap.py",
+        "if self._misses.meet(block.address, block.allocation.nbytes):",
+        "if False:",
+    ),
+    Mutant(
+        "heap.alloc_failure_not_released",
+        "numba_symm/memory/heap.py",
+        (
+            "if frees or exchange.is_everybodys(error):\n"
+            "                        self.allocator.release(block)"
+        ),
+        ("if frees:\n                        self.allocator.release(block)"),
+    ),
+    Mutant(
+        "heap.count_not_set",
+        "numba_symm/memory/heap.py",
+        "self._count = first + _MOST",
+        "pass",
+    ),
+    Mutant(
+        "trees.below_no_min",
+        "launch/trees.py",
+        "return min(rank & -rank or size, size - rank)",
+        "return rank & -rank or size",
+    ),
+    Mutant(
+        "trees.most",
+        "launch/trees.py",
+        "return common if common <= MOST else 0",
+        "return common if common < MOST else 0",
+    ),
+    Mutant(
+        "staging.line",
+        "collectives/staging.py",
+        "self._used += -(-nbytes // _LINE) * _LINE",
+        "self._used += nbytes",
+    ),
+    Mutant(
+        "staging.room_off_by_one",
+        "collectives/staging.py",
+        "self._used + nbytes > whole:",
+        "self._used + nbytes > whole + 1:",
+    ),
+    Mutant(
+        "staging.out_not_packed",
+        "collectives/staging.py",
+        (
+            "            self.out = found.array\n"
+            "            self.before.append(found.pack)\n"
+        ),
+        "            self.out = found.array\n",
+    ),
+    Mutant(
+        "staging.extent_item",
+        "collectives/staging.py",
+        ("nbytes = sum(map(abs, steps)) + dtype.itemsize * (0 not in shape)"),
+        "nbytes = sum(map(abs, steps))",
+    ),
+    Mutant(
+        "staging.capture_allowed",
+        "collectives/staging.py",
+        "if not SIMULATED and streams.is_capturing(stream):",
+        "if False:",
+    ),
+    Mutant(
+        "postponed.flow_not_noted",
+        "numba_symm/mpi/postponed.py",
+        (
+            "post.flow.sent(self._number, self._dest, self._nbytes)  # "
+            "before others look"
+        ),
+        "pass",
+    ),
+    Mutant(
+        "postponed.copy_no_wait",
+        "numba_symm/mpi/postponed.py",
+        "        self._after.wait(stream)\n",
+        "",
+    ),
+    Mutant(
+        "postponed.back_no_settle",
+        "numba_symm/mpi/postponed.py",
+        "self.post.outgoing.settle()  # a copy may still write the room",
+        "pass",
+    ),
+    Mutant(
+        "postponed.drop_keeps_unread",
+        "numba_symm/mpi/postponed.py",
+        "self.post._receipts.unread.pop(self._number, None)",
+        "pass",
+    ),
+    Mutant(
+        "postponed.fail_no_receipt",
+        "numba_symm/mpi/postponed.py",
+        "post.flow.received(number)  # no receipt arrives",
+        "pass",
+    ),
+    Mutant(
+        "buffers.high",
+        "numba_symm/mpi/buffers.py",
+        "high = found.first + layout.high + max(0, reach)",
+        "high = found.first + layout.high",
+    ),
+    Mutant(
+        "buffers.low",
+        "numba_symm/mpi/buffers.py",
+        "low = found.first + layout.low + min(0, reach)",
+        "low = found.first + layout.low",
+    ),
+    Mutant(
+        "buffers.uneven",
+        "numba_symm/mpi/buffers.py",
+        "(number % blocks > block)",
+        "(number % blocks >= block)",
+    ),
+    Mutant(
+        "buffers.displ_bound",
+        "numba_symm/mpi/buffers.py",
+        "if first > length:",
+        "if first >= length:",
+    ),
+    Mutant(
+        "win.rank_bound",
+        "numba_symm/mpi/win.py",
+        "if not 0 <= rank < len(self._memory):",
+        "if not 0 <= rank <= len(self._memory):",
+    ),
+    Mutant(
+        "win.bytes_unchecked",
+        "numba_symm/mpi/win.py",
+        "if found.nbytes != origin.nbytes:",
+        "if False:",
+    ),
+    Mutant(
+        "win.atomic_no_settle",
+        "numba_symm/mpi/win.py",
+        (
+            "                yield\n"
+            "            finally:\n"
+            "                self._settle()\n"
+        ),
+        ("                yield\n            finally:\n                pass\n"),
+    ),
+    Mutant(
+        "win.free_keeps_maps",
+        "numba_symm/mpi/win.py",
+        ("                self._memory[rank] = None\n                memory.close()\n"),
+        "                self._memory[rank] = None\n",
+    ),
+    Mutant(
+        "board.gate_ignores_record",
+        "numba_symm/board.py",
+        ("if self._reached(arrived, wait) and not self._records[self._rank]:"),
+        "if self._reached(arrived, wait):",
+    ),
+    Mutant("board.turn", "numba_symm/board.py", "self._turn ^= 1", "pass"),
+    Mutant(
+        "board.closed_ignored",
+        "numba_symm/board.py",
+        (
+            "            and not memory.closed[rank]  # a rank stores it "
+            "before it drops its lock\n"
+        ),
+        "",
+    ),
+    Mutant(
+        "board.reports_raced",
+        "numba_symm/board.py",
+        "if not self.alive.runs(rank) and rank in self._absent(step):",
+        "if not self.alive.runs(rank):",
+    ),
+    Mutant(
+        "board.abandon_late",
+        "numba_symm/board.py",
+        ("self.abandon(error, wait.what)  # before the others see the vote"),
+        "pass",
+    ),
+    Mutant(
+        "board.load_after_failure",
+        "numba_symm/board.py",
+        (
+            "if self._memory is not None and not "
+            "self._records[self._rank]:\n"
+            "            mine = self._memory.notes"
+        ),
+        ("if self._memory is not None:\n            mine = self._memory.notes"),
+    ),
+    Mutant(
+        "tagged.retired_reused",
+        "launch/tagged.py",
+        ("return self._retired | sum(1 << number for number in self._uses)"),
+        "return sum(1 << number for number in self._uses)",
+    ),
+    Mutant(
+        "tagged.most",
+        "launch/tagged.py",
+        "(highest + 1) // TAGS - 1",
+        "(highest + 1) // TAGS",
+    ),
+    Mutant(
+        "tagged.holder",
+        "launch/tagged.py",
+        "self._holder = by if by == min(self._deciding) else None",
+        "self._holder = by",
+    ),
+    Mutant(
+        "moves.chain_last_sends",
+        "collectives/islands/moves.py",
+        "if place < m - 1 else []",
+        "",
+    ),
+    Mutant(
+        "moves.chained",
+        "collectives/islands/moves.py",
+        "return chunks + others < chunks * others",
+        "return chunks + others <= chunks * others",
+    ),
+    Mutant(
+        "moves.parts_held",
+        "collectives/islands/moves.py",
+        "if place not in held(peer):",
+        "if True:",
+    ),
+]
