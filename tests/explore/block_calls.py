@@ -1,5 +1,6 @@
 """Scenarios of collectives within a kernel."""
 
+from explore.memory import Finding
 from explore.world import ALL_ONES, INT64, World, an_integer
 
 THREADS, VECTORS = 32, 2  # of a workspace
@@ -27,11 +28,11 @@ class Blocks:
     def __init__(self, machine, code, epoch=0):
         self.machine, self.code = machine, code
         self.world = world = World(machine, code)
-        self.size, self.grid = world.size, world.blocks
+        self.size, self.grid = world.size, machine.random.randrange(world.blocks) + 1
         made = code.block_workspace
         sizes = self.grid, THREADS, VECTORS
         addresses = world.map("workspace", made.nbytes(self.size, *sizes), 0)
-        self.contexts = []
+        self.contexts, self.marks = [], []
         for rank, address in enumerate(addresses):
             ring = (addresses[(rank + 1 + k) % self.size] for k in range(self.size))
             guard = world.contexts[rank].guard
@@ -39,6 +40,7 @@ class Blocks:
             self.contexts.append(ws)
             marks = range(address, address + made.MARK * self.grid, made.MARK)
             end = marks.stop + 4 * THREADS * self.grid
+            self.marks.append(marks)
             world.marks |= set(marks)
             world.kept |= {*marks, *range(marks.stop, end, 4)}
             if epoch:
@@ -59,6 +61,13 @@ class Blocks:
             if (at - boxes) // 16 % 32 < self.code.shape.threads:
                 old = random.choice([2, 4]) - (at - boxes) // half
                 self.world.memory.plant(at, 8, old << 32 | random.getrandbits(32))
+
+    def check_marks(self):
+        """Check that each block of a rank that launched kernels knows of a failure."""
+        for rank, marks in enumerate(self.marks):
+            found = [self.world.memory.final(mark, 4) for mark in marks]
+            if rank != self.machine.absent and not all(found):
+                raise Finding("result", f"blocks of rank {rank} have no mark: {found}")
 
     def steps(self, number, items, kinds):
         """Return, by rank, collectives of random kinds; expect their results."""
@@ -154,5 +163,7 @@ def collectives(code, items=None, kernels=2, steps=4, wrap=False, kinds=KINDS):
             either = machine.random.random() < 0.5
             blocks.launch(steps, either if items is None else items, kinds)
         blocks.world.run()
+        if machine.absent is not None:
+            blocks.check_marks()
 
     return scenario

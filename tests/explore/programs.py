@@ -13,7 +13,13 @@ from numba_symm.device.barriers import (
     grid_barrier_arrive,
     grid_barrier_wait,
 )
-from numba_symm.device.counting import GE, put_with_signal, signal_set, wait_until
+from numba_symm.device.counting import (
+    GE,
+    put_with_signal,
+    signal_set,
+    wait_until,
+    wait_until_at,
+)
 from numba_symm.device.intrinsics import (
     array_at,
     atomic_add_release,
@@ -30,7 +36,12 @@ from numba_symm.device.intrinsics import (
 )
 from numba_symm.device.packet_puts import get_packets_block, put_packets_block
 from numba_symm.device.puts import get_block, put_block
-from numba_symm.device.signals import peer_address, put_signal, wait_signal
+from numba_symm.device.signals import (
+    MAX_CHANNELS,
+    peer_address,
+    put_signal,
+    wait_signal,
+)
 
 DEPTH, DATA, READ = 2, 0, 1  # of a pipeline, and its channels
 
@@ -161,8 +172,13 @@ def last_one_reads(count: int, words: Any, rank: int, given: int, out: int) -> N
 
 
 @device_function
-def pipeline(ctx: Any, inputs: int, outputs: int, chunks: int) -> None:
-    """Send chunks to the next rank, ``DEPTH`` ahead of what it has read."""
+def pipeline(
+    ctx: Any, inputs: int, outputs: int, chunks: int, by_element: bool
+) -> None:
+    """Send chunks to the next rank, ``DEPTH`` ahead of what it has read.
+
+    If ``by_element``, wait for data by the word's address.
+    """
     thread = cuda.threadIdx.x
     right = (ctx.rank + 1) % ctx.size
     left = (ctx.rank - 1 + ctx.size) % ctx.size
@@ -180,7 +196,11 @@ def pipeline(ctx: Any, inputs: int, outputs: int, chunks: int) -> None:
             put_with_signal(ctx, right, DATA, there, given, 1)
         if step >= DEPTH - 1:
             chunk = step - DEPTH + 1
-            if thread == 0:
+            if thread == 0 and by_element:
+                place = ctx.pads[ctx.rank] + 4 * MAX_CHANNELS * ctx.size
+                words = array_at(place + 8 * ctx.size * DATA, ctx.size, None)
+                failed = not wait_until_at(ctx, words, left, GE, chunk + 1)
+            elif thread == 0:
                 failed = not wait_until(ctx, left, DATA, GE, chunk + 1)
             if syncthreads_or(failed):
                 break

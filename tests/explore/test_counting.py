@@ -30,12 +30,13 @@ def pipelines(code):
 
     def scenario(machine):
         world = World(machine, code)
+        by_element = machine.random.random() < 0.5
         words = CHUNKS * code.shape.threads
         inputs, given = world.inputs(words)
         outputs = world.map("output", 8 * words)
         for context in world.contexts:
             rank = context.rank
-            args = context, inputs[rank], outputs[rank], CHUNKS
+            args = context, inputs[rank], outputs[rank], CHUNKS, by_element
             world.launch(rank, code.programs.pipeline, 1, *args)
             world.expect(outputs[rank], given[rank - 1])
         world.run()
