@@ -61,8 +61,9 @@ class Messages:
 
         Nothing is sent, so no rank receives: it would wait for the record only.
         """
-        fewer = self.random.randrange(count)
-        capacity, limit = self.random.choice([(count, fewer), (fewer, count)])
+        fewer, more = self.random.randrange(count), count + self.size
+        given = (count, fewer), (fewer, count), (fewer, more)
+        capacity, limit = self.random.choice(given)
         src, *others = self.random.sample(range(self.size), self.size)
         arrays, _ = self.inputs(count)
         counts = self.map("counts", 8 * len(others))[src]
@@ -73,6 +74,11 @@ class Messages:
             given = arrays[src], 8 * capacity, counts + 8 * k, 8, Span(k, 0, limit)
             sends.append(Message(dst, *given))
         self.streams[src].append(self.code.transfer.bind(self.ends[src], sends, []))
+        region, flags = self.layout.transfer, 8 * self.code.workspace.DEPTH
+        lanes = (self.size - 1) * self.code.workspace.channels_of(self.size)
+        for dst in others:
+            at = self.workspaces[dst] + region.flags
+            self.expect(at, [0] * (flags * lanes // 8))
 
     def requests(self, *counts):
         """Add requests of these lengths, in an order in which none waits for another.
@@ -155,7 +161,7 @@ class Messages:
 
     def too_long(self, room):
         """Add a message that is longer than the room for it, which nothing changes."""
-        count = room + self.random.choice([1, 2, 4 * room])
+        count = room + self.random.choice([1, 2, 4 * room + 1])
         src, dst = self.random.sample(range(self.size), 2)
         arrays, _ = self.inputs(count)
         target, count_at = (self.map("output", 8 * n)[dst] for n in (count, 1))

@@ -131,7 +131,8 @@ def lengths(code, _):
         world = World(machine, code, blocks=channels(machine, code))
         count = a_length(world)
         world.messages(a_length(world))
-        world.differing(count, count + machine.random.choice([1, 2, 4 * count]))
+        more = machine.random.choice([1, 2, 4 * count + 1])
+        world.differing(count, count + more)
         world.run(mismatch=True)
 
     scenario.blocks = blocks_of_messages
