@@ -2,7 +2,51 @@
 
 from tests.mutants.mutant import Mutant
 
-MUTANTS = [
+NEAREST = {
+    "streams": (
+        "tests/host/test_stream_order.py",
+        "tests/host/test_guarded_order.py",
+        "tests/host/test_watchdog.py",
+    ),
+    "heap": (
+        "tests/host/test_known_arrays.py",
+        "tests/host/test_reserve.py",
+        "tests/host/test_guarded_order.py",
+        "tests/host/test_peer_arrays.py",
+        "tests/ranks/memory/test_memory.py",
+    ),
+    "trees": (
+        "tests/host/test_trees.py",
+        "tests/host/test_store.py",
+    ),
+    "staging": (
+        "tests/host/test_guarded_order.py",
+        "tests/host/test_calls.py",
+        "tests/ranks/operations/test_gaps.py",
+    ),
+    "postponed": (
+        "tests/host/test_guarded_order.py",
+        "tests/ranks/mpi/test_mpi_flow.py",
+        "tests/ranks/mpi/test_mpi_messages.py",
+    ),
+    "buffers": (
+        "tests/host/test_mpi_buffers.py",
+        "tests/ranks/mpi/test_mpi_collectives.py",
+    ),
+    "win": (
+        "tests/host/test_window_locks.py",
+        "tests/ranks/mpi/test_mpi_win.py",
+    ),
+    "board": (
+        "tests/host/test_board.py",
+        "tests/host/test_waits.py",
+    ),
+    "tagged": ("tests/host/test_tagged.py",),
+    "moves": ("tests/host/test_island_schedules.py",),
+}
+"""Tests by the first word of a name."""
+
+_MUTANTS = [
     Mutant(
         "streams.no_wait",
         "numba_symm/streams.py",
@@ -294,4 +338,8 @@ MUTANTS = [
         "if place not in held(peer):",
         "if True:",
     ),
+]
+
+MUTANTS = [
+    mutant._replace(tests=NEAREST[mutant.name.partition(".")[0]]) for mutant in _MUTANTS
 ]

@@ -2,7 +2,114 @@
 
 from tests.mutants.mutant import Mutant
 
-MUTANTS = [
+NEAREST = {
+    "coded_sum": ("tests/explore/test_coding.py",),
+    "copied_reductions": ("tests/explore/test_copies.py",),
+    "expert_combine": (
+        "tests/explore/test_expert_calls.py",
+        "tests/explore/test_failures.py::test_calls_that_fail[experts-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[experts-3]",
+    ),
+    "expert_dispatch": (
+        "tests/explore/test_expert_calls.py",
+        "tests/explore/test_failures.py::test_calls_that_fail[experts-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[experts-3]",
+    ),
+    "mailed_combine": (
+        "tests/explore/test_expert_calls.py",
+        "tests/explore/test_failures.py::test_calls_that_fail[few_tokens-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[few_tokens-3]",
+    ),
+    "mailed_dispatch": (
+        "tests/explore/test_expert_calls.py",
+        "tests/explore/test_failures.py::test_calls_that_fail[few_tokens-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[few_tokens-3]",
+    ),
+    "few_tokens": (
+        "tests/explore/test_expert_calls.py",
+        "tests/explore/test_failures.py::test_calls_that_fail[few_tokens-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[few_tokens-3]",
+    ),
+    "mailed_epilogue": (
+        "tests/explore/test_finishing.py",
+        "tests/explore/test_failures.py::test_calls_that_fail[fused-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[fused-3]",
+    ),
+    "finishing": ("tests/explore/test_finishing.py",),
+    "transfer": (
+        "tests/explore/test_interleavings.py::test_messages_between_any_ranks",
+        "tests/explore/test_interleavings.py::test_requests_between_any_ranks",
+        "tests/explore/test_shapes.py::test_counts_above_the_capacity_send_nothing_and_fail_on_all_ranks",
+        "tests/explore/test_failures.py::test_calls_that_fail[messages-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[messages-3]",
+        "tests/explore/test_failures.py::test_calls_that_fail[requests-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[requests-3]",
+    ),
+    "credit": (
+        "tests/explore/test_interleavings.py::test_messages_between_any_ranks",
+        "tests/explore/test_interleavings.py::test_requests_between_any_ranks",
+        "tests/explore/test_shapes.py::test_a_message_too_long_changes_nothing_and_fails_on_all_ranks",
+        "tests/explore/test_shapes.py::test_counts_above_the_capacity_send_nothing_and_fail_on_all_ranks",
+        "tests/explore/test_shapes.py::test_messages_through_four_channels",
+        "tests/explore/test_mismatches.py::test_calls_that_differ",
+    ),
+    "handshake": (
+        "tests/explore/test_interleavings.py::test_calls_on_the_ranks_own_arrays",
+        "tests/explore/test_copies.py",
+        "tests/explore/test_failures.py::test_calls_that_fail[own_arrays-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[own_arrays-3]",
+    ),
+    "mailboxes": (
+        "tests/explore/test_interleavings.py::test_calls_of_one_algorithm",
+        "tests/explore/test_interleavings.py::test_calls_as_the_epochs_wrap_around",
+        "tests/explore/test_interleavings.py::test_calls_in_which_few_threads_exchange",
+    ),
+    "workspace": (
+        "tests/explore/test_interleavings.py::test_calls_of_one_algorithm",
+        "tests/explore/test_launches.py",
+        "tests/explore/test_interleavings.py::test_exchanges",
+    ),
+    "flags": (
+        "tests/explore/test_interleavings.py::test_calls_on_shared_slots",
+        "tests/explore/test_interleavings.py::test_exchanges",
+    ),
+    "slots": (
+        "tests/explore/test_interleavings.py::test_calls_on_shared_slots",
+        "tests/explore/test_interleavings.py::test_exchanges",
+        "tests/explore/test_interleavings.py::test_broadcasts",
+    ),
+    "barriers": (
+        "tests/explore/test_barriers.py",
+        "tests/explore/test_failures.py::test_calls_that_fail[grids-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[grids-3]",
+    ),
+    "block_exchange": (
+        "tests/explore/test_block_collectives.py",
+        "tests/explore/test_failures.py::test_calls_that_fail[collectives_of_blocks-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[collectives_of_blocks-3]",
+        "tests/explore/test_failures.py::test_every_rank_ends_when_one_is_absent[collectives_of_blocks-2]",
+        "tests/explore/test_failures.py::test_every_rank_ends_when_one_is_absent[collectives_of_blocks-3]",
+    ),
+    "block_workspace": ("tests/explore/test_block_collectives.py",),
+    "counting": ("tests/explore/test_counting.py",),
+    "digests": (
+        "tests/explore/test_every_kernel.py::test_every_kernel_is_explored",
+        "tests/explore/test_mismatches.py::test_calls_that_differ",
+    ),
+    "packet_puts": (
+        "tests/explore/test_device_copies.py",
+        "tests/simulated/test_copied_rows.py",
+        "tests/explore/test_failures.py::test_calls_that_fail[packets-2]",
+        "tests/explore/test_failures.py::test_calls_that_fail[packets-3]",
+    ),
+    "puts": (
+        "tests/explore/test_device_copies.py",
+        "tests/simulated/test_copied_rows.py",
+    ),
+}
+"""Tests by the first word of a name."""
+
+_MUTANTS = [
     Mutant(
         "coded_sum.1",
         "collectives/kernels/coded_sum.py",
@@ -501,4 +608,8 @@ MUTANTS = [
         ("vectors = max(0, (nbytes - head - loaded + _VECTOR) // _VECTOR)"),
         "vectors = max(0, (nbytes - head - loaded) // _VECTOR)",
     ),
+]
+
+MUTANTS = [
+    mutant._replace(tests=NEAREST[mutant.name.partition(".")[0]]) for mutant in _MUTANTS
 ]

@@ -13,7 +13,7 @@ class Mutant(NamedTuple):
         old: the text that it replaces.
         new: what replaces it.
         at: where the file has the old text; None: at its only occurrence.
-        tests: test files, or tests, that run before those found by themselves.
+        tests: the nearest tests, or files of tests; empty: recorded calls tell.
         equivalent: why no test can notice it; empty: one can.
     """
 

@@ -120,6 +120,11 @@ class Nearest:
 
     def choose(self, mutant: Mutant, text: str) -> dict[str, list[str]]:
         """Return a mutant's nearest tests by their kinds, in the order to run them."""
+        found: dict[str, list[str]] = {kind: [] for kind in KINDS}
+        for test in mutant.tests:
+            found[kind_of(test)].append(test)
+        if mutant.tests:
+            return found
         name = f"{mutant.file}:{mutant.function(text)}"
         tests = self._callers.get(name, set())
         if not tests:
@@ -130,9 +135,6 @@ class Nearest:
                 if each[: len(prefix)] == prefix
             )
             tests = set().union(*near)
-        found: dict[str, list[str]] = {kind: [] for kind in KINDS}
-        for test in mutant.tests:
-            found[kind_of(test)].append(test)
         for kind in KINDS:
             mine = [test for test in tests if kind_of(test) == kind]
             found[kind] += self._cheapest(mine, BUDGET[kind])
