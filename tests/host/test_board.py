@@ -1,11 +1,9 @@
-import ctypes
 import gc
 import mmap
 import os
 import pickle
 import time
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 
@@ -13,7 +11,6 @@ import pytest
 
 from numba_symm import board, waits
 from numba_symm.board import Board
-from numba_symm.device import polling
 from numba_symm.errors import (
     CallMismatch,
     CollectiveError,
@@ -23,17 +20,11 @@ from numba_symm.errors import (
     SymmError,
 )
 from numba_symm.failures import Failure, describe
-from numba_symm.launch.fds import IpcChannel
-from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
-from tests.threads import outcomes, run_ranks
+from tests.boards import on_ranks, record, store
+from tests.threads import outcomes
 
 KERNELS = {number: each for number, each in waits.TABLE.items() if each.place}
-
-
-def record(operation, rank=1, peer=2, place=5, epoch=0):
-    """Pack a record as a kernel does."""
-    return polling.wait_record.py_func(operation, rank, peer, place, epoch)
 
 
 @pytest.mark.parametrize("operation", KERNELS)
@@ -144,25 +135,6 @@ def no_leak():
 def left():
     maps = Path("/proc/self/maps").read_text().count("memfd:numba_symm board")
     return len(list(Path("/proc/self/fd").iterdir())), maps
-
-
-def on_ranks(n, play, run=run_ranks):
-    """Run ``play(board, comm)`` on ``n`` ranks, each with its board."""
-
-    def with_board(comm):
-        exchange = StoreExchange(comm, "test", 10.0)
-        with ExitStack() as undo:
-            with IpcChannel(exchange) as channel:
-                made = Board(exchange, channel, undo)
-            with exchange.agreed("registering"):
-                made.register()
-            return play(made, comm)
-
-    return run(n, with_board)
-
-
-def store(address, rank, value):
-    ctypes.c_uint64.from_address(address + 8 * rank).value = value
 
 
 @pytest.mark.usefixtures("on_the_host")

@@ -22,6 +22,7 @@ NEAREST = {
     "staging": (
         "tests/host/test_guarded_order.py",
         "tests/host/test_calls.py",
+        "tests/host/test_staging.py",
         "tests/ranks/operations/test_gaps.py",
     ),
     "postponed": (
@@ -39,6 +40,7 @@ NEAREST = {
     ),
     "board": (
         "tests/host/test_board.py",
+        "tests/host/test_board_races.py",
         "tests/host/test_waits.py",
     ),
     "tagged": ("tests/host/test_tagged.py",),
