@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from mpi4py import MPI as plain
 
 from numba_symm import arrays, dtypes, errors
@@ -42,6 +44,8 @@ VECTOR = MPI.INT.Create_vector(2, 1, 3)
         ([X, (5, 3)], 0, 12, 5),
         ([X, [5, 3]], 0, 12, 5),
         ([X, (None, 3)], 0, 12, 9),
+        ([X, (None, 12)], 0, 48, 0),
+        ([X, (0, 12)], 0, 48, 0),
         ([X, 5, MPI.INT], 0, 0, 5),
         ([X, None, MPI.SHORT], 0, 0, 24),
         ([X, (5, 3), MPI.SHORT], 0, 6, 5),
@@ -103,6 +107,35 @@ def test_items_of_each_rank(spec, counts, displs):
     found = buffers.vector(spec, 3)
     assert (found.counts, found.displs) == (counts, displs)
     assert [part.number for part in found.parts] == list(counts)
+
+
+PAIR = MPI.INT.Create_vector(2, 1, -3)
+SPREAD = [
+    MPI.INT,
+    VECTOR,
+    PAIR,  # its second element is before the first one
+    MPI.INT.Create_resized(0, -8),
+    PAIR.Create_resized(4, -12),
+    VECTOR.Create_resized(-4, 20),
+]
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.sampled_from(SPREAD), st.integers(0, 12), st.integers(0, 6))
+def test_items_are_refused_if_a_byte_of_them_is_outside_of_the_array(kind, at, number):
+    layout = datatypes.layout(kind)
+    first, _ = kind.Get_true_extent()
+    assert layout.low == first
+    view = arrays.ArrayView(*arrays.fields(X, "x"))
+    whole = buffers.Items(X, view, 4 * at, 0, layout)
+    starts = [whole.first + i * layout.extent for i in range(number)]
+    bounds = [(start + layout.low, start + layout.high) for start in starts]
+    items = whole._replace(number=number)
+    if all(low >= 0 and high <= X.nbytes for low, high in bounds):
+        assert buffers.check_room(items) is items
+    else:
+        with pytest.raises(ValueError, match="within the array's 48 bytes"):
+            buffers.check_room(items)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import argparse
 import queue
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.mutants import drawn, host, kernels, results
@@ -27,6 +28,7 @@ from tests.mutants.trees import Run, Tree
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLE = 200
+stopping = threading.Event()
 UNKNOWN = 4
 """The exit code of pytest if there is no such test, or it cannot start."""
 
@@ -139,7 +141,7 @@ def main() -> int:
     lock = threading.Lock()
 
     def work(tree: Tree) -> None:
-        while True:
+        while not stopping.is_set():
             try:
                 group, mutant = left.get_nowait()
             except queue.Empty:
@@ -162,18 +164,24 @@ def main() -> int:
     return 0
 
 
-def _in_threads(work: object, number: int) -> None:
+def _in_threads(work: Callable[[Tree], None], number: int) -> None:
     """Let threads work, each with a copy of the tree of its own."""
 
     def with_a_tree() -> None:
         with Tree(ROOT) as tree:
-            work(tree)  # type: ignore[operator]
+            work(tree)
 
     threads = [threading.Thread(target=with_a_tree) for _ in range(number)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        print("ending when what runs now has ended", flush=True)
+        stopping.set()
+        for thread in threads:
+            thread.join()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ NEAREST = {
         "tests/host/test_watchdog.py",
     ),
     "heap": (
+        "tests/host/test_heap.py",
+        "tests/simulated/test_symmetric_bytes.py",
         "tests/host/test_known_arrays.py",
         "tests/host/test_reserve.py",
         "tests/host/test_guarded_order.py",

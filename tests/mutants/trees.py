@@ -128,9 +128,9 @@ class Tree:
         # Before the checkout that is installed, also in child processes.
         environ["PYTHONPATH"] = str(self.tree)
         environ["XDG_CACHE_HOME"] = str(self.root / "cache")
-        environ["NUMBA_SYMM_WATCH"] = str(watch)
+        environ["MUTANTS_WATCH"] = str(watch)
         if calls:
-            environ["NUMBA_SYMM_WATCH_CALLS"] = "1"
+            environ["MUTANTS_WATCH_CALLS"] = "1"
         log = watch / "output.txt"
         with log.open("w") as output:
             job = subprocess.Popen(

@@ -1,10 +1,10 @@
-"""A pytest plugin that writes what each test has done into the folder NUMBA_SYMM_WATCH.
+"""A pytest plugin that writes what each test has done into the folder MUTANTS_WATCH.
 
-    PYTEST_ADDOPTS="-p tests.mutants.watching" NUMBA_SYMM_WATCH=FOLDER pytest …
+    PYTEST_ADDOPTS="-p tests.mutants.watching" MUTANTS_WATCH=FOLDER pytest …
 
 Each process with pytest has a file of its own there, so also ranks and child processes
 do. A line has a test and, after tabs, either its outcome and the seconds of processor
-time it took, or, where NUMBA_SYMM_WATCH_CALLS is set, a function of the product that
+time it took, or, where MUTANTS_WATCH_CALLS is set, a function of the product that
 it has called: its file, a colon, and its qualified name. Other processes than those
 with pytest write nothing.
 """
@@ -19,10 +19,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = "numba_symm", "collectives", "launch", "bench"
 OUTPUT = os.open(
-    Path(os.environ["NUMBA_SYMM_WATCH"], f"{os.getpid()}.tsv"),
+    Path(os.environ["MUTANTS_WATCH"], f"{os.getpid()}.tsv"),
     os.O_WRONLY | os.O_APPEND | os.O_CREAT,
 )
-CALLS = "NUMBA_SYMM_WATCH_CALLS" in os.environ
+CALLS = "MUTANTS_WATCH_CALLS" in os.environ
 
 names = {}  # by the identity of code: its file and name, or "" if it is not ours
 kept = []  # the code, which therefore keeps its identity
