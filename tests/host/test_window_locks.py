@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,7 @@ from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft, SymmErro
 from numba_symm.launch import locks
 from numba_symm.launch.store import StoreExchange
 from numba_symm.mpi import window_locks
+from numba_symm.mpi.win import Win
 from numba_symm.mpi.window_locks import WindowLocks
 from tests.interrupts import Interrupt, interrupted
 
@@ -157,3 +159,28 @@ def test_a_closed_window_refuses(made):
     made.close()
     with pytest.raises(ClosedError, match="Free was called"), made.held(0, "Put"):
         pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_lock_of_accumulates_is_held_until_their_copies_have_ended(fails):
+    """Else another rank's accumulate would load what is not yet stored."""
+    steps = []
+
+    @contextmanager
+    def held(rank, what):
+        steps.append(("lock", rank))
+        try:
+            yield
+        finally:
+            steps.append("unlock")
+
+    window = SimpleNamespace(
+        _check_target=lambda rank, what: None,
+        _locks=SimpleNamespace(held=held),
+        _settle=lambda: steps.append("settle"),
+    )
+    with suppress(ZeroDivisionError), Win._atomic(window, 3, "Accumulate"):
+        steps.append("enqueue")
+        if fails:
+            raise ZeroDivisionError
+    assert steps == [("lock", 3), "enqueue", "settle", "unlock"]

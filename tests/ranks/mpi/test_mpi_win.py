@@ -8,6 +8,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.errors import ClosedError
 from numba_symm.mpi import one_sided
 from numba_symm.mpi import win as module
 from numba_symm.sharing import open_shared, sent
@@ -21,7 +22,12 @@ def win(comm):
     """A window of 12 int32 of every rank, with displacements in elements."""
     made = MPI.Win.Allocate_device(48, 4, comm=comm)
     yield made
+    mapped = [each for each in made._memory if each is not None]
+    assert len(mapped) == comm.size
     made.Free()
+    for each in mapped:
+        with pytest.raises(ClosedError):
+            each.copy_to_host()
 
 
 def array(*values):
