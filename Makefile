@@ -1,5 +1,6 @@
 # make demo     learn handwritten digits on 4 ranks; `make demo RANKS=8` on 8
 # make test     every test, under mpirun where a test needs ranks
+# make mutants  which changes of the product tests notice; K=heap: those named so
 # make check    lint, format, types
 # make pages    what the pages show of programs, recorded runs and the code
 # make docs     the site, into build/site; it begins at docs/index.html
@@ -23,7 +24,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 ALSO_dev := $(VENV)/test.installed # dev has all that test has
 
-.PHONY: demo test check pages docs clean
+.PHONY: demo test mutants check pages docs clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
@@ -31,6 +32,9 @@ demo: $(VENV)/demo.installed
 # Many tests start processes. If these may not write bytecode, each compiles this tree again.
 test: $(VENV)/test.installed
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+mutants: $(VENV)/test.installed
+	$(BIN)/python -m tests.mutants $(if $(K),-k '$(K)')
 
 check: $(VENV)/dev.installed
 	$(BIN)/ruff check

@@ -154,12 +154,12 @@ class Nearest:
             function = test.partition("[")[0]
             ranked.append((turns[function], place, test))
             turns[function] += 1
-        found, left = [], budget
+        found, left = list[str](), budget
         for _, _, test in sorted(ranked):
-            left -= self._tests[test][0] + 0.01
-            if left < 0 and found:
-                break
-            found.append(test)
+            seconds = self._tests[test][0] + 0.01
+            if seconds <= left or not found:
+                found.append(test)
+                left -= seconds
         return found
 
     def _cost(self, test: str) -> float:

@@ -1,0 +1,145 @@
+"""Changes of the product, the choice of their tests, and what a run of these tells."""
+
+import ast
+import functools
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import __main__ as mutants
+from tests.mutants import drawn, host, kernels, results, trees
+from tests.mutants.mutant import Mutant
+from tests.mutants.nearest import Nearest
+from tests.mutants.results import Result
+
+ROOT = Path(__file__).parents[2]
+EVERY = [mutant for _, mutant in mutants.every_mutant(ROOT)]
+BELOW = next(mutant for mutant in host.MUTANTS if mutant.name == "trees.below_no_min")
+
+
+@functools.cache
+def functions(text):
+    """Return the qualified names of all functions of a module."""
+    left, found = [compile(text, "module", "exec")], set()
+    while left:
+        code = left.pop()
+        found.add(code.co_qualname)
+        left += [each for each in code.co_consts if hasattr(each, "co_qualname")]
+    return found
+
+
+def test_every_mutant_that_is_not_gone_is_another_program():
+    assert len(EVERY) > mutants.SAMPLE + 100
+    assert max(Counter(mutant.name for mutant in EVERY).values()) == 1
+    for mutant in EVERY:
+        path = ROOT / mutant.file
+        text = path.read_text() if path.exists() else ""
+        changed = mutant.applied(text)
+        if changed is not None:
+            assert changed != text
+            ast.parse(changed)
+            assert mutant.function(text) in functions(text)
+
+
+@pytest.mark.parametrize("nearest", [host.NEAREST, kernels.NEAREST])
+def test_the_nearest_tests_of_listed_mutants_exist(nearest):
+    for test in itertools.chain(*nearest.values()):
+        path, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text() or not name
+
+
+TEXT = '''
+def first(x, y=3):
+    """Text."""
+    if x and not y:
+        x.a = 7
+    return x + y - (2 if x < y else 4)
+'''
+MORE = TEXT + "\n\ndef second(x):\n    return not x\n"
+
+
+def test_a_change_of_one_function_keeps_the_mutants_of_others():
+    """The older ones are the same; only their places may be others."""
+    before = {mutant.name: mutant for _, mutant in drawn.places("a.py", TEXT)}
+    after = {mutant.name: mutant for _, mutant in drawn.places("a.py", MORE)}
+    news = {(each.old, each.new) for each in before.values()}
+    expected = {("x and not y", "(x)"), ("x and not y", "False"), (" < ", " <= ")}
+    expected |= {
+        ("not y", "bool(y)"),
+        ("x.a = 7", "pass"),
+        ("7", "8"),
+        (" - (", " + ("),
+    }
+    assert expected <= news
+    assert all(after[name] == mutant for name, mutant in before.items())
+    assert {after[name].new for name in after.keys() - before.keys()} == {"bool(x)"}
+    same = drawn.places("a.py", MORE.replace("return x", "x = 1\n    return x"))
+    assert sum(mutant.name in before for _, mutant in same) == len(before)
+
+
+def test_tests_that_call_a_function_are_nearest_and_one_of_each_comes_first():
+    nearest = object.__new__(Nearest)
+    costs = {"a": 1, "b[0]": 2, "b[1]": 3, "c": 9, "d": 100, "e": 0}
+    tests = {name: f"tests/host/test_x.py::{name}" for name in costs}
+    nearest._tests = {tests[name]: (cost, 0) for name, cost in costs.items()}
+    nearest._callers = {
+        "m.py:f": {tests[name] for name in ("b[1]", "d", "a", "b[0]", "c")},
+        "m.py:g": {tests["e"]},
+    }
+    text = "def f():\n    pass\n\n\ndef h():\n    return 1\n"
+    found = nearest.choose(Mutant("f", "m.py", "    pass", "    return"), text)
+    order = [tests[name] for name in ("a", "b[0]", "c", "b[1]")]
+    assert found == {"plain": order, "simulated": [], "ranks": []}
+    # Nobody calls the other one, so tests of its file are nearest.
+    found = nearest.choose(Mutant("h", "m.py", "return 1", "return 2"), text)
+    assert found["plain"][0] == tests["e"]
+
+
+@pytest.fixture
+def tree():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    with trees.Tree(ROOT) as made:
+        yield made
+
+
+def test_what_becomes_of_mutants(tree, monkeypatch):
+    """One that tests notice, one they do not, and one with which no test ends."""
+    monkeypatch.setattr(trees, "STUCK", 3)
+    nearest = object.__new__(Nearest)
+    nearest.root = ROOT
+    tests = ("tests/host/test_trees.py", "tests/host/test_trees.py::of_another_tree")
+    killed = BELOW._replace(tests=tests)
+    same = killed._replace(name="same", new=f"{BELOW.old}  # as before")
+    endless = killed._replace(name="endless", old="distance *= 2", new="pass")
+    gone = killed._replace(name="gone", old="what nobody has written")
+    found = [
+        mutants.judged("host", mutant, nearest, tree, every=False)
+        for mutant in (killed, same, endless, gone)
+    ]
+    assert [each.outcome for each in found] == ["killed", "lived", "killed", "gone"]
+    assert "test_every_rank_has_one_parent_and_few_children[3]" in found[0].why
+    assert found[1].ran > 10
+    assert found[2].why == "no test ends"
+    assert (tree.tree / BELOW.file).read_text() == (ROOT / BELOW.file).read_text()
+
+
+def test_results_are_read_as_they_were_written_and_compared(tmp_path):
+    found = [
+        Result("drawn", "b", "x.py", "lived", 7, 0, 1.5, "", "a -> b"),
+        Result("drawn", "a", "x.py", "killed", 3, 1, 0.5, "a test", "< -> <="),
+        Result("host", "c", "y.py", "equivalent", why="a tie", change="< -> <="),
+        Result("host", "d", "y.py", "gone", change="< -> <="),
+    ]
+    path = tmp_path / "latest.tsv"
+    results.write(path, "cdeb0b32", "0123", found)
+    assert results.read(path) == ("0123", sorted(found))
+    before = [found[1], found[0]._replace(outcome="killed")]
+    text = results.report(found, before)
+    assert "x.py" in text
+    assert "1 of   2 killed,  50 %  BELOW the baseline:   2 of   2 killed" in text
+    assert "lived: b a -> b" in text
+    assert "equivalent: c < -> <=: a tie" in text
+    assert "of each killed one 1.0 tests failed, and 3.0 ran" in text
