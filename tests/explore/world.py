@@ -160,8 +160,7 @@ class World(Messages):
 
     def expect(self, address, words, nbytes=8):
         for i, word in enumerate(words):
-            place = address + nbytes * i, nbytes
-            self.expected.setdefault(place, []).append(word)
+            self.expected.setdefault((address + nbytes * i, nbytes), []).append(word)
 
     def all_reduce(self, algorithm, count):
         kind = self.kind_for(ALL_REDUCE.algorithms[algorithm])

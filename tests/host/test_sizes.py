@@ -13,6 +13,7 @@ SOURCES = {
 
 LONG_FILES = {
     "collectives/communicator.py": "the public methods, each with its docstring",
+    "tests/mutants/kernels.py": "a table of changes and of tests",
 }
 
 
