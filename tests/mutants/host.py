@@ -335,6 +335,7 @@ _MUTANTS = [
         "collectives/islands/moves.py",
         "return chunks + others < chunks * others",
         "return chunks + others <= chunks * others",
+        equivalent=("both ways take equally long then"),
     ),
     Mutant(
         "moves.parts_held",

@@ -284,6 +284,10 @@ _MUTANTS = [
         "collectives/kernels/transfer.py",
         "failed = stopped = nbytes == credit.ABSENT",
         "failed = nbytes == credit.ABSENT",
+        equivalent=(
+            "a block that has failed stops before its "
+            "next chunk, and has none of this message"
+        ),
     ),
     Mutant(
         "credit.1",

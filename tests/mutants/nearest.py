@@ -27,6 +27,9 @@ BROKEN = re.compile(r"found(\[|$)|/test_(markers|source)\.py|/test_broken_")
 BUDGET = {"plain": 16.0, "simulated": 8.0, "ranks": 8.0}
 """Seconds of processor time of a mutant's tests, by kind, as they were recorded."""
 
+TOGETHER, LONG = 10, 600
+"""How many files are recorded at a time, and the longest time without progress."""
+
 TRACED = 2.0
 """How much longer a test takes where its calls are noted."""
 
@@ -114,9 +117,15 @@ class Nearest:
         for kind in KINDS:
             left = [file for file in self.missing if kind_of(file) == kind]
             while left:
-                some, left = left[:10], left[10:]
+                some, left = left[:TOGETHER], left[TOGETHER:]
                 print(f"recording {some[0]} and {len(some) - 1} more", flush=True)
-                self.keep(some, tree.run(kind, some, calls=True))
+                run = tree.run(kind, some, calls=True, stuck=LONG)
+                ran = {test.partition("::")[0] for test in run.outcomes}
+                self.keep([file for file in some if file in ran], run)
+                for file in some:  # those after a test that ended the run, or hung
+                    if file not in ran:
+                        alone = tree.run(kind, [file], calls=True, stuck=LONG)
+                        self.keep([file], alone)
 
     def choose(self, mutant: Mutant, text: str) -> dict[str, list[str]]:
         """Return a mutant's nearest tests by their kinds, in the order to run them."""

@@ -104,6 +104,7 @@ class Tree:
         *options: str,
         limit: float = 1e9,
         calls: bool = False,
+        stuck: float | None = None,
     ) -> Run:
         """Run tests of one kind, in this order.
 
@@ -113,6 +114,7 @@ class Tree:
             options: of pytest.
             limit: the processor time after which the run is ended.
             calls: whether to note the functions that each test calls.
+            stuck: the processor time without progress; None: ``STUCK``.
         """
         watch = Path(tempfile.mkdtemp(prefix="watch-", dir=self.root))
         given = ["-q", "-pno:cacheprovider", f"-p{PLUGIN}", *options, *tests]
@@ -143,17 +145,17 @@ class Tree:
                 start_new_session=True,
             )
             try:
-                stuck, spent = _wait(job, watch, limit)
+                is_stuck, spent = _wait(job, watch, limit, stuck or STUCK)
             finally:
                 _end(job)
         ended = None if job.returncode is None or job.returncode < 0 else job.returncode
         output_text = log.read_text(errors="replace")
         log.unlink()
-        return Run(*_read(watch), ended, stuck, spent, output_text)
+        return Run(*_read(watch), ended, is_stuck, spent, output_text)
 
 
 def _wait(
-    job: "subprocess.Popen[bytes]", watch: Path, limit: float
+    job: "subprocess.Popen[bytes]", watch: Path, limit: float, stuck: float
 ) -> tuple[bool, float]:
     """Wait for a job's end; return whether it is stuck, and its processor time.
 
@@ -170,7 +172,7 @@ def _wait(
             size, at, idle_from = written, spent, (spent, now)
         if spent > idle_from[0] + 1:
             idle_from = spent, now
-        if spent - at > STUCK or now - idle_from[1] > IDLE:
+        if spent - at > stuck or now - idle_from[1] > IDLE:
             return True, spent
         if spent > limit:
             return False, spent
