@@ -82,20 +82,22 @@ class Experts(World):
         )
         add(launch, self.streams[rank])
 
-    def above(self):
-        """Add a dispatch with room for one token, of which a rank has more.
+    def limited(self, tokens):
+        """Add a dispatch with room for one token, of which a rank has so many.
 
         The places of other ranks' tokens in the receiver's room stay as they are.
         """
         src, dst = (self.random.randrange(self.size) for _ in range(2))
         grid = self.random.randrange(1, self.blocks + 1)
-        more = self.random.randrange(2, CAPACITY + 1)
         for room in self.rooms:
             for i in range(ROW * (self.size + CAPACITY)):
                 self.memory.plant(room + PART + 8 * i, 8, i)
         for rank in range(self.size):
-            ids = [[EACH * dst, -1]] * (more if rank == src else 0)
-            self._dispatch(grid, rank, ids, capacity=1)
+            ids = [[EACH * dst, -1]] * (tokens if rank == src else 0)
+            words = self._dispatch(grid, rank, ids, capacity=1)
+            if rank == src and tokens == 1:
+                at = self.rooms[dst] + PART + 8 * ROW * src
+                self.expect(at, words[:ROW])
         for i in range(ROW * (src + 1), ROW * (self.size + CAPACITY)):
             self.expect(self.rooms[dst] + PART + 8 * i, [i])
 
@@ -245,8 +247,17 @@ def calls_of_few_tokens(code):
 def tokens_above_the_capacity(code, world=Experts):
     def scenario(machine):
         made = world(machine, code)
-        made.above()
+        made.limited(machine.random.randrange(2, CAPACITY + 1))
         made.run(mismatch=True)
+
+    return scenario
+
+
+def as_many_tokens_as_the_capacity(code, world):
+    def scenario(machine):
+        made = world(machine, code)
+        made.limited(1)
+        made.run()
 
     return scenario
 
@@ -255,6 +266,7 @@ def tokens_above_the_capacity(code, world=Experts):
 @worlds
 def test_tokens_above_the_capacity(ranks, world):
     holds(tokens_above_the_capacity(device_code(IMPATIENT), world), ranks, 30)
+    holds(as_many_tokens_as_the_capacity(device_code(), world), ranks, 10)
 
 
 @pytest.mark.parametrize(
