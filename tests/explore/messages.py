@@ -56,6 +56,27 @@ class Messages:
             span=span,
         )
 
+    def ahead(self):
+        """Add a message that fills all slots of a channel before its receiver starts.
+
+        Launches have one channel.
+        """
+        Message, programs = self.code.credit.Message, self.code.programs
+        tiles = self.code.workspace.channels(self.size, False).tiles
+        chunk = 2 * tiles * self.code.shape.threads
+        count = self.code.workspace.DEPTH * chunk
+        src, dst = self.random.sample(range(self.size), 2)
+        arrays, words = self.inputs(count)
+        taken = Message(src, self.map("output", 8 * count)[dst], 8 * count)
+        self.expect(taken.address, words[src])
+        sent = Message(dst, arrays[src], 8 * count)
+        sends = self.code.transfer.bind(self.ends[src], [sent], [])
+        receives = self.code.transfer.bind(self.ends[dst], [], [taken])
+        self.streams[src].append(sends)
+        self.launch(src, programs.put_one_signal, 1, self.contexts[src], dst)
+        self.launch(dst, programs.wait_for_signal, 1, self.contexts[dst], src)
+        self.streams[dst].append(receives)
+
     def above(self, count):
         """Add messages to all ranks, of which the first count does not fit.
 

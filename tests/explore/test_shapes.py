@@ -227,3 +227,15 @@ def test_counts_above_the_capacity_send_nothing_and_fail_on_all_ranks(ranks):
     for edit in (UNCOMPARED, UNREPORTED)[: ranks - 1]:
         code = device_code(IMPATIENT, edit, shape=shape)
         breaks(scenario(code), ranks, shape=shape)
+
+
+@each_size
+def test_a_sender_fills_all_slots_without_its_receiver(ranks):
+    def scenario(machine):
+        world = World(machine, device_code(), blocks=2 * (ranks - 1))
+        for _ in range(2):
+            world.ahead()
+        world.run()
+
+    scenario.blocks = blocks_of_messages
+    holds(scenario, ranks, 10)
