@@ -106,7 +106,7 @@ def tree():
 
 
 def test_what_becomes_of_mutants(tree, monkeypatch):
-    """One that tests notice, one they do not, and one with which no test ends."""
+    """Tests notice one, do not notice one, never end with one, and crash with one."""
     monkeypatch.setattr(trees, "STUCK", 3)
     nearest = object.__new__(Nearest)
     nearest.root = ROOT
@@ -114,15 +114,18 @@ def test_what_becomes_of_mutants(tree, monkeypatch):
     killed = BELOW._replace(tests=tests)
     same = killed._replace(name="same", new=f"{BELOW.old}  # as before")
     endless = killed._replace(name="endless", old="distance *= 2", new="pass")
+    crash = endless._replace(name="crash", new="__import__('os').abort()")
     gone = killed._replace(name="gone", old="what nobody has written")
     found = [
         mutants.judged("host", mutant, nearest, tree, every=False)
-        for mutant in (killed, same, endless, gone)
+        for mutant in (killed, same, endless, crash, gone)
     ]
-    assert [each.outcome for each in found] == ["killed", "lived", "killed", "gone"]
+    outcomes = ["killed", "lived", "killed", "killed", "gone"]
+    assert [each.outcome for each in found] == outcomes
     assert "test_every_rank_has_one_parent_and_few_children[3]" in found[0].why
     assert found[1].ran > 10
     assert found[2].why == "no test ends"
+    assert found[3].why.startswith("pytest ends with -")
     assert (tree.tree / BELOW.file).read_text() == (ROOT / BELOW.file).read_text()
 
 

@@ -101,7 +101,8 @@ def _killer(run: Run) -> str:
         return "no test ends"
     if run.ended not in (0, None):
         lines = [line for line in run.output.splitlines() if line.startswith("E  ")]
-        return " ".join(["no test starts:", *lines[-1:]]).replace("\t", " ")[:120]
+        what = f"pytest ends with {run.ended}"
+        return " ".join([what, *lines[-1:]]).replace("\t", " ")[:120]
     return ""
 
 

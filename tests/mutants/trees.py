@@ -30,7 +30,7 @@ class Run(NamedTuple):
         outcomes: by test, ``passed``, ``failed`` or ``skipped``.
         seconds: by test, the processor time it took.
         calls: by test, the functions it called, if they were noted.
-        ended: the exit code; None: ended from here.
+        ended: the exit code, or minus a signal's number; None: ended from here.
         stuck: whether it was ended because no test had ended for long.
         spent: the processor time of all processes.
         output: what pytest printed.
@@ -146,9 +146,9 @@ class Tree:
             )
             try:
                 is_stuck, spent = _wait(job, watch, limit, stuck or STUCK)
+                ended = job.poll()
             finally:
                 _end(job)
-        ended = None if job.returncode is None or job.returncode < 0 else job.returncode
         output_text = log.read_text(errors="replace")
         log.unlink()
         return Run(*_read(watch), ended, is_stuck, spent, output_text)
