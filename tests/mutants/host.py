@@ -28,6 +28,7 @@ NEAREST = {
         "tests/ranks/operations/test_gaps.py",
     ),
     "postponed": (
+        "tests/host/test_mpi_postponed.py",
         "tests/host/test_guarded_order.py",
         "tests/ranks/mpi/test_mpi_flow.py",
         "tests/ranks/mpi/test_mpi_messages.py",
