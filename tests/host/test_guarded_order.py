@@ -37,7 +37,7 @@ class Driver:
     """
 
     def __init__(self, monkeypatch):
-        self.calls, self.failing = [], set()
+        self.calls, self.failing, self.capturing = [], set(), 0
         self._handles = itertools.count(FIRST)
         self._patch = monkeypatch
         monkeypatch.setattr(driver, "call", self.call)
@@ -55,7 +55,7 @@ class Driver:
             raise DriverError(f"{name} failed")
         if name.endswith(("EventCreate", "StreamCreate", "GetCtx")):
             return next(self._handles)
-        return {"cuStreamIsCapturing": 0}.get(name)
+        return {"cuStreamIsCapturing": self.capturing}.get(name)
 
     def function(self, name):
         def status_and_answer(*args):
@@ -166,6 +166,9 @@ def test_copies_are_enqueued_on_their_stream(gpu):
     gpu.calls.clear()
     assert not streams.spoil_capture(STREAM)
     assert gpu.names == ["cuStreamIsCapturing"]  # a query would spoil nothing
+    gpu.capturing = 1
+    assert streams.spoil_capture(STREAM)
+    assert gpu.names == ["cuStreamIsCapturing", "cuStreamQuery"]
 
 
 @orders("deferred.give_back")

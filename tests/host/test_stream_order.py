@@ -194,6 +194,12 @@ def test_after_a_failure_the_call_s_stream_follows_the_side_stream(
     monkeypatch.setattr(streams.driver, "call", call)
     side = streams.SideStream(2)
     side.follow(0xA0, 0)
+    _, event, followed = calls[0]
+    assert calls == [
+        ("cuEventRecord", event, followed),
+        ("cuStreamWaitEvent", side.stream, event, 0),
+    ]
+    assert followed == 0xA0
     calls.clear()
     with pytest.raises(ZeroDivisionError), side.joined(0xA0):
         raise ZeroDivisionError
