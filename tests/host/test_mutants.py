@@ -110,7 +110,7 @@ def test_what_becomes_of_mutants(tree, monkeypatch):
     monkeypatch.setattr(trees, "STUCK", 3)
     nearest = object.__new__(Nearest)
     nearest.root = ROOT
-    tests = ("tests/host/test_trees.py", "tests/host/test_trees.py::of_another_tree")
+    tests = ("tests/host/test_trees.py", "tests/host/test_trees.py::of_another_tree[3]")
     killed = BELOW._replace(tests=tests)
     same = killed._replace(name="same", new=f"{BELOW.old}  # as before")
     endless = killed._replace(name="endless", old="distance *= 2", new="pass")

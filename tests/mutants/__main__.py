@@ -82,8 +82,14 @@ def _run(tree: Tree, kind: str, tests: list[str], every: bool) -> Run:
     run = tree.run(kind, tests, *options, limit=LIMIT)
     if run.ended == UNKNOWN:  # other trees have other tests
         errors = [each for each in run.output.splitlines() if "not found: " in each]
-        there = [each for each in tests if not any(each in line for line in errors)]
-        if there != tests:
+        # It omits which of a function's tests there is not.
+        gone = {
+            test
+            for test in tests
+            if any(line.endswith(test.partition("[")[0]) for line in errors)
+        }
+        there = [test for test in tests if test not in gone]
+        if gone:
             return _run(tree, kind, there, every) if there else run._replace(ended=0)
     if run.failed:
         again = tree.run(kind, run.failed, *options, limit=LIMIT)
