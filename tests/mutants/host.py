@@ -11,11 +11,9 @@ NEAREST = {
     "heap": (
         "tests/host/test_heap.py",
         "tests/simulated/test_symmetric_bytes.py",
-        "tests/host/test_known_arrays.py",
-        "tests/host/test_reserve.py",
-        "tests/host/test_guarded_order.py",
-        "tests/host/test_peer_arrays.py",
         "tests/ranks/memory/test_memory.py",
+        "tests/ranks/memory/test_blocks.py",
+        "tests/ranks/mpi/test_mpi_shortcuts.py",
     ),
     "trees": (
         "tests/host/test_trees.py",
@@ -31,6 +29,7 @@ NEAREST = {
         "tests/host/test_mpi_postponed.py",
         "tests/host/test_guarded_order.py",
         "tests/ranks/mpi/test_mpi_flow.py",
+        "tests/ranks/mpi/test_mpi_receipts.py",
         "tests/ranks/mpi/test_mpi_messages.py",
     ),
     "buffers": (
