@@ -591,14 +591,14 @@ _MUTANTS = [
     Mutant(
         "packet_puts.1",
         "numba_symm/device/packet_puts.py",
-        ("k += lanes\n    return arrived"),
-        ("k += lanes\n    return True"),
+        ("_wipe(mailbox, k, epoch, lanes)\n    return arrived"),
+        ("_wipe(mailbox, k, epoch, lanes)\n    return True"),
     ),
     Mutant(
         "packet_puts.2",
         "numba_symm/device/packet_puts.py",
-        "0 < ((found - epoch) & 0xFFFFFFFF) < 0x80000000",
-        "found > epoch",
+        "0 < ((found - number) & 0xFFFFFFFF) < 0x80000000",
+        "found > number",
     ),
     Mutant("packet_puts.3", "numba_symm/device/packet_puts.py", "found != 0 and ", ""),
     Mutant(
