@@ -28,7 +28,14 @@ from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.overlap import Overlap
 from numba_symm.bench.product import Product, new_product
 from numba_symm.bench.progress import bar, hidden
-from numba_symm.bench.report import OverlapReport, Report, written, wrong_elements
+from numba_symm.bench.report import (
+    EagerReport,
+    OverlapReport,
+    Report,
+    WaysReport,
+    written,
+    wrong_elements,
+)
 from numba_symm.bench.shuffle import Shuffle
 from numba_symm.bench.streams import new_stream
 from numba_symm.bench.sweep import Sweep
@@ -163,6 +170,8 @@ class _Benchmark:
         asked, ranks = self._asked, self._ranks
         timer = Timer(ranks, self._stream, self._comm.barrier)
         sweep = Sweep(self._operation, asked, timer, ranks, contenders)
+        if asked.eager:
+            return self._rows(sweep, EagerReport())
         several = asked.algorithms if len(asked.algorithms) > 1 else ()
         names = [each.name for each in contenders[1:]]
         report = Report(self._operation, ranks.size, several, names)
@@ -192,7 +201,7 @@ class _Benchmark:
         )
         return self._rows(overlap, OverlapReport(product.name))
 
-    def _rows(self, sweep: Sweep, report: Report | OverlapReport) -> list[Any]:
+    def _rows(self, sweep: Sweep, report: Report | WaysReport) -> list[Any]:
         rows = []
         _say(self._ranks, *report.header())
         with bar(shown=self._ranks.rank == 0) as progress:
@@ -263,7 +272,8 @@ class _Benchmark:
     def _header(self, others: Sequence[Contender], missing: dict[str, str]) -> None:
         known = self._facts
         versions = ", ".join(f"{a} {b}" for a, b in known["versions"].items())
-        graphs = self._asked.replays if self._ours.captures else 0
+        captures = self._ours.captures and not self._asked.eager
+        graphs = self._asked.replays if captures else 0
         mode = f"CUDA graphs, {graphs} replays" if graphs else "eager"
         if graphs and not self._asked.overlap:
             mode += ", and eager"

@@ -79,8 +79,10 @@ def messages(array: Any) -> list[Any]:
 def sendrecv(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
 ) -> EnqueueOn:
-    """Return a call of our sendrecv."""
+    """Return a call of our sendrecv; its algorithm "group" is a group of both parts."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if algorithm == "group":
+        return _group(comm, messages(x), right, messages(out), left)
     if x.ndim == 1:
         return lambda stream: comm.sendrecv(
             x, dst=right, out=out, src=left, stream=stream
@@ -91,6 +93,18 @@ def sendrecv(
         with comm.group():
             for message, into in pairs:
                 comm.sendrecv(message, dst=right, out=into, src=left, stream=stream)
+
+    return call
+
+
+def _group(
+    comm: Communicator, sent: list[Any], right: int, received: list[Any], left: int
+) -> EnqueueOn:
+    def call(stream: int) -> None:
+        with comm.group():
+            for message, into in zip(sent, received, strict=True):
+                comm.send(message, dst=right, stream=stream)
+                comm.recv(into, src=left, stream=stream)
 
     return call
 

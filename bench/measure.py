@@ -64,6 +64,7 @@ class Lane:
         current: returns a context that makes a stream current.
         sent: bytes of a call between islands, of all ranks; None if not counted.
         launches: how kernels are launched, if that is known.
+        checked: whether it has results, which the benchmark checks.
     """
 
     column: str
@@ -77,6 +78,7 @@ class Lane:
     current: Callable[[int], AbstractContextManager[Any]]
     sent: int | None = None
     launches: Sequence[Launched] = ()
+    checked: bool = True
 
     def rotated(self, count: int) -> list[EnqueueOn]:
         """Return ``count`` calls that rotate through the buffers."""
@@ -139,18 +141,26 @@ class Timer:
         return float(max(self._ranks.allgather(done)))
 
     def eager(
-        self, lanes: Sequence[Lane], calls: int, warmups: int
-    ) -> list[tuple[Summary, Summary]]:
+        self,
+        lanes: Sequence[Lane],
+        calls: int,
+        warmups: int,
+        rounds: int = ROUNDS,
+        alone: bool = False,
+    ) -> list[dict[str, Summary]]:
         """Time eager calls.
 
         Args:
             lanes: the lanes, which are interleaved.
             calls: the most calls in a sample.
             warmups: untimed calls of each lane before.
+            rounds: the samples of each lane.
+            alone: whether calls are also timed one at a time.
 
         Returns:
-            For each lane the microseconds a call until it is enqueued and until it is
-            done, where several calls are enqueued back to back.
+            For each lane the microseconds a call: ``issue`` until it is enqueued and
+            ``done`` until it is done, where several calls are enqueued back to back,
+            and ``alone``, where the host waits for each call.
         """
         orders = []
         for lane in lanes:
@@ -158,14 +168,18 @@ class Timer:
             self._enqueue(lane, lane.rotated(min(warmups, count)))
             orders.append(lane.rotated(count))
         self._stream.synchronize()
-        samples = np.empty((2, len(lanes), ROUNDS))
-        for turn in range(ROUNDS):
+        kinds = ("issue", "done", "alone")[: 3 if alone else 2]
+        samples = np.empty((len(lanes), len(kinds), rounds))
+        for turn in range(rounds):
             for index, lane in enumerate(lanes):
                 self._ranks.Barrier()
-                samples[:, index, turn] = self._timed(lane, orders[index])
-        issue, done = self._slowest(samples)
+                samples[index, :2, turn] = self._timed(lane, orders[index])
+                if alone:
+                    self._ranks.Barrier()
+                    samples[index, 2, turn] = self._one_by_one(lane, orders[index])
         return [
-            (Summary.of(a), Summary.of(b)) for a, b in zip(issue, done, strict=True)
+            {kind: Summary.of(each) for kind, each in zip(kinds, times, strict=True)}
+            for times in self._slowest(samples)
         ]
 
     def capture(self, lane: Lane, count: int) -> Any:
@@ -206,6 +220,16 @@ class Timer:
             done = time.perf_counter()
         scale = 1e6 / len(calls)
         return (issued - start) * scale, (done - start) * scale
+
+    def _one_by_one(self, lane: Lane, calls: Sequence[EnqueueOn]) -> float:
+        """Return this rank's microseconds a call, with a wait after each."""
+        handle, wait = self._stream.handle, self._stream.synchronize
+        with lane.current(handle):
+            start = time.perf_counter()
+            for call in calls:
+                call(handle)
+                wait()
+            return (time.perf_counter() - start) * 1e6 / len(calls)
 
     def _slowest(self, samples: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         slowest: np.ndarray[Any, Any] = np.max(self._ranks.allgather(samples), axis=0)

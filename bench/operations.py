@@ -264,7 +264,7 @@ OPERATIONS = {
         expected=_lefts,
         plan=calls.sendrecv,
         call=calls.sendrecv,
-        algorithms=(),
+        algorithms=("sendrecv", "group"),
         apart=True,
         windowed=True,
     ),

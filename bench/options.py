@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from numba_symm import code_cache
-from numba_symm.bench.contenders import CONTENDERS
+from numba_symm.bench.contenders import CONTENDERS, EAGER
 from numba_symm.bench.operations import (
     NO_REDUCTION,
     OPERATIONS,
@@ -26,6 +26,9 @@ numba-symm run -n 4 -m numba_symm.bench all_reduce -e 1G"""
 
 MODULE = "python -m numba_symm.bench"
 """The benchmark's name in its usage, unless ``numba-symm bench`` starts it."""
+
+EAGER_CALLS = 200
+"""The default of ``-n`` with ``--eager``."""
 
 UNUSED = {
     "cold": ("-f", "-i", "-o", "-n", "-w", "-G", "--against", "--algorithm"),
@@ -190,7 +193,8 @@ def _add_repetitions(parser: argparse.ArgumentParser) -> None:
         type=at_least(1),
         default=20,
         help="the least calls in a graph and the most in an eager sample; both are "
-        "smaller if so many calls take more than 4 ms (default %(default)s)",
+        "smaller if so many calls take more than 4 ms (default %(default)s; with "
+        f"--eager: {EAGER_CALLS})",
     )
     add(
         "-w",
@@ -206,7 +210,8 @@ def _add_repetitions(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=at_least(0),
         default=20,
-        help="timed replays of each graph; 0: eager calls only (default %(default)s)",
+        help="timed replays of each graph, 0: eager calls only; with --eager: samples "
+        "of each row (default %(default)s)",
     )
     add(
         "-c",
@@ -227,7 +232,7 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         type=_names(CONTENDERS),
         default="mpi" if SIMULATED else "nccl,nccl-symm,torch",
         help=f"contenders: some of {', '.join(CONTENDERS)}, or all "
-        "(default %(default)s)",
+        f"(default %(default)s; with --eager on GPUs: {EAGER})",
     )
     parser.set_defaults(algorithms=())
     if operation.algorithms:
@@ -252,6 +257,12 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         help="divide each node into islands of at most N ranks, and count the bytes "
         "between islands; there, NCCL uses its network transport, as the engine and "
         "as a contender",
+    )
+    add(
+        "--eager",
+        action="store_true",
+        help="time calls as a program makes them, without graphs: until a call is "
+        "enqueued, until many are done, and one at a time with a wait for each",
     )
     add(
         "--overlap",
@@ -306,6 +317,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error("--shuffle records no measurements; omit --json and --plot")
     if options.window > 1 and (options.shuffle or options.cold):
         parser.error("--shuffle and --cold make single calls; omit --window")
+    if options.eager:
+        _complete_eager(parser, options)
     if options.overlap:
         _complete_overlap(parser, options)
     elif options.leave:
@@ -342,6 +355,19 @@ def _types(operation: BenchOperation, options: argparse.Namespace) -> tuple[str,
 def torch_multiplies() -> bool:
     """Return whether the product beside the calls is torch's."""
     return not SIMULATED and importlib.util.find_spec("torch") is not None
+
+
+def _complete_eager(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> None:
+    if options.shuffle or options.cold or options.overlap or options.plot:
+        parser.error("omit --shuffle, --cold, --overlap and --plot with --eager")
+    if not options.replays:
+        parser.error("--eager takes samples; pass -G 1 or more")
+    if "-n" not in options.given:
+        options.calls = EAGER_CALLS
+    if "--against" not in options.given and not SIMULATED:
+        options.against = tuple(EAGER.split(","))
 
 
 def _complete_overlap(

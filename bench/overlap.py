@@ -149,7 +149,7 @@ class Overlap(Sweep):
         results: Sequence[Any],
     ) -> int | None:
         """Return the wrong elements of both results, after both ran together."""
-        if not self._options.check:
+        if not (self._options.check and lane.checked):
             return None
         graph, repeated = pair
         with ExitStack() as open_graphs:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from numba_symm.bench.contenders import PARTS
 from numba_symm.bench.contenders.ours import NAME
 from numba_symm.bench.operations import BenchOperation
 from numba_symm.bench.traffic import needed
@@ -89,6 +90,7 @@ class Report:
         self._bus = operation.bus(ranks)
         self._algorithms = list(algorithms)
         self._contenders = list(contenders)
+        self._rivals = [name for name in contenders if name not in PARTS]
         self._places = (False, True) if operation.in_place_too else (False,)
         widths = [10, 9, 9, 7, *(max(9, len(name) + 2) for name in algorithms)]
         for name in contenders:
@@ -121,7 +123,7 @@ class Report:
                 cells += self._timed(best(records, column, in_place))[:1]
             for column in self._contenders:
                 cells += self._timed(best(records, column, in_place))
-            found = ratio(records, self._contenders, in_place)
+            found = ratio(records, self._rivals, in_place)
             cells.append(NOTHING if found is None else f"{found:.2f}")
         return self._line(" ", cells)
 
@@ -282,9 +284,9 @@ class Report:
         small = [records for records in rows if records[0]["bytes"] <= SMALL]
         if 0 < len(small) < len(rows):
             groups["up to 4M"] = small
-        choices = {name: [name] for name in self._contenders}
+        choices = {name: [name] for name in self._rivals}
         if len(choices) > 1:
-            choices["the best"] = self._contenders
+            choices["the best"] = self._rivals
         for in_place, (title, group) in itertools.product(self._places, groups.items()):
             found = {
                 name: _mean_ratio(group, chosen, in_place)
@@ -296,7 +298,64 @@ class Report:
                 yield f"# Contender's time / ours, geometric mean, {what}"
 
 
-class OverlapReport:
+class WaysReport:
+    """Formats a run in which each way of a contender has a line of its own."""
+
+    _WIDTHS: tuple[int, ...]
+    _TIMED: str
+    """A time that the records of measured ways have."""
+
+    def header(self) -> list[str]:
+        """Return the lines above the rows."""
+        raise NotImplementedError
+
+    def row(self, records: Sequence[Record]) -> str:
+        """Return the lines of one message, one for each way of a contender."""
+        return "\n".join(self._one(each) for each in records if self._TIMED in each)
+
+    def _one(self, record: Record) -> str:
+        name = label(record["column"], record["way"])
+        name += ", in place" * record["in_place"]
+        head = [*_message(record), record["type"], record["op"], name]
+        wrong = "N/A" if record["wrong"] is None else str(record["wrong"])
+        return self._line(" ", [*head, *self._times(record), wrong])
+
+    def _times(self, record: Record) -> list[str]:
+        """Return the cells between a way's name and its wrong elements."""
+        raise NotImplementedError
+
+    def _line(self, first: str, cells: Sequence[str]) -> str:
+        pairs = zip(cells, self._WIDTHS, strict=True)
+        return (first + "".join(cell.rjust(width) for cell, width in pairs)).rstrip()
+
+    def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
+        """Return the lines below the rows: wrong elements, and what was skipped."""
+        return [verdict(rows), *_skipped(rows)]
+
+
+class EagerReport(WaysReport):
+    """Formats a run of ``--eager`` as text."""
+
+    _WIDTHS = (12, 12, 9, 7, 30, 12, 12, 12, 8)
+    _TIMED = "alone"
+
+    def header(self) -> list[str]:
+        """Return the lines above the rows."""
+        names = ["size", "count", "type", "redop", "contender", "enqueued"]
+        under = ["(B)", "(elements)", "", "", "", *["(us)"] * 3, ""]
+        return [
+            "# Eager calls, microseconds each: many until they are enqueued, many",
+            "# until all are done, and one at a time, with a wait for each",
+            self._line("#", [*names, "done", "alone", "#wrong"]),
+            self._line("#", under),
+        ]
+
+    def _times(self, record: Record) -> list[str]:
+        kinds = ("issue", "done", "alone")
+        return [_number(record[each]["median"]) for each in kinds]
+
+
+class OverlapReport(WaysReport):
     """Formats a run of ``--overlap`` as text.
 
     Args:
@@ -304,6 +363,7 @@ class OverlapReport:
     """
 
     _WIDTHS = (12, 12, 9, 7, 30, 7, 10, 12, 12, 12, 13, 8)
+    _TIMED = "both"
 
     def __init__(self, product: str):
         self._product = product
@@ -322,40 +382,26 @@ class OverlapReport:
             self._line("#", [*under, "", ""]),
         ]
 
-    def row(self, records: Sequence[Record]) -> str:
-        """Return the lines of one message, one for each way of a contender."""
-        return "\n".join(self._one(each) for each in records if "both" in each)
-
-    def _one(self, record: Record) -> str:
-        name = label(record["column"], record["way"])
-        name += ", in place" * record["in_place"]
-        cells = [*_message(record), record["type"], record["op"]]
-        cells += [name, str(record["calls"]), str(record["products"])]
-        cells += [
-            f"{record[each]['median']:.1f}"
-            for each in ("collective", "product", "both")
-        ]
-        wrong = "N/A" if record["wrong"] is None else str(record["wrong"])
-        return self._line(" ", [*cells, f"{record['both_by_longer']:.3f}", wrong])
-
-    def _line(self, first: str, cells: Sequence[str]) -> str:
-        pairs = zip(cells, self._WIDTHS, strict=True)
-        return (first + "".join(cell.rjust(width) for cell, width in pairs)).rstrip()
+    def _times(self, record: Record) -> list[str]:
+        kinds = ("collective", "product", "both")
+        times = [f"{record[each]['median']:.1f}" for each in kinds]
+        counts = [str(record["calls"]), str(record["products"])]
+        return [*counts, *times, f"{record['both_by_longer']:.3f}"]
 
     def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the lines below the rows: wrong elements, means, skipped."""
-        lines = [verdict(rows)]
+        head, *skipped = super().footer(rows)
         ratios: dict[str, list[float]] = defaultdict(list)
         for each in itertools.chain(*rows):
             if "both" in each:
                 name = label(each["column"], each["way"])
                 place = ", in place" * each["in_place"]
                 ratios[name + place].append(each["both_by_longer"])
-        lines += [
+        means = [
             f"# Both / the longer, geometric mean, {name}: {_mean(found):.3f}"
             for name, found in ratios.items()
         ]
-        return [*lines, *_skipped(rows)]
+        return [head, *means, *skipped]
 
 
 def wrong_elements(rows: Iterable[Iterable[Record]]) -> int:

@@ -123,13 +123,15 @@ class Sweep:
         lanes, records = self._lanes(row)
         for lane in lanes:
             fill(lane, inputs)
-        timings = self._timer.eager(lanes, self._options.calls, self._options.warmups)
-        for lane, (issue, done) in zip(lanes, timings, strict=True):
+        asked = self._options
+        rounds = (asked.replays, True) if asked.eager else ()
+        timings = self._timer.eager(lanes, asked.calls, asked.warmups, *rounds)
+        for lane, times in zip(lanes, timings, strict=True):
             record = record_of(row, lane)
-            record |= {"issue": asdict(issue), "done": asdict(done)}
+            record |= {kind: asdict(summary) for kind, summary in times.items()}
             record["wrong"] = self._wrong_eager(lane, inputs, results)
             records.append(record)
-        if self._options.replays:
+        if asked.replays and not asked.eager:
             captured = [
                 (lane, record)
                 for lane, record in zip(lanes, records[-len(lanes) :], strict=True)
@@ -181,7 +183,7 @@ class Sweep:
         lanes: list[Lane] = []
         skipped: list[Measurement] = []
         for contender in self._contenders:
-            both = self._operation.in_place_too
+            both = self._operation.in_place_too and not self._options.eager
             for in_place in (False, True) if both else (False,):
                 found = self._ways(row, contender, in_place)
                 lanes += found[0]
@@ -234,6 +236,7 @@ class Sweep:
                 outputs=targets,
                 current=contender.current,
                 launches=way.launches,
+                checked=way.checked,
             )
             lanes.append(self._tried_once(lane, contender))
         return lanes, refused
@@ -259,7 +262,7 @@ class Sweep:
     def _wrong_eager(
         self, lane: Lane, inputs: Sequence[Tiled], results: Sequence[list[Tiled]]
     ) -> int | None:
-        if not self._options.check:
+        if not (self._options.check and lane.checked):
             return None
         fill(lane, inputs)
         self._timer.once(lane)
@@ -273,7 +276,7 @@ class Sweep:
         results: Sequence[list[Tiled]],
     ) -> int | None:
         """Return the number of wrong elements after a replay of the timed graph."""
-        if not self._options.check:
+        if not (self._options.check and lane.checked):
             return None
         if not lane.output_only:
             fill(lane, inputs)

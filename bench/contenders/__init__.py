@@ -20,11 +20,21 @@ from numba_symm.environment import SIMULATED
 
 CONTENDERS = {
     "nccl": "nccl",
+    "nccl-cupy": "nccl_cupy",
     "nccl-symm": "nccl_symm",
     "torch": "torch",
     "mpi": "mpi",
+    "on-torch": "on_torch",
+    "on-cupy": "on_cupy",
+    "launch": "launch",
 }
 """The modules of this package, by their names in ``--against``."""
+
+PARTS = ("on-torch", "on-cupy", "launch")
+"""Those that show what a part of our calls costs; no ratio compares us with them."""
+
+EAGER = "nccl-cupy,nccl,torch,on-torch,on-cupy,launch"
+"""The default of ``--against`` with ``--eager``, on GPUs."""
 
 
 Launched = dict[str, Any]
@@ -46,12 +56,14 @@ class Way:
         in_place: whether it works on its output array alone, which holds the input.
         eager: whether it is left out of graphs.
         launches: how kernels are launched, if that is known: as in the JSON file.
+        checked: whether it has results, which the benchmark checks.
     """
 
     call: EnqueueOn
     in_place: bool = False
     eager: bool = False
     launches: Sequence[Launched] = ()
+    checked: bool = True
 
 
 Ways = dict[str, Way | str]

@@ -11,11 +11,13 @@ import numba_symm as ns
 from numba_symm import streams
 from numba_symm.bench import __main__ as bench
 from numba_symm.bench import host
+from numba_symm.bench.contenders import CONTENDERS
 from numba_symm.bench.operations import REDUCTIONS, TYPES
 from numba_symm.bench.streams import new_stream
 from numba_symm.kernels import bound
 
-NAMES = {"nccl", "nccl-symm", "torch", "mpi"}
+NAMES = {"nccl", "nccl-cupy", "nccl-symm", "torch", "mpi"}
+AGAINST = f"--against {','.join(sorted(NAMES))}"
 
 
 @pytest.fixture
@@ -23,8 +25,8 @@ def measured(world, tmp_path):
     """Return a function that runs the benchmark; it returns exit code and record."""
     file = world.bcast(tmp_path) / "r.json"
 
-    def run(*words):
-        code = bench.main(["all_reduce", *map(str, words), "--json", str(file)])
+    def run(*words, operation="all_reduce"):
+        code = bench.main([operation, *map(str, words), "--json", str(file)])
         return code, world.bcast(
             json.loads(file.read_text()) if world.rank == 0 else None
         )
@@ -37,7 +39,7 @@ def records(found):
 
 
 def test_graphs_and_eager_calls_of_everybody_are_right(world, measured):
-    words = "-b 1K -e 4M -f 64 -n 5 -w 2 -G 3 --against all --algorithm all"
+    words = f"-b 1K -e 4M -f 64 -n 5 -w 2 -G 3 {AGAINST} --algorithm all"
     code, found = measured(*words.split())
     assert code == 0
     most = cuda.get_current_device().MULTIPROCESSOR_COUNT
@@ -54,6 +56,22 @@ def test_graphs_and_eager_calls_of_everybody_are_right(world, measured):
             for launch in record["launches"]:
                 occupied = launch["multiprocessors"]
                 assert 0 < occupied <= min(launch["blocks"], most)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "sendrecv"])
+def test_eager_calls_are_timed_beside_those_of_everybody(world, measured, name):
+    """Also ours on arrays of torch and CuPy. A launch has no result."""
+    words = "-b 1K -e 1M -f 1024 -n 5 -w 2 -G 3 --eager --against all"
+    more = ["--algorithm", "all"] if name == "sendrecv" else []
+    code, found = measured(*words.split(), *more, operation=name)
+    assert code == 0
+    assert {*found["contenders"], *found["missing"]} == {*CONTENDERS, "numba_symm"}
+    seen = {each["column"] for each in records(found)}
+    assert seen >= {"numba_symm", "launch"} | ({"group"} if more else set())
+    for record in records(found):
+        assert record["wrong"] == (None if record["column"] == "launch" else 0)
+        assert 0 < record["issue"]["median"] <= record["done"]["median"]
+        assert record["alone"]["min"] > 0
 
 
 def test_a_graph_lists_the_kernels_that_our_plan_launches(world):
@@ -97,7 +115,7 @@ def test_without_graphs_there_are_eager_times(measured):
 def test_calls_beside_a_product_are_right(measured, more):
     if more:
         pytest.importorskip("torch")
-    words = f"-b 64K -e 16M -f 256 -G 3 --against all --overlap {more}"
+    words = f"-b 64K -e 16M -f 256 -G 3 {AGAINST} --overlap {more}"
     code, found = measured(*words.split())
     assert code == 0
     assert ("leaves 16 multiproc" in found["facts"]["product"]) == bool(more)

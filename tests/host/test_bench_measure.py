@@ -127,12 +127,28 @@ def test_eager_calls_of_lanes_are_interleaved(monkeypatch):
     lanes = [
         lane([lambda handle, name=name: order.append((name, handle))]) for name in "ab"
     ]
-    found = timer.eager(lanes, calls=3, warmups=0)
-    timed = order[-6 * measure.ROUNDS :]
-    assert timed == ([("a", 77)] * 3 + [("b", 77)] * 3) * measure.ROUNDS
-    for issue, done in found:  # each reading of the clock advances it by 1
-        assert issue.median == pytest.approx(1 / 3)
-        assert done.median == pytest.approx(2 / 3)
+    for alone in (False, True):
+        found = timer.eager(lanes, calls=3, warmups=0, alone=alone)
+        timed = ([("a", 77)] * 3, [("b", 77)] * 3)
+        wanted = [each for each in timed for _ in range(1 + alone)] * measure.ROUNDS
+        wanted = list(itertools.chain(*wanted))
+        assert order[-len(wanted) :] == wanted
+        for times in found:  # each reading of the clock advances it by 1
+            assert times["issue"].median == pytest.approx(1 / 3)
+            assert times["done"].median == pytest.approx(2 / 3)
+            assert ("alone" in times) == alone
+
+
+def test_calls_one_at_a_time_are_waited_for_one_by_one():
+    order = []
+    stream = Stream()
+    stream.synchronize = lambda: order.append("wait")
+    timer = Timer(Alone(), stream, lambda handle: None)
+    (times,) = timer.eager(
+        [lane([lambda handle: order.append("call")])], 2, 0, rounds=1, alone=True
+    )
+    assert order[-4:] == ["call", "wait"] * 2
+    assert times["alone"].median > 0
 
 
 class Library:

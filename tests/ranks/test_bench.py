@@ -141,6 +141,29 @@ def test_each_algorithm_has_a_column_and_may_refuse_a_type(world, shown):
 
 
 @on_few_numbers
+@pytest.mark.parametrize("name", ["all_reduce", "sendrecv"])
+def test_eager_calls_are_timed_in_three_ways(name, world, folder, shown):
+    file = folder / "r.json"
+    words = ["-b", 64, "-e", 64, *SMALL[:4], "-G", 2, "--eager", "--json", file]
+    words += ["--algorithm", "sendrecv,group"] if name == "sendrecv" else []
+    assert bench.main([name, *map(str, words)]) == 0
+    (text, *_) = shown()
+    found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
+    (records,) = found["rows"]
+    columns = ["numba_symm", "numba_symm", "mpi"]
+    columns[2:2] = ["sendrecv", "group"] if name == "sendrecv" else []
+    assert [each["column"] for each in records] == columns
+    lines = [line for line in text.out.splitlines() if line.startswith(" ")]
+    for record, line in zip(records, lines, strict=True):
+        assert (record["wrong"], record["in_place"]) == (0, False)
+        assert "graph" not in record
+        times = [record[each]["median"] for each in ("issue", "done", "alone")]
+        assert all(each > 0 for each in times)
+        shown_times = [float(each) for each in line.split()[-4:-1]]
+        assert shown_times == pytest.approx(times, rel=0.01)
+
+
+@on_few_numbers
 def test_a_window_of_messages_is_right(world, shown):
     words = ["sendrecv", "-b", 64, "-e", 64, *SMALL, "--window", 3]
     assert bench.main([*map(str, words)]) == 0
