@@ -2,6 +2,7 @@
 # make test     every test, under mpirun where a test needs ranks
 # make mutants  which changes of the product tests notice; K=heap: those named so
 # make check    lint, format, types
+# make gpu      tests and times on one or two GPUs, in ten minutes, against NCCL's
 # make pages    what the pages show of programs, recorded runs and the code
 # make docs     the site, into build/site; it begins at docs/index.html
 # make clean    remove what these made
@@ -24,7 +25,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 ALSO_dev := $(VENV)/test.installed # dev has all that test has
 
-.PHONY: demo test mutants check pages docs clean
+.PHONY: demo test mutants check gpu pages docs clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
@@ -40,6 +41,11 @@ check: $(VENV)/dev.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict -p numba_symm
+
+# A PYTHON that is passed has the packages: `make gpu PYTHON=python3` installs nothing.
+OWN := $(if $(filter file,$(origin PYTHON)),1)
+gpu: $(if $(OWN),$(VENV)/test.installed)
+	$(if $(OWN),$(BIN)/python,$(PYTHON)) -m tests.gpu_check $(GPU)
 
 pages: $(VENV)/test.installed
 	$(BIN)/python docs/pages.py

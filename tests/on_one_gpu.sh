@@ -6,10 +6,13 @@
 # Starts MPS and ends it. Prints a line for each job, and the failures of a job that
 # failed; LOGS gets a folder for each job, with a file for each rank (rank.py). A job is
 # killed after SECONDS (600). A job ends at its first failure, so it is then started
-# again without that test, at most twice. The exit code is the number of jobs that failed.
+# again without that test, at most twice. The exit code is the number of jobs that failed
+# or did not start, because LATEST seconds had passed.
+#
+# MPS=0: each rank has a GPU of its own. TOGETHER: how many jobs at a time.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-logs=$1 ranks=${2:-2} seconds=${3:-600} together=5
+logs=$1 ranks=${2:-2} seconds=${3:-600} together=${TOGETHER:-5}
 shift $(($# < 3 ? $# : 3))
 paths=("$@")
 (($#)) || paths=(tests/ranks/*/ tests/ranks/test_*.py tests/gpu/test_*.py)
@@ -18,20 +21,28 @@ paths=("${paths[@]%/}")
 alone=(tests/ranks/communicators/test_leftovers.py tests/gpu/test_gpu_memory.py)
 
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTEST_DISABLE_PLUGIN_AUTOLOAD=1
-export NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1 CUDA_DEVICE_MAX_CONNECTIONS=8
-# All kernels that wait must fit on the GPU together: here, on 120 multiprocessors.
-export NUMBA_SYMM_MULTIPROCESSORS=$((120 / together / ranks))
-export CUDA_MPS_PIPE_DIRECTORY=$logs/mps CUDA_MPS_LOG_DIRECTORY=$logs/mps-log
-mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
-nvidia-cuda-mps-control -d
-trap 'echo quit | nvidia-cuda-mps-control' EXIT
+if [[ ${MPS:-1} == 1 ]]; then
+  export NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1 CUDA_DEVICE_MAX_CONNECTIONS=8
+  # All kernels that wait must fit on the GPU together: here, on 120 multiprocessors.
+  export NUMBA_SYMM_MULTIPROCESSORS=$((120 / together / ranks))
+  export CUDA_MPS_PIPE_DIRECTORY=$logs/mps CUDA_MPS_LOG_DIRECTORY=$logs/mps-log
+  mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
+  nvidia-cuda-mps-control -d
+  trap 'echo quit | nvidia-cuda-mps-control' EXIT
+fi
 
 job() { # NAME PYTEST-ARGUMENTS...
   local name=$1 folder=$logs/$1 began=$SECONDS test
+  local allowed=$seconds left=$((${LATEST:-86400} - SECONDS))
   shift
+  if ((left < 30)); then
+    echo "$name: not run, no time is left"
+    return 1
+  fi
+  ((left < allowed)) && allowed=$left
   mkdir -p "$folder"
-  timeout -k 10 "$seconds" "${PYTHON:-python3}" -m numba_symm.command.cli run \
-    -n "$ranks" tests/rank.py "$folder" $((seconds - 20)) -vs --no-header \
+  timeout -k 10 "$allowed" "${PYTHON:-python3}" -m numba_symm.command.cli run \
+    -n "$ranks" tests/rank.py "$folder" $((allowed - 20)) -vs --no-header \
     --no-summary -pno:cacheprovider -pno:faulthandler "$@" \
     > "$folder/mpirun.txt" 2>&1 < /dev/null
   local code=$?
