@@ -13,8 +13,9 @@ synchronization.
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -23,13 +24,26 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm import arrays, mpi, streams
 from numba_symm.bench import facts, options
-from numba_symm.bench.host import HostRow, add_samples, sampled
 from numba_symm.environment import SIMULATED
 from numba_symm.mpi import buffers
 
 OURS, SPELLED, STAGED = "ours", "mpi4py's spelling", "through the host"
 REQUESTS, PREPARED = "with requests", "with persistent ones"
 PARTS = "copy to a room", "envelope", "copy from a room"
+
+
+class BlockingWay(NamedTuple):
+    """One way to make a call, and its words."""
+
+    name: str
+    call: Callable[[], object]
+
+    def time(self, count: int) -> float:
+        """Make so many calls; return the microseconds of each."""
+        start = time.perf_counter()
+        for _ in range(count):
+            self.call()
+        return (time.perf_counter() - start) * 1e6 / count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for nbytes in asked.bytes:
         for name, ways in (("all_reduce", _reduced), ("sendrecv", _passed)):
             rows = ways(spelled, nbytes)
-            times = sampled(rows, comm, spelled.host, asked, None)
-            for row, time in zip(rows, times, strict=True):
-                words = f"{name:12}{nbytes:10} {row.name:20}{time:9.2f}"
+            times = _sampled(rows, spelled, asked)
+            for row, took in zip(rows, times, strict=True):
+                words = f"{name:12}{nbytes:10} {row.name:20}{took:9.2f}"
                 if comm.rank == 0:
-                    print(f"{words} {time / times[0]:8.2f}", flush=True)
+                    print(f"{words} {took / times[0]:8.2f}", flush=True)
     spelled.Free()
     return 0
 
@@ -69,8 +83,28 @@ def _parser() -> argparse.ArgumentParser:
         default=[8192, 1 << 20],
         help="of the messages (default 8K 1M)",
     )
-    add_samples(parser)
+    calls, samples = (2, 2) if SIMULATED else (50, 40)
+    number: dict[str, Any] = {"metavar": "N", "type": options.at_least(1)}
+    of = "of each sample (default %(default)s)"
+    parser.add_argument("--calls", default=calls, help=of, **number)
+    of = "of each row (default %(default)s)"
+    parser.add_argument("--samples", default=samples, help=of, **number)
     return parser
+
+
+def _sampled(
+    ways: Sequence[BlockingWay], spelled: Any, asked: argparse.Namespace
+) -> np.ndarray[Any, Any]:
+    """Return the median microseconds of each way, of the slowest rank. Collective."""
+    samples = np.empty((len(ways), asked.samples))
+    for index in range(-1, asked.samples):  # the first one warms up
+        for way, one in zip(ways, samples, strict=True):
+            spelled.host.Barrier()
+            one[index] = way.time(asked.calls)
+            spelled.communicator.synchronize()
+    medians = spelled.host.allgather(np.median(samples, axis=1))
+    slowest: np.ndarray[Any, Any] = np.max(medians, axis=0)
+    return slowest
 
 
 def _arrays(comm: ns.Communicator, nbytes: int) -> tuple[Any, ...]:
@@ -80,65 +114,69 @@ def _arrays(comm: ns.Communicator, nbytes: int) -> tuple[Any, ...]:
     return x, y, *(cuda.pinned_array(count, np.float32) for _ in range(2))
 
 
-def _reduced(spelled: Any, nbytes: int) -> list[HostRow]:
+def _reduced(spelled: Any, nbytes: int) -> list[BlockingWay]:
     """Return the ways of an all-reduce. Collective."""
     comm: ns.Communicator = spelled.communicator
     x, y, sent, received = _arrays(comm, nbytes)
 
-    def ours(handle: int | None) -> None:
+    def ours() -> None:
         comm.all_reduce(x, out=y)
         comm.synchronize()
 
-    def called(handle: int | None) -> None:
+    def called() -> None:
         spelled.Allreduce(x, y)
 
-    def staged(handle: int | None) -> None:
+    def staged() -> None:
         x.copy_to_host(sent)
         spelled.host.Allreduce(sent, received)
         y.copy_to_device(received)
 
-    return [HostRow(OURS, ours), HostRow(SPELLED, called), HostRow(STAGED, staged)]
+    return [
+        BlockingWay(OURS, ours),
+        BlockingWay(SPELLED, called),
+        BlockingWay(STAGED, staged),
+    ]
 
 
-def _passed(spelled: Any, nbytes: int) -> list[HostRow]:
+def _passed(spelled: Any, nbytes: int) -> list[BlockingWay]:
     """Return the ways of a message around all ranks. Collective."""
     comm: ns.Communicator = spelled.communicator
     x, y, sent, received = _arrays(comm, nbytes)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
-    def ours(handle: int | None) -> None:
+    def ours() -> None:
         comm.sendrecv(x, dst=right, src=left, out=y)
         comm.synchronize()
 
-    def called(handle: int | None) -> None:
+    def called() -> None:
         spelled.Sendrecv(x, right, 0, y, left)
 
-    def staged(handle: int | None) -> None:
+    def staged() -> None:
         x.copy_to_host(sent)
         spelled.host.Sendrecv(sent, right, 0, received, left)
         y.copy_to_device(received)
 
-    def requested(handle: int | None) -> None:
+    def requested() -> None:
         requests = [spelled.Irecv(y, left, 1), spelled.Isend(x, right, 1)]
         mpi.Request.Waitall(requests)
 
     prepared = [spelled.Recv_init(y, left, 2), spelled.Send_init(x, right, 2)]
 
-    def started(handle: int | None) -> None:
+    def started() -> None:
         mpi.Prequest.Startall(prepared)
         mpi.Request.Waitall(prepared)
 
     return [
-        HostRow(OURS, ours),
-        HostRow(SPELLED, called),
-        HostRow(REQUESTS, requested),
-        HostRow(PREPARED, started),
-        HostRow(STAGED, staged),
+        BlockingWay(OURS, ours),
+        BlockingWay(SPELLED, called),
+        BlockingWay(REQUESTS, requested),
+        BlockingWay(PREPARED, started),
+        BlockingWay(STAGED, staged),
         *_parts(spelled, x, y, left),
     ]
 
 
-def _parts(spelled: Any, x: Any, y: Any, left: int) -> list[HostRow]:
+def _parts(spelled: Any, x: Any, y: Any, left: int) -> list[BlockingWay]:
     """Return what a message costs without the host's other work. Collective.
 
     Between islands, nothing, because no rank reads a GPU of another island.
@@ -152,21 +190,22 @@ def _parts(spelled: Any, x: Any, y: Any, left: int) -> list[HostRow]:
     copies, into = spelled.post.copies, buffers.message(y)
     here, there = (arrays.view(array, "x").address for array in (x, theirs))
 
-    def copied(handle: int | None) -> None:
+    def copied() -> None:
         streams.copy(into.address, here, into.nbytes, streams.LEGACY_DEFAULT)
         if not SIMULATED:
             streams.synchronize(streams.LEGACY_DEFAULT)
 
-    def exchanged(handle: int | None) -> None:
+    def exchanged() -> None:
         spelled.host.Sendrecv(envelope, right, 0, room, left)
 
-    def fetched(handle: int | None) -> None:
+    def fetched() -> None:
         done = copies.begin(into, there, into.nbytes, theirs, None)
         done.synchronize()
         copies.reuse(done)
 
     return [
-        HostRow(*each) for each in zip(PARTS, (copied, exchanged, fetched), strict=True)
+        BlockingWay(*each)
+        for each in zip(PARTS, (copied, exchanged, fetched), strict=True)
     ]
 
 

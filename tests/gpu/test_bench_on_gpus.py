@@ -10,7 +10,6 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm import streams
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import host
 from numba_symm.bench.contenders import CONTENDERS
 from numba_symm.bench.operations import REDUCTIONS, TYPES
 from numba_symm.bench.streams import new_stream
@@ -138,14 +137,6 @@ def test_first_calls_are_right(measured):
 def test_shuffled_calls_are_right():
     words = "all_reduce --shuffle 300 -b 1 -e 3M --seed 4"
     assert bench.main(words.split()) == 0
-
-
-def test_the_host_s_time_is_shown_for_what_is_installed(world, capfd):
-    assert host.main(["--calls", "3", "--samples", "2"]) == 0
-    if world.rank == 0:
-        shown = capfd.readouterr().out
-        for name in ("torch's arrays", "CuPy's arrays"):
-            assert (f"call, {name}" in shown) != (f"# {name}: missing" in shown)
 
 
 def test_a_capture_that_raises_is_ended(world):

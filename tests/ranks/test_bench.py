@@ -12,7 +12,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import blocking, host, overlap, tune
+from numba_symm.bench import blocking, overlap, tune
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.options import torch_multiplies
 from numba_symm.bench.soak_calls import CALLS, REPEATS, Client, SoakCall
@@ -351,25 +351,6 @@ def test_wrong_usage_is_shown_by_one_rank_and_exits_all_with_code_2(shown):
 
 
 @on_few_numbers
-def test_the_host_s_time_is_shown_for_each_kind_of_array(world, shown, monkeypatch):
-    monkeypatch.setattr("numba_symm.bench.contenders.SIMULATED", True)
-    assert host.main(["--calls", "1", "--samples", "1"]) == 0
-    first, *others = (text.out for text in shown())
-    assert not any(others)
-    for library in ("torch's kernel", "torch's arrays", "CuPy's arrays"):
-        assert f"# {library}: missing, needs GPUs" in first
-    *_, plan, call, numbas = first.splitlines()
-    assert plan.startswith(host.PLAN)
-    assert call.startswith(host.CALL)
-    assert numbas.startswith("call, Numba's arrays")
-    for line in (plan, call, numbas):
-        times = [float(word) for word in line.split()[-6:]]
-        assert times[0] > 0
-        assert times[3] > 0
-    assert plan.split()[-5] == call.split()[-4] == "1.00"
-
-
-@on_few_numbers
 def test_blocking_calls_are_compared(world, shown):
     assert blocking.main(["--bytes", "64", "--calls", "1", "--samples", "1"]) == 0
     first, *others = (text.out for text in shown())
@@ -473,8 +454,8 @@ def test_rank_0s_measured_limits_are_used(world, folder, shown, monkeypatch):
         (tune, "--fast", "unrecognized arguments: --fast"),
         (blocking, "--bytes 8 6", "expected a multiple of 4"),
         (blocking, "--samples 0", "expected a number of at least 1, got '0'"),
-        (host, "--bytes 0", "expected bytes such as 512"),
-        (host, "--calls few", "expected a number of at least 1, got 'few'"),
+        (blocking, "--bytes 0", "expected bytes such as 512"),
+        (blocking, "--calls few", "expected a number of at least 1, got 'few'"),
     ],
 )
 def test_wrong_arguments_are_reported_once(world, shown, program, words, text):
