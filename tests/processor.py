@@ -10,26 +10,37 @@ TICK = 1 / os.sysconf("SC_CLK_TCK")
 class Process(NamedTuple):
     """A line of /proc/PID/stat; ``seconds`` includes the children it has waited for."""
 
+    state: str
     parent: int
     session: int
-    running: bool
     seconds: float
+
+
+def process(pid, folder="/proc"):
+    """Return a process, or None if there is none."""
+    try:
+        text = Path(folder, str(pid), "stat").read_text()
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()
+    ticks = sum(map(int, fields[10:14]))
+    return Process(state, int(fields[0]), int(fields[2]), ticks * TICK)
+
+
+def runs(pid):
+    """Return whether a thread of a process runs, wants to run or waits for a disk."""
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        found = [process(task.name, tasks) for task in tasks.iterdir()]
+    except OSError:
+        return False
+    return any(each and each.state in "RD" for each in found)
 
 
 def processes():
     """Return all processes of this machine that can be read, by their id."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (folder / "stat").read_text()
-        except OSError:  # it has ended
-            continue
-        state, *fields = text.rpartition(")")[2].split()
-        ticks = sum(map(int, fields[10:14]))
-        found[int(folder.name)] = Process(
-            int(fields[0]), int(fields[2]), state in "RD", ticks * TICK
-        )
-    return found
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return {pid: found for pid in pids if (found := process(pid))}
 
 
 def tree(root):

@@ -4,8 +4,8 @@
 
 All that the rank prints goes to FOLDER/<rank>.txt, its exit code to
 FOLDER/<rank>.code, the names of the kernels and algorithms that its tests bind to
-FOLDER/<rank>.bound. Where every thread is after SECONDS is printed too: a rank that
-lives as long hangs.
+FOLDER/<rank>.bound. Where every thread is after SECONDS is printed too, unless they are
+0: a rank that lives as long hangs. SIGABRT prints it, too.
 """
 
 import faulthandler
@@ -56,7 +56,8 @@ def main(folder, seconds, *arguments):
         os.dup2(output.fileno(), 2)
         sys.stdout.reconfigure(line_buffering=True)
         faulthandler.enable(output)
-        faulthandler.dump_traceback_later(float(seconds), file=output)
+        if float(seconds):
+            faulthandler.dump_traceback_later(float(seconds), file=output)
         import pytest
 
         # Of its own: ranks that clear away old folders together trip over each other.

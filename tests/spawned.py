@@ -1,8 +1,8 @@
 """Ranks as processes without MPI: one may die while the others continue.
 
 mpirun ends a job when one of its ranks fails, so the errors of the other ranks can only
-be tested here. The parent passes the messages of their communicator, and kills the
-processes that have not ended at the deadline.
+be tested here. The parent passes the messages of their communicator, and ends the
+processes that hang (patience.py).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from tests.patience import patient
+from tests.patience import STEP, Watch, abort
 
 # No module of numba_symm: numba must not be imported before _play sets the environment.
 
@@ -41,8 +41,7 @@ PRELOADED = [
 ]
 """What the server has imported that simulated ranks are forked from."""
 
-LAST_WORDS = 3  # seconds before the deadline, for telling where a stuck rank is
-GOODBYE = 15  # seconds that a process may take to end once its rank has left
+GOODBYE = 15  # seconds for which a process may wait once its rank has left
 
 
 class RankLeft(Exception):
@@ -120,6 +119,7 @@ class Ranks:
         self._n, self._environ, self._once = n, environ or [{}] * n, once
         self._processes: list[Any] = []
         self._results: list[Outcome] = []  # of the latest job that did not fail
+        self._messages = 0
 
     def __enter__(self) -> "Ranks":
         return self
@@ -129,31 +129,36 @@ class Ranks:
         check(self._results)
 
     def run(
-        self, function: Callable[..., Any], *args: Any, deadline: float | None = None
+        self, function: Callable[..., Any], *args: Any, **limits: float
     ) -> list[Any]:
         """Run ``function(comm, *args)`` on all ranks; return the values or fail."""
-        results = self.outcomes(function, *args, deadline=deadline)
+        results = self.outcomes(function, *args, **limits)
         if any(one.error or not one.left for one in results):
             self.end()
             self._results = []
         return check(results)
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, deadline: float | None
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        busy: float = 120,
+        idle: float = 60,
     ) -> list[Outcome]:
         """Run ``function(comm, *args)`` on all ranks; return the outcome of each."""
-        deadline = patient(60) if deadline is None else deadline
         self._results = [Outcome() for _ in range(self._n)]
-        self._deadline, self._stuck = deadline, list(range(self._n))
+        self._rule, self._stuck = "", list(range(self._n))
         if not self._processes:
             self._begin()
         self._written = [log.stat().st_size for log in self._logs]
         name = (function.__module__, function.__qualname__)
         for hub in self._hubs:
             with contextlib.suppress(OSError):  # it has died since its last job
-                hub.send((name, args, deadline))
-        end = time.monotonic() + deadline
-        self._stuck = _serve(self._hubs, self._results, end, self._once)
+                hub.send((name, args))
+        pids = [process.pid for process in self._processes]
+        watch = Watch(pids, busy, idle, self._progress)
+        self._rule, self._stuck = self._serve(watch)
+        abort(self._processes[rank].pid for rank in self._stuck)
         self._read()
         return self._results
 
@@ -162,13 +167,16 @@ class Ranks:
         for hub in self._hubs if self._processes else ():
             hub.close()
         for rank, process in enumerate(self._processes):
-            if rank not in self._stuck:
-                process.join(GOODBYE)
-            if process.is_alive():
+            watch = Watch([process.pid], busy=60, idle=GOODBYE)
+            while process.is_alive() and rank not in self._stuck:
+                process.join(STEP)
+                if process.is_alive() and (rule := watch.broken()):
+                    abort([process.pid])
+                    self._rule, self._stuck = rule, [*self._stuck, rank]
+            if rank in self._stuck:
                 process.kill()
                 process.join()
-                error = f"killed: not done in {self._deadline:g} s"
-                self._results[rank].error = error
+                self._results[rank].error = f"ended: {self._rule}"
             self._results[rank].code = process.exitcode
             process.close()
         if self._processes:
@@ -193,6 +201,41 @@ class Ranks:
             self._hubs.append(here)
             self._processes.append(process)
 
+    def _progress(self) -> object:
+        return self._messages, [log.stat().st_size for log in self._logs]
+
+    def _serve(self, watch: Watch) -> tuple[str, list[int]]:
+        """Pass messages until all ranks have left or some hang: return rule and ranks.
+
+        With ``once``, the process of a rank that has left ends.
+        """
+        present = dict(enumerate(self._hubs))
+        waiting: dict[int, list[Any]] = {}  # by rank: with whom, what
+        while present:
+            ready = wait(list(present.values()), STEP)
+            if not ready and (rule := watch.broken()):
+                return rule, list(present)
+            for rank, hub in [*present.items()]:
+                if hub not in ready:
+                    continue
+                self._messages += 1
+                try:
+                    kind, *message = hub.recv()
+                except (EOFError, ConnectionResetError):  # it died, or called sys.exit
+                    kind = "died"
+                if kind == "gather":
+                    waiting[rank] = message
+                    continue
+                if kind == "left":
+                    one = self._results[rank]
+                    one.value, one.error, one.trace = message
+                    one.left = True
+                del present[rank]
+                if self._once:
+                    hub.close()
+            _answer(present, waiting)
+        return "", []
+
     def _read(self) -> None:
         for one, log, written in zip(
             self._results, self._logs, self._written, strict=True
@@ -204,8 +247,8 @@ def outcomes(
     n: int,
     function: Callable[..., Any],
     *args: Any,
-    deadline: float | None = None,
     environ: Sequence[dict[str, str]] = (),
+    **limits: float,
 ) -> list[Outcome]:
     """Run ``function(comm, *args)`` on ``n`` new ranks; return the outcomes.
 
@@ -215,13 +258,13 @@ def outcomes(
         n: the number of ranks.
         function: of a module; the ranks import it.
         args: its arguments, which are pickled.
-        deadline: seconds after which ranks that have not ended are killed; None: 60,
-            or more on a loaded machine.
         environ: environment variables of each rank, set before numba is imported.
+        limits: ``busy`` and ``idle``, as :class:`~tests.patience.Watch` takes them;
+            otherwise 120 and 60. Messages and output are progress.
     """
     ranks = Ranks(n, environ, once=True)
     try:
-        return ranks.outcomes(function, *args, deadline=deadline)
+        return ranks.outcomes(function, *args, **limits)
     finally:
         ranks.end()
 
@@ -301,50 +344,21 @@ class _Forked(ForkServerProcess):
         ctypes.pythonapi.Py_Exit(code)
 
 
-def _serve(
-    hubs: list[Connection], results: list[Outcome], end: float, once: bool
-) -> list[int]:
-    """Pass messages until all ranks have left, or the deadline; return the others.
-
-    With ``once``, the process of a rank that has left ends.
-    """
-    present = dict(enumerate(hubs))
-    waiting: dict[int, list[Any]] = {}  # by rank: with whom, what
-    while present:
-        ready = wait(list(present.values()), max(0.0, end - time.monotonic()))
-        if not ready:
-            break
-        for rank, hub in [*present.items()]:
-            if hub not in ready:
-                continue
-            try:
-                kind, *message = hub.recv()
-            except (EOFError, ConnectionResetError):  # it died, or called sys.exit
-                kind = "died"
-            if kind == "gather":
-                waiting[rank] = message
-                continue
-            if kind == "left":
-                one = results[rank]
-                one.value, one.error, one.trace = message
-                one.left = True
-            del present[rank]
-            if once:
-                hub.close()
-        for rank, (members, _) in list(waiting.items()):
-            met = [m for m in members if waiting.get(m, [None])[0] == members]
-            gone = [m for m in members if m not in met and m not in present]
-            if rank in met and len(met) == len(members):
-                answer: Any = [waiting[member][1] for member in members]
-            elif rank in met and gone:
-                met, answer = [rank], RankLeft(f"rank {rank} waits for ranks {gone}")
-            else:
-                continue
-            for member in met:
-                del waiting[member]
-                with contextlib.suppress(OSError, KeyError):  # it has died since
-                    present[member].send(answer)
-    return list(present)
+def _answer(present: dict[int, Connection], waiting: dict[int, list[Any]]) -> None:
+    """Answer the ranks whose collective all members have called, or cannot call."""
+    for rank, (members, _) in list(waiting.items()):
+        met = [m for m in members if waiting.get(m, [None])[0] == members]
+        gone = [m for m in members if m not in met and m not in present]
+        if rank in met and len(met) == len(members):
+            answer: Any = [waiting[member][1] for member in members]
+        elif rank in met and gone:
+            met, answer = [rank], RankLeft(f"rank {rank} waits for ranks {gone}")
+        else:
+            continue
+        for member in met:
+            del waiting[member]
+            with contextlib.suppress(OSError, KeyError):  # it has died since
+                present[member].send(answer)
 
 
 def _play(hub, rank, n, environ, log):
@@ -352,16 +366,14 @@ def _play(hub, rank, n, environ, log):
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-    faulthandler.enable()
+    faulthandler.enable()  # for abort
     os.environ.clear()  # a forked process has the environment of its server
     os.environ.update(environ)
     while True:
         try:
-            name, args, deadline = hub.recv()
+            name, args = hub.recv()
         except EOFError:  # no more jobs
-            faulthandler.dump_traceback_later(GOODBYE - LAST_WORDS, file=2)
             return
-        faulthandler.dump_traceback_later(max(1.0, deadline - LAST_WORDS), file=2)
         try:
             # Not by unpickling: numba reads the environment when it is imported.
             function = importlib.import_module(name[0])
@@ -372,5 +384,4 @@ def _play(hub, rank, n, environ, log):
             text = f"{type(error).__name__}: {error}"
             result = (None, text, traceback.format_exc())
         sys.stdout.flush()
-        faulthandler.cancel_dump_traceback_later()
         hub.send(("left", *result))

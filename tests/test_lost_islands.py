@@ -47,7 +47,7 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
     command = launcher.mpirun_command(RANKS, program, launcher.find_mpirun())
     command.insert(1, "--continuous")  # after a rank has died
     environ = environment(RANKS) | {"NUMBA_SYMM_ISLAND_SIZE": str(RANKS // 2)}
-    code = run(command, environ, tmp_path / "mpirun.txt", 100)
+    code = run(command, environ, tmp_path / "mpirun.txt")
     assert code is not None, (tmp_path / "mpirun.txt").read_text()
     found = {rank: written(tmp_path, rank) for rank in range(RANKS) if rank != LOST}
     for kind, text, ranks, seconds in found.values():
@@ -86,7 +86,7 @@ def test_a_rank_that_dies_before_its_vote_ends_the_wait(tmp_path):
     command.insert(1, "--continuous")
     environ = environment(2) | {"NUMBA_SYMM_ISLAND_SIZE": "1"}
     environ["NUMBA_SYMM_TIMEOUT"] = str(TIMEOUT)
-    code = run(command, environ, tmp_path / "mpirun.txt", 100)
+    code = run(command, environ, tmp_path / "mpirun.txt")
     assert code is not None, (tmp_path / "mpirun.txt").read_text()
     kind, text, ranks, seconds = written(tmp_path, 0)
     assert kind == "CollectiveTimeout", text
@@ -114,7 +114,7 @@ def test_a_rank_that_dies_in_construction_ends_the_wait(tmp_path):
     command.insert(1, "--continuous")
     environ = environment(ranks) | {"NUMBA_SYMM_ISLAND_SIZE": "1"}
     environ |= {"NUMBA_SYMM_SETUP_TIMEOUT": "1", "NUMBA_SYMM_ENGINE": "mpi"}
-    code = run(command, environ, tmp_path / "mpirun.txt", 100)
+    code = run(command, environ, tmp_path / "mpirun.txt")
     assert code is not None, (tmp_path / "mpirun.txt").read_text()
     for other, (_, expected) in DEATHS.items():
         kind, text, seconds = written(tmp_path, other)
@@ -190,7 +190,7 @@ def test_mpi_may_be_finalized_before_the_communicator_is_closed(tmp_path):
     program = [__file__, "finalized", str(tmp_path)]
     command = launcher.mpirun_command(2, program, launcher.find_mpirun())
     environ = environment(2) | {"NUMBA_SYMM_ISLAND_SIZE": "1"}
-    code = run(command, environ, tmp_path / "mpirun.txt", 100)
+    code = run(command, environ, tmp_path / "mpirun.txt")
     assert code == 0, (tmp_path / "mpirun.txt").read_text()
     for rank in range(2):
         said = written(tmp_path, rank)

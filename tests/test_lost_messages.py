@@ -29,7 +29,7 @@ def played(name, folder, ranks=2):
     command = launcher.mpirun_command(ranks, program, launcher.find_mpirun())
     command.insert(1, "--continuous")  # after a rank has died
     log = folder / "mpirun.txt"
-    code = run(command, environment(ranks), log, 100)
+    code = run(command, environment(ranks), log)
     assert code is not None, log.read_text()
     return json.loads((folder / "0.json").read_text())
 

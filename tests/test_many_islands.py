@@ -37,7 +37,7 @@ LATER = 2.0
 def test_many_islands(tmp_path):
     command = launcher.mpirun_command(8, [__file__, DIVISIONS], launcher.find_mpirun())
     environ = environment(8) | {"NUMBA_ENABLE_CUDASIM": "1"}
-    code = run(command, environ, tmp_path / "mpirun.txt", 100)
+    code = run(command, environ, tmp_path / "mpirun.txt")
     assert code == 0, (tmp_path / "mpirun.txt").read_text()
 
 
@@ -266,7 +266,7 @@ def kills(ranks, divisions):
                 found = launcher.find_mpirun()
                 command = launcher.mpirun_command(ranks, program, found)
                 command.insert(1, "--continuous")  # after a rank has died
-                code = run(command, environment(ranks), folder / "mpirun.txt", 120)
+                code = run(command, environment(ranks), folder / "mpirun.txt")
                 assert code is not None, (folder / "mpirun.txt").read_text()
                 files = [folder / f"{rank}.json" for rank in range(ranks - 1)]
                 all_wrote = all(each.exists() for each in files)

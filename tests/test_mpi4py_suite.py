@@ -12,7 +12,6 @@ import pytest
 
 from numba_symm.command import launcher
 from tests import packages, test_mpirun
-from tests.patience import patient
 from tests.test_mpirun import ROOT
 
 VERSION = "4.1.2"
@@ -66,7 +65,7 @@ def outcomes(folder, tmp_path_factory):
     mpirun = launcher.mpirun_command(
         RANKS, [*map(str, program)], launcher.find_mpirun()
     )
-    code = test_mpirun.run(mpirun, test_mpirun.environment(RANKS), log, patient(240))
+    code = test_mpirun.run(mpirun, test_mpirun.environment(RANKS), log, busy=900)
     assert code == 0, log.read_text()[-5000:]
     return json.loads(results.read_text())
 

@@ -40,7 +40,7 @@ def test_both_have_the_same_results(tmp_path):
         program = [str(ROOT / "tests/run_programs.py"), str(FOLDER / spelling)]
         log = tmp_path / f"{spelling}.txt"
         mpirun = launcher.mpirun_command(2, program, launcher.find_mpirun())
-        code = test_mpirun.run(mpirun, environ, log, 120)
+        code = test_mpirun.run(mpirun, environ, log)
         assert code == 0, log.read_text()
         lines = log.read_text().splitlines()
         said[spelling] = sorted(line for line in lines if line[0] != "\x1b")  # mpirun's

@@ -6,8 +6,8 @@ process never does: the simulator disables the compiling that other tests need.
 On one rank test_one_rank.py does.
 
 NUMBA_SYMM_TEST_RANKS     the numbers of ranks, such as "4" or "1,2,8"
-NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take; default 240, on GPUs
-                          1800; more on a loaded machine
+NUMBA_SYMM_TEST_DEADLINE  the seconds of processor time that a job may use
+                          without any output; default 240, on GPUs 1800
 """
 
 import contextlib
@@ -21,8 +21,8 @@ import pytest
 
 from numba_symm.command import cli, launcher
 from numba_symm.errors import DeviceError
+from tests import patience, processor
 from tests.kernels import every_call, every_kernel
-from tests.patience import patient
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
@@ -101,27 +101,37 @@ def check(job, ranks, tmp_path, runner=()):
     environ = environment(ranks)
     if on_gpus(job) and environ.get("NUMBA_ENABLE_CUDASIM") == "1":
         pytest.skip("no NVIDIA GPU")
-    deadline = deadline_of(environ)
-    dump = deadline - min(15, deadline / 4)  # time enough to write it
-    program = [*runner, str(ROOT / "tests/rank.py"), str(tmp_path), str(dump), *PYTEST]
+    program = [*runner, str(ROOT / "tests/rank.py"), str(tmp_path), "0", *PYTEST]
     program += map(str, job)
     command = launcher.mpirun_command(ranks, program, launcher.find_mpirun())
-    code = run(command, environ, tmp_path / "mpirun.txt", deadline)
+    try:
+        code = run(command, environ, tmp_path / "mpirun.txt")
+    except Hung as hung:
+        text = f"the job of {ranks} ranks was ended: {hung.rule}"
+        pytest.fail(describe(text, ranks, tmp_path), pytrace=False)
     for names in tmp_path.glob("*.bound"):
         BOUND.setdefault(job, set()).update(read(names).splitlines())
-    if code is None:
-        late = f"{ranks} ranks had not ended after {deadline:g} s and were killed"
-        pytest.fail(describe(late, ranks, tmp_path), pytrace=False)
     if code != 0:
         ended = f"mpirun on {ranks} ranks ended with exit code {code}"
         pytest.fail(describe(ended, ranks, tmp_path), pytrace=False)
 
 
-def deadline_of(environ):
-    """Return the seconds a job may take: on GPUs more, where kernels are compiled."""
+class Hung(AssertionError):
+    """A job was ended; ``rule`` says why, the text also where its ranks were."""
+
+    def __init__(self, rule, output):
+        super().__init__(f"the job was ended: {rule}\n{output}")
+        self.rule = rule
+
+
+def busiest(environ):
+    """Return the seconds of processor time that a job may use without any output.
+
+    On GPUs these are more, because kernels are compiled there.
+    """
     if DEADLINE:
         return float(DEADLINE)
-    return patient(240 if environ.get("NUMBA_ENABLE_CUDASIM") == "1" else 1800)
+    return 240 if environ.get("NUMBA_ENABLE_CUDASIM") == "1" else 1800
 
 
 def environment(ranks):
@@ -139,8 +149,17 @@ def environment(ranks):
     return job | {"PYTHONPATH": os.pathsep.join(path)}
 
 
-def run(command, environ, log, deadline):
-    """Return the job's exit code, or None if it was ended at the deadline."""
+def run(command, environ, log, busy=None, idle=60):
+    """Return a job's exit code, or raise :class:`Hung` with the stacks of its ranks.
+
+    Args:
+        command: mpirun and its arguments.
+        environ: its environment; None: that of this process.
+        log: a file for its output. The files beside it are output, too.
+        busy: the seconds of processor time that it may use without any output.
+        idle: the seconds for which all of its processes may wait.
+    """
+    environ = {**(os.environ if environ is None else environ), **patience.DUMPS}
     with (
         log.open("w") as output,
         subprocess.Popen(
@@ -153,12 +172,20 @@ def run(command, environ, log, deadline):
             start_new_session=True,
         ) as job,
     ):
+        watch = patience.Watch(
+            [job.pid],
+            busy or busiest(environ),
+            idle,
+            lambda: patience.written(log.parent),
+        )
         try:
-            return job.wait(deadline)
-        except subprocess.TimeoutExpired:
-            return None
+            while (rule := watch.broken()) is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return job.wait(patience.STEP)
+            patience.abort(processor.tree(job.pid))
         finally:
             end(job)
+    raise Hung(rule, "\n".join(read(log).splitlines()[-LINES:]))
 
 
 def end(job):

@@ -10,7 +10,7 @@ import runpy
 import pytest
 
 from numba_symm.command import launcher
-from tests.test_mpirun import ROOT, deadline_of, environment, run
+from tests.test_mpirun import ROOT, environment, run
 
 PAGES = ROOT / "docs"
 PROGRAMS = sorted(PAGES.glob("programs/*.py"))
@@ -46,7 +46,7 @@ def outputs(ranks, folder):
         ranks, [*runner, *programs], launcher.find_mpirun()
     )
     log = folder / "mpirun.txt"
-    assert run(command, environ, log, deadline_of(environ)) == 0, log.read_text()
+    assert run(command, environ, log) == 0, log.read_text()
     return folder
 
 

@@ -30,7 +30,7 @@ def played(name, folder, ranks, flags=("--with-ft", "ulfm"), **variables):
     program = [__file__, name, str(folder)]
     command = launcher.mpirun_command(ranks, program, launcher.find_mpirun(), flags)
     log = folder / "mpirun.txt"
-    code = run(command, environment(ranks) | variables, log, 120)
+    code = run(command, environment(ranks) | variables, log)
     assert code is not None, log.read_text()
     found = {rank: folder / f"{rank}.json" for rank in range(ranks)}
     found = {rank: json.loads(f.read_text()) for rank, f in found.items() if f.exists()}
@@ -215,7 +215,7 @@ def test_an_error_of_one_rank_ends_only_that_rank(tmp_path):
     command = [sys.executable, "-m", "numba_symm.command.cli", "run", "--survive"]
     command += ["-n", "2", __file__, "raises", str(tmp_path)]
     log = tmp_path / "mpirun.txt"
-    assert run(command, environment(2), log, 100) == 0, log.read_text()
+    assert run(command, environment(2), log) == 0, log.read_text()
     died, size, result = json.loads((tmp_path / "0.json").read_text())
     assert died.startswith("RankLeft: rank 1 has ended without closing the ")
     assert (size, result) == (1, [1.0] * 5)
@@ -237,7 +237,7 @@ def test_a_job_without_a_rank_that_ends_well_fails(tmp_path):
     command = [sys.executable, "-m", "numba_symm.command.cli", "run", "--survive"]
     command += ["-n", "2", "--simulate", __file__, "ends_badly", str(tmp_path)]
     log = tmp_path / "mpirun.txt"
-    assert run(command, environment(2), log, 100) == 1, log.read_text()
+    assert run(command, environment(2), log) == 1, log.read_text()
     assert "rank 0 has an error\n" in log.read_text()
     killed = r"^rank 1: process \d+ was ended by signal 9 \(Killed\)$"
     assert re.search(killed, log.read_text(), re.M), log.read_text()
@@ -250,7 +250,7 @@ def test_training_that_loses_a_rank_ends_as_without_that(tmp_path):
     command = [sys.executable, "-m", "numba_symm.command.cli", "run", "--survive"]
     command += ["-n", "3", str(ROOT / "examples/survivors.py")]
     log = tmp_path / "mpirun.txt"
-    code = run(command, environment(3), log, 100)
+    code = run(command, environment(3), log)
     text = log.read_text()
     assert code == 0, text
     assert "after 12 steps" in text  # in the middle, by the death

@@ -61,14 +61,14 @@ def test_the_same_processes_run_one_job_after_another():
     [
         (raises, "ValueError: bad luck"),
         (is_killed, "rank 1, exit code -9"),
-        (hangs, "killed: not done in 2 s"),
+        (hangs, "ended: none of its processes ran for 2 s"),
     ],
 )
 def test_the_job_after_a_failed_one_has_new_processes(bad, text):
     with Ranks(2) as ranks:
         first = ranks.run(process)
         with pytest.raises(pytest.fail.Exception, match=text):
-            ranks.run(bad, deadline=2)
+            ranks.run(bad, idle=2)
         assert ranks.run(present) == WELL
         assert not set(ranks.run(process)) & set(first)
 
@@ -82,7 +82,7 @@ def test_processes_that_have_left_are_not_waited_for():
 def test_only_the_failed_jobs_output_is_shown():
     with Ranks(1) as ranks:
         ranks.run(talks, "of the first job")
-        (one,) = ranks.outcomes(talks, "of the second job", deadline=60)
+        (one,) = ranks.outcomes(talks, "of the second job")
         assert one.output == "of the second job\n"
 
 

@@ -20,7 +20,7 @@ def test_a_job_on_two_nodes(tmp_path, monkeypatch):
     program = [__file__, str(tmp_path)]
     with two_nodes(tmp_path) as within:
         words = command(RANKS, program, tmp_path, within)
-        code = run(words, None, tmp_path / "mpirun.txt", 100)
+        code = run(words, None, tmp_path / "mpirun.txt")
     assert code == 0, (tmp_path / "mpirun.txt").read_text()
     found = [json.loads((tmp_path / f"{r}.json").read_text()) for r in range(RANKS)]
     one, other = NODES

@@ -59,7 +59,7 @@ def shares_in_a_row(comm):
 
 
 def test_nothing_grows_with_the_number_of_shares():
-    for right, grown, clean in run_ranks(2, shares_in_a_row, deadline=240):
+    for right, grown, clean in run_ranks(2, shares_in_a_row):
         assert right
         assert not grown
         assert clean
@@ -95,7 +95,7 @@ def holds_many(comm):
 
 
 def test_many_alive_simultaneously():
-    producer, consumer = run_ranks(2, holds_many, deadline=120)
+    producer, consumer = run_ranks(2, holds_many)
     shared, kept, limbo, texts, gone, simulated = producer
     events = 0 if simulated else sharing.sent.EVENTS
     assert shared == sharing.Stats(0, 0, ALIVE, events, ALIVE)
