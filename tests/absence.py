@@ -6,8 +6,8 @@ from numba import cuda
 import numba_symm as ns
 
 AWAY = 1  # the absent rank
-SOON = 5.0  # seconds: far less than any timeout that would have to pass, if it is slow
 PATIENT = 600  # a timeout that never passes
+SOON = PATIENT / 2  # who raises before has not waited; a busy machine takes seconds
 
 
 def input_of(comm, value=None):

@@ -177,7 +177,7 @@ def one_rank_stays_away(world, name):
         if not name.startswith(("own", "put", "wait")):
             prepare(comm)()  # compiled before a second counts
             comm.synchronize()
-    comm = ns.Communicator(world, timeout=1.0)
+    comm = ns.Communicator(world, timeout=2.0)
     call = prepare(comm)
     memory = comm.rendezvous(comm.empty(10))
     world.barrier()
@@ -215,18 +215,18 @@ def test_a_rank_that_does_not_arrive(three, name):
     where = where.replace("block 0", r"block \d")  # some run at the same time
     text = (
         rf"CollectiveTimeout: rank [02] waited for rank {AWAY} in {where} "
-        r"\(timeout: 1 s\); "
+        r"\(timeout: 2 s\); "
     )
     for rank, fact in enumerate(facts):
         error, seconds = fact["error"]
         assert re.match(text, error), (rank, error)
         if rank == AWAY:  # it does not wait, but raises the failure of the others
-            assert seconds < (SOON if name.startswith("own") else 0.9)  # compiles it
+            assert seconds < (SOON if name.startswith("own") else 1.9)  # compiles it
         else:
-            assert seconds < 1 + SOON, (rank, seconds)
+            assert seconds < SOON, (rank, seconds)
         for what, (refusal, seconds) in fact["refused"].items():
             assert re.match(text, refusal), (rank, what, refusal)
-            assert seconds < 0.9, (rank, what, seconds)
+            assert seconds < 1.9, (rank, what, seconds)
         assert fact["alive"]
         error, seconds = fact["close"]
         assert error == ""  # they have raised it before
@@ -431,10 +431,10 @@ def test_later_kernels_end_immediately(two):
     facts = two.run(wait_without_the_host)
     (first, second), _ = facts[0]
     assert first > 2.9
-    assert second < 1.5
+    assert second < 2.9
     (first, second), _ = facts[1]
     assert first < 2.9  # the kernel's compiling is in it
-    assert second < 1.5
+    assert second < 2.9
     for _, error in facts:  # no rank had raised it before
         assert error.startswith(
             "CollectiveTimeout: rank 0 waited for rank 1 in wait_signal, channel 0"

@@ -99,7 +99,7 @@ def test_a_rank_that_is_killed(at):
             r"\d waited for rank \d in all_reduce .*\(timeout: 2\.?5? s\).*rebuild\(\)",
             text,
         )
-        assert seconds < 2.5 + SOON
+        assert seconds < SOON
         assert closing[0] == ""  # it has raised the failure before
         assert closing[1] < SOON
         assert again

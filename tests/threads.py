@@ -47,7 +47,9 @@ class ThreadComm:
         return pickle.loads(packed)
 
 
-def outcomes(n: int, fn: Callable[[ThreadComm], Any], timeout: float = 30) -> list[Any]:
+def outcomes(
+    n: int, fn: Callable[[ThreadComm], Any], timeout: float = 300
+) -> list[Any]:
     """Run ``fn(comm)`` on ``n`` ranks; return each one's result or exception."""
     boxes = [[queue.Queue() for _ in range(n)] for _ in range(n)]
     results: list[Any] = [TimeoutError(f"not done in {timeout} s") for _ in range(n)]
@@ -72,7 +74,7 @@ def outcomes(n: int, fn: Callable[[ThreadComm], Any], timeout: float = 30) -> li
     return results
 
 
-def run_ranks(n: int, fn: Callable[[ThreadComm], Any], timeout: float = 30) -> list:
+def run_ranks(n: int, fn: Callable[[ThreadComm], Any], timeout: float = 300) -> list:
     """Run ``fn(comm)`` on ``n`` ranks; return the results or raise all errors."""
     results = outcomes(n, fn, timeout)
     errors = [result for result in results if isinstance(result, BaseException)]

@@ -310,7 +310,7 @@ def test_all_ranks_meet_and_none_leaves_early():
     def play(made, comm):
         time.sleep(0.05 * comm.rank)
         came = time.monotonic()
-        return made.gate(Wait("zeros", comm.rank, 10)), came, time.monotonic()
+        return made.gate(Wait("zeros", comm.rank, 600)), came, time.monotonic()
 
     found = on_ranks(4, play)
     assert [failure for failure, _, _ in found] == [None] * 4
@@ -414,14 +414,14 @@ def test_nobody_waits_once_a_rank_has_failed():
             time.sleep(0.05)
             made.abandon("is away")
         else:
-            failure = made.gate(Wait("zeros", comm.rank, 10))
+            failure = made.gate(Wait("zeros", comm.rank, 600))
         seconds = time.monotonic() - began
         comm.barrier()  # the process of who has left does not end
         return failure and failure.text, seconds
 
     text, seconds = on_ranks(2, play)[0]
     assert text == "rank 1 is away"
-    assert seconds < 5  # the deadline is later
+    assert seconds < 300  # the deadline is later
 
 
 class Driver:

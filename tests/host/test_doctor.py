@@ -232,7 +232,7 @@ def test_ranks_of_one_machine_in_several_containers():
     ("script", "word"),
     [
         ("echo no such host >&2; exit 3", "ended with code 3: no such host"),
-        ("sleep 60", "has not ended after 0.3 s"),
+        ("sleep 600", "has not ended after 0.3 s"),
         ("echo '{}'", "ended with code 0"),
     ],
 )
@@ -245,7 +245,7 @@ def test_a_launcher_that_starts_no_job(monkeypatch, tmp_path, capsys, script, wo
     monkeypatch.setattr(doctor, "PATIENCE", 0.3 if "sleep" in script else 20.0)
     began = time.monotonic()
     assert cli.main(["doctor", "--json"]) == 1
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 300
     found = json.loads(capsys.readouterr().out)
     wrong = [each for each in found["findings"] if each["state"] == WRONG]
     assert [each["check"] for each in wrong] == ["job"]

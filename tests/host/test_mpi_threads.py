@@ -36,7 +36,7 @@ def done_in_a_thread(call):
     found = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(300)
     return found
 
 
@@ -171,6 +171,6 @@ def test_a_thread_that_has_ended_is_replaced(monkeypatch):
     monkeypatch.setattr(progress, "MPI", stub)
     progress.in_background(calls.append)
     (thread,) = started
-    thread.join(20)
+    thread.join(300)
     assert calls == ["Isend", "advance"]
     progress.remove(stub)  # another thread has removed it before

@@ -296,7 +296,7 @@ def test_the_extent_of_layouts():
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(counters, "PATIENCE", 0.2)
+    monkeypatch.setattr(counters, "PATIENCE", 1.0)
 
 
 def test_who_keeps_the_lock_is_named_at_the_deadline(file, impatient, caplog):
@@ -317,10 +317,10 @@ def test_who_keeps_the_lock_is_named_at_the_deadline(file, impatient, caplog):
     )
     for one, call in waits:
         started, known = time.monotonic(), one.stuck
-        with pytest.raises(ExchangeError, match=r"process 4711 .* locked for 0\.2 s"):
+        with pytest.raises(ExchangeError, match=r"process 4711 .* locked for 1 s"):
             call()
         seconds = time.monotonic() - started
-        assert (seconds < 0.15) if known else (0.2 <= seconds < 2)
+        assert (seconds < 0.9) if known else (seconds >= 1)
         assert one.stuck
     assert caplog.text.count("process 4711") == 2  # once for each who waited
     stopped.close()  # as if killed

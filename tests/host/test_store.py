@@ -32,7 +32,7 @@ def test_a_barrier_waits_for_the_last_rank():
 
     def body(exchange):
         if exchange.rank == 1:
-            late.wait(10)
+            late.wait(300)
         else:
             threading.Timer(0.05, late.set).start()
         arrived.append(exchange.rank)

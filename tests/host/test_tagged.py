@@ -188,7 +188,7 @@ def test_threads_that_make_children_in_different_orders_get_different_numbers():
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
     finally:
         sys.setswitchinterval(interval)
     assert not failures

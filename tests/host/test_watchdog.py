@@ -94,7 +94,7 @@ def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
     watch = Watchdog(job, job, PARTS, 0, 0)
     watch.ask(job)
     job.breaks = True
-    watch._thread.join(5)
+    watch._thread.join(300)
     assert job.done == ["cannot watch other islands (RuntimeError: no MPI)", "aborted"]
 
 

@@ -47,7 +47,7 @@ def test_a_holder_has_the_lock_to_itself(made, other):
         made.held(0, "Accumulate"),
     ):
         pass
-    assert 0.2 <= time.monotonic() - begin < 10
+    assert time.monotonic() - begin >= 0.2
     assert str(found.value).startswith(
         "Accumulate: rank 0 waited for rank 5 in Accumulate, which changes the memory "
         "of rank 0 in this window (timeout: 0.2 s); "

@@ -177,7 +177,7 @@ def digest(*arrays):
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
 
 
-def wait_for(true, seconds=10):
+def wait_for(true, seconds=300):
     """Wait until a condition is true."""
     until = time.monotonic() + seconds
     while not true():

@@ -21,8 +21,8 @@ from numba_symm.collectives import lifetime
 from numba_symm.launch import duplicates, waiting
 from numba_symm.members import Members
 
-PATIENT = 60  # a timeout that never passes
-SOON = 20  # seconds; a rank that is left waiting would take PATIENT or all time
+PATIENT = 600  # a timeout that never passes
+SOON = PATIENT / 2  # a rank that is left waiting would take PATIENT or all time
 POINTS = 12  # lines at which a call is interrupted
 HERE = Path(ns.__file__).parent
 PLACES = ("board.py", "island.py", "memory/*.py", "launch/store.py", "launch/fds.py")

@@ -109,7 +109,7 @@ def test_many_alive_simultaneously():
 
 def uses_threads(comm):
     """Every thread of every rank shares arrays and opens those of the next rank."""
-    barrier = threading.Barrier(THREADS + 1, timeout=50)
+    barrier = threading.Barrier(THREADS + 1, timeout=300)
     box, failures = {}, []
 
     def work(thread):
@@ -168,7 +168,7 @@ def shares_from_one_thread_and_drops_in_another(comm):
     for handle in handles:
         handle.cancel()
         sharing.collect()
-    done.wait(50)
+    done.wait(300)
     return nothing_is_shared()
 
 

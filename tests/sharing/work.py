@@ -13,7 +13,7 @@ from numba_symm import device as symm
 from numba_symm import sharing
 from numba_symm.environment import SIMULATED
 
-PATIENCE = 20  # seconds that anything may take to become true
+PATIENCE = 300  # seconds that anything may take to become true
 THREADS = 4 if SIMULATED else 32  # those of Numba's simulator poll
 OVER = "ClosedError: this array is no longer shared"
 SIZE = 1000

@@ -143,7 +143,8 @@ def numbas(out):
 
 def test_launches_of_several_threads_run_simultaneously():
     """Our launches run beside each other, Numba's, and a host thread that uses cuda."""
-    synchronize = [threading.Barrier(n, timeout=20).wait for n in (3, 3, 2)]  # by block
+    blocks = 3, 3, 2
+    synchronize = [threading.Barrier(n, timeout=300).wait for n in blocks]
     seen = {2: set(), 3: set()}
 
     def kernel(grid):
@@ -343,7 +344,7 @@ def test_threads_are_reused_by_the_next_kernel():
 
 def test_a_second_thread_launches_no_kernel_of_the_program():
     started, done = threading.Event(), threading.Event()
-    first = cuda.jit(lambda: (started.set(), done.wait(20)))
+    first = cuda.jit(lambda: (started.set(), done.wait(300)))
 
     @cuda.jit
     def second(out):
@@ -352,7 +353,7 @@ def test_a_second_thread_launches_no_kernel_of_the_program():
     out = np.zeros(2)
     thread = threading.Thread(target=first[1, 1])
     thread.start()
-    assert started.wait(20)
+    assert started.wait(300)
     with pytest.raises(ArgumentError, match="second: expected one launch"):
         second[1, 2](out)
     run(lambda: None, 1)  # the library's kernels run beside it
@@ -454,7 +455,7 @@ def test_rows_of_threads_meet_at_barriers_of_their_own():
     def kernel():
         row = cuda.threadIdx.y
         if row == 1:  # no row waits for another
-            assert others_ended.wait(20)
+            assert others_ended.wait(300)
         for step in range(3):
             arrived[row, step, cuda.threadIdx.x] += 1
             sim.bar_sync(row, THREADS)

@@ -260,10 +260,10 @@ def test_an_engine_that_fails_on_one_rank_ends_on_all(world, monkeypatch, step, 
         patch.setattr(TaggedComm, "release", lambda _: released.append("messages"))
         began = time.monotonic()
         with pytest.raises((kind, ns.RankLeft), match="broken") as error:
-            ns.Communicator(world, timeout=60)
+            ns.Communicator(world, timeout=600)
         if world.rank > 0:
             assert f"rank 0 left {step} with {kind.__name__}: " in str(error.value)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 300
     # Only what was used before: messages of this failure may not have arrived.
     assert released == ["messages"]
     monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")

@@ -225,12 +225,16 @@ def test_a_construction_that_all_give_up_waits_for_no_deadline(world, monkeypatc
         with pytest.MonkeyPatch.context() as patch:
             if last:
                 patch.setattr(module, name, part)
-            given = world, ns.SymmError, lambda: ns.Communicator(world, timeout=30)
+            given = world, ns.SymmError, lambda: ns.Communicator(world, timeout=600)
             refused(*given, "" if part is not broken else "no memory")
         assert not any(made), (name, made)
     assert len(made) == 3
     assert not connected
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 300
+
+
+LONG = 2.0
+"""Seconds for which a rank is late."""
 
 
 class Enough(BaseException):
@@ -287,7 +291,7 @@ def test_an_interrupt_ends_the_wait_for_a_late_rank(
             if world.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, 0.1)
             elif world.rank == late:
-                time.sleep(0.8)
+                time.sleep(LONG)
         return all_gather(exchange, value, what, *given)
 
     def interrupt(*_):
@@ -304,7 +308,7 @@ def test_an_interrupt_ends_the_wait_for_a_late_rank(
     world.barrier()  # before what may fail on this rank only
     assert isinstance(caught.value, Enough) == (world.rank == 0), caught.value
     if world.rank == 0:
-        assert seconds < 0.6
+        assert seconds < LONG / 2
     else:
         assert re.search("rank 0( left .+ with|:) Enough", str(caught.value))
 
@@ -330,7 +334,7 @@ def test_a_rank_that_does_not_begin_its_island_leaves_nobody_waiting(
     if world.size == 2:
         pytest.skip("needs an island of two ranks, and a rank outside")
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "2")
-    monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "30")
+    monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "600")
 
     def broken(*_, **__):
         raise RuntimeError("before it")
@@ -341,7 +345,7 @@ def test_a_rank_that_does_not_begin_its_island_leaves_nobody_waiting(
             patch.setattr(islands, "Island", broken)
         text = "rank 0: RuntimeError: before it"
         refused(world, ns.SymmError, lambda: ns.Communicator(world), text)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 300
 
 
 def test_an_error_between_steps_of_an_island_is_every_ranks(world, monkeypatch):

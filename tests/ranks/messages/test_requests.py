@@ -262,7 +262,7 @@ def test_a_failed_request_fails_on_every_rank(world, how):
 @needs_peers
 def test_a_dropped_communicator_ends_its_requests(world):
     """It ends the other ranks' requests, too."""
-    comm = ns.Communicator(world, timeout=60, requests=True)
+    comm = ns.Communicator(world, timeout=600, requests=True)
     out = filled(LARGE, -1)
     request = comm.irecv(out, src=(comm.rank + 1) % comm.size)
     world.barrier()
@@ -273,7 +273,7 @@ def test_a_dropped_communicator_ends_its_requests(world):
     kinds = ns.RankLeft, ns.ClosedError
     with pytest.raises(kinds):
         request.synchronize()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300
     world.barrier()
     if comm.rank:
         with contextlib.suppress(ns.RankLeft):
