@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
-import numba_symm as ns
-from tests.spawned import Ranks
+from tests.isolation import isolate
 
 UNDER_MPIRUN = not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}.isdisjoint(os.environ)
+isolate(os.environ, UNDER_MPIRUN)
+
+import numba_symm as ns  # noqa: E402  it reads the environment
+from tests.spawned import Ranks  # noqa: E402
 
 STOPPED = 70
 """The exit code of a rank whose own tests passed, where another rank's failed."""
@@ -89,7 +92,26 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+class Names:
+    """Prints the name of each test that fails, as it fails.
+
+    The summary comes minutes later, and never if the run is ended before.
+    """
+
+    def __init__(self, terminal):
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.terminal.ensure_newline()
+            self.terminal.line(f"FAILED {report.nodeid} ({report.when})", red=True)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not UNDER_MPIRUN:  # rank.py prints whole failures
+        config.pluginmanager.register(Names(terminal), "names")
     if UNDER_MPIRUN:
         from mpi4py import MPI
 
