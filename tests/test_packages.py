@@ -15,8 +15,8 @@ import pytest
 from numba_symm.command import launcher
 from tests import packages, test_mpi4py_suite, test_mpirun
 from tests.test_mpirun import ROOT
+from tests.whole import WHOLE
 
-WHOLE = os.environ.get("NUMBA_SYMM_TEST_WHOLE") == "1"
 PAGE = ROOT / "docs/porting-from-mpi4py.md"
 
 PYLOPS_MPI = "0.8.0"

@@ -43,13 +43,21 @@ from tests.kernel_cases import (
     kernel,
 )
 from tests.machine_code import Code, branches, flag_stores, opcodes, read_together
+from tests.whole import WHOLE
 
 
 def on(cases):
-    """Run a test for each kernel on Hopper, for some small ones on its neighbours."""
-    chosen = [(case, (9, 0)) for case in cases]
-    small = [case for case in cases if case[1] == 2 and case[0] not in ALIKE]
-    chosen += [(case, cc) for cc in ((8, 0), (10, 0)) for case in small]
+    """Run a test for each kernel on Hopper, for some small ones on its neighbours.
+
+    Except in full, run it for each kernel on Hopper with the most ranks only.
+    """
+    if WHOLE:
+        chosen = [(case, (9, 0)) for case in cases]
+        small = [case for case in cases if case[1] == 2 and case[0] not in ALIKE]
+        chosen += [(case, cc) for cc in ((8, 0), (10, 0)) for case in small]
+    else:
+        most = {case[0]: case for case in sorted(cases, key=lambda case: case[1])}
+        chosen = [(case, (9, 0)) for case in most.values()]
 
     def shown(value):
         if isinstance(value[0], str):
