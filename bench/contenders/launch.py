@@ -16,7 +16,7 @@ from numba_symm.bench.operations import OPERATIONS
 
 PTX = """
 .version 7.0
-.target sm_70
+.target sm_80
 .address_size 64
 .visible .entry empty() { ret; }
 """

@@ -30,8 +30,7 @@ Message = tuple[Any, int]
 def check() -> None:
     """Raise Missing unless CuPy and its NCCL are installed."""
     need_gpus()
-    imported("cupy", CURE)
-    if not imported("cupy.cuda.nccl", CURE).available:
+    if not getattr(imported("cupy", CURE).cuda.nccl, "available", True):
         raise Missing(f"CuPy finds no NCCL; {CURE}")
 
 
@@ -49,10 +48,11 @@ class NcclCupy:
     captures = True
 
     def __init__(self, ranks: Any):
-        self._nccl = nccl = imported("cupy.cuda.nccl", CURE)
+        cupy = imported("cupy", CURE)
+        self._nccl = nccl = cupy.cuda.nccl  # made at its first use, no module to import
         number = nccl.get_version()
         version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-        self.version = f"NCCL {version}, CuPy {imported('cupy', CURE).__version__}"
+        self.version = f"NCCL {version}, CuPy {cupy.__version__}"
         self._rank, self._size = ranks.rank, ranks.size
         unique = from_first_rank(ranks, nccl.get_unique_id)
         self._comm = nccl.NcclCommunicator(ranks.size, unique, ranks.rank)

@@ -35,11 +35,12 @@ def test_cupys_nccl_gets_addresses_and_counts(monkeypatch):
 
     nccl = SimpleNamespace(
         **{"available": True, "get_version": lambda: 22809, "get_unique_id": lambda: 5},
-        **{"NCCL_FLOAT32": "f32", "NCCL_SUM": "sum", "__version__": "14.1"},
+        **{"NCCL_FLOAT32": "f32", "NCCL_SUM": "sum"},
         **{name: note(name) for name in ("groupStart", "groupEnd")},
         NcclCommunicator=Communicator,
     )
-    monkeypatch.setattr(nccl_cupy, "imported", lambda name, cure: nccl)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(nccl=nccl), __version__="14.1")
+    monkeypatch.setattr(nccl_cupy, "imported", lambda name, cure: cupy)
     made = nccl_cupy.NcclCupy(Ranks())
     assert calls.pop() == (2, 5, 0)
     assert made.version == "NCCL 2.28.9, CuPy 14.1"
