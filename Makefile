@@ -1,7 +1,9 @@
 # make demo     learn handwritten digits on 4 ranks; `make demo RANKS=8` on 8
-# make test     every test, under mpirun where a test needs ranks
+# make quick    tests of a minute, while you work
+# make test     the tests of CI, under mpirun where a test needs ranks
 # make mutants  which changes of the product tests notice; K=heap: those named so
 # make check    lint, format, types
+# make nightly  the rest: every kernel's machine code, whole packages with their tests
 # make gpu      tests and times on one or two GPUs, in ten minutes, against NCCL's
 # make pages    what the pages show of programs, recorded runs and the code
 # make docs     the site, into build/site; it begins at docs/index.html
@@ -25,14 +27,25 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 ALSO_dev := $(VENV)/test.installed # dev has all that test has
 
-.PHONY: demo test mutants check gpu pages docs clean
+.PHONY: demo quick test mutants check nightly gpu pages docs clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
 
 # Many tests start processes. If these may not write bytecode, each compiles this tree again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+NIGHTLY := tests/host/test_machine_code.py tests/host/test_machine_code_types.py \
+	tests/test_packages.py tests/test_mpi4py_suite.py
+QUICK := tests/host
+
 test: $(VENV)/test.installed
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/lint
+
+quick: $(VENV)/test.installed
+	$(PYTEST) -q $(QUICK)
+
+nightly: $(VENV)/test.installed
+	NUMBA_SYMM_TEST_WHOLE=1 $(PYTEST) $(NIGHTLY)
 
 mutants: $(VENV)/test.installed
 	$(BIN)/python -m tests.mutants $(if $(K),-k '$(K)')
@@ -41,6 +54,7 @@ check: $(VENV)/dev.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict -p numba_symm
+	$(BIN)/python -m pytest -q tests/lint
 
 # A PYTHON that is passed has the packages: `make gpu PYTHON=python3` installs nothing.
 OWN := $(if $(filter file,$(origin PYTHON)),1)

@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.isolation import NOWHERE
+
 ROOT = Path(__file__).parents[1]
 RECORDED = Path(__file__).with_name("gpu_recorded.json")
 LOGS = "NUMBA_SYMM_TEST_LOGS"
@@ -212,6 +214,7 @@ class Machine:
         environ = dict(os.environ)
         paths = [str(ROOT), *filter(None, [environ.get("PYTHONPATH")])]
         environ["PYTHONPATH"] = os.pathsep.join(paths)
+        environ["XDG_DATA_HOME"] = NOWHERE  # limits that a user has measured
         if not self.shared:
             yield environ
             return
