@@ -4,7 +4,7 @@
 for arrays of a device. pip downloads fixed versions once; without a network, a test is
 skipped.
 
-NUMBA_SYMM_TEST_WHOLE   1: all tests of the packages, in minutes; see tests/README.md
+NUMBA_SYMM_TEST_WHOLE   1: all tests of the packages, in minutes: `make nightly`
 """
 
 import os
@@ -42,9 +42,6 @@ HOST_FAILURES = {
 }
 """How many of them fail, by module; the page has the reasons."""
 
-TESTS = ["halo", "linearop", "matrixmult", "solver"]
-"""Files of PyLops-MPI's tests that are run by default."""
-
 DEMOS = [
     "helloworld.py",
     "compute-pi/cpi-cco.py",
@@ -75,6 +72,9 @@ would find its first message by the probe of ``ex-2.29``. Then the ranks would w
 each other. Each program is correct alone, but they are not correct in sequence.
 Therefore ``on_devices.py`` calls a barrier after each program.
 """
+
+
+in_full = pytest.mark.skipif(not WHOLE, reason="it takes minutes: make nightly")
 
 
 def job(ranks, log, path, *program):
@@ -126,23 +126,20 @@ def test_the_page_has_a_row_for_each_package():
     assert found[2:] == rows
 
 
+@in_full
 def test_pylops_mpi_passes_its_own_tests(mpi4py_fft, tmp_path):
     pytest.importorskip("scipy", reason="PyLops needs it")
     pytest.importorskip("matplotlib", reason="PyLops-MPI imports it")
     folder = packages.source("pylops-mpi", PYLOPS_MPI)
-    path = folder, packages.installed(*PYLOPS), *[mpi4py_fft] * WHOLE
-    tests = [folder / f"tests/test_{name}.py" for name in TESTS]
-    if WHOLE:
-        tests = sorted(folder.glob("tests/test_*.py"))
+    path = folder, packages.installed(*PYLOPS), mpi4py_fft
+    tests = sorted(folder.glob("tests/test_*.py"))
     # Its conftest.py sets what pytest 9 does not have.
     options = "--noconftest", "-q", "-pno:cacheprovider", f"--rootdir={folder}"
     text = job(2, tmp_path / "log", path, "-m", "pytest", *options, *tests)
     passed = {int(number) for number in re.findall(r"(\d+) passed", text)}
     assert len(passed) == 1, text[-5000:]
     assert "failed" not in text
-    if WHOLE:
-        assert passed == {PYLOPS_MPI_TESTS}, text[-5000:]
-    print(f"{passed.pop()} tests passed on each rank")
+    assert passed == {PYLOPS_MPI_TESTS}, text[-5000:]
 
 
 def test_demos_of_mpi4py_and_programs_of_packages_run(mpi4py_fft, tmp_path):
@@ -161,7 +158,7 @@ def test_demos_of_mpi4py_and_programs_of_packages_run(mpi4py_fft, tmp_path):
     assert text.count("pi is approximately 3.1416") == 1, text
 
 
-@pytest.mark.skipif(not WHOLE, reason="it takes minutes: NUMBA_SYMM_TEST_WHOLE=1")
+@in_full
 def test_all_of_mpi4pys_tests_pass_with_host_arrays(tmp_path):
     """Each module is a job, so that a rank that waits for others names its module."""
     folder = packages.source("mpi4py", MPI4PY, packages.WITH_OURS) / "test"
