@@ -156,7 +156,11 @@ class Calls:
             Whether it was enqueued. If not, make the call as if it was new.
         """
         if status not in (entry.DONE, entry.SLOW):
-            self.enqueuer.go_on(status, call, handle, *keep)
+            try:
+                self.enqueuer.go_on(status, call, handle, *keep)
+            finally:
+                if status != entry.BUSY:
+                    self.thread.finish()
         return status != entry.SLOW
 
     def call(self, given: Invocation[Operation]) -> Any:
@@ -413,6 +417,7 @@ class Calls:
         """In a forked child, release nothing when the communicator is dropped."""
         self.when_dropped.detach()
         self.enqueuer.gate.slow |= entry.CLOSED
+        self.enqueuer.gate.thread = 0  # that of another thread of the parent
 
     def forget(self) -> None:
         """Drop references to memory and streams, before these are released."""

@@ -192,9 +192,7 @@ class Enqueuer:
         if self.marks is not None:
             self.marks.push(str(call.about))
         try:
-            status = call.enqueue(stream[0], entry.CHECKED)
-            if status:
-                self.go_on(status, call, stream[0], *keep)
+            self.go_on(entry.STEPS, call, stream[0], *keep)
         finally:
             if self.marks is not None:
                 self.marks.pop()
@@ -216,12 +214,11 @@ class Enqueuer:
         if status == entry.BUSY:
             raise busy(what)
         try:
-            if status == entry.UNKNOWN:
-                assert self.record is not None
-                self.record.publish(call.about, stream)
-                status = call.enqueue(stream, entry.CHECKED)
-            if status == entry.GRAPH:
-                self.graphs.make(call, partial(self._enqueue, call))
+            while status in (entry.STEPS, entry.UNKNOWN, entry.GRAPH):
+                if status == entry.UNKNOWN and self.record is not None:
+                    self.record.publish(call.about, stream)
+                elif status == entry.GRAPH:
+                    self.graphs.make(call, partial(self._enqueue, call))
                 status = call.enqueue(stream, entry.CHECKED)
             if status == entry.CAPTURED:
                 with self.order.captured(stream):
@@ -238,8 +235,6 @@ class Enqueuer:
                 self._members.engine.keep(self._memory, *keep)
             self.give_up(error, what, stream)
             raise
-        finally:
-            self.thread.finish()
 
     def _enqueue(self, call: PackedCall, stream: int) -> None:
         """Enqueue a call's steps, without order and record."""

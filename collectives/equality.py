@@ -50,7 +50,7 @@ class Digests:
         if view.order == "C":
             view = calls.usable(view, what)
         else:
-            calls.staging.begin()
+            calls.staging.used = 0
             found = staging.stage(calls, x, what, self._stream[0], False, False)
             self._run(found.pack, x)
             view, self._keep = arrays.view(found.array, what), found

@@ -12,9 +12,10 @@ takes the place of one that is at least as large, which is destroyed immediately
 
 import ctypes
 import functools
+import threading
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -43,34 +44,52 @@ class _Places:
     """The graphs of a context that no call has, of which each may be replaced."""
 
     def __init__(self) -> None:
-        self.unused: list[_Graph] = []
+        self._unused: list[_Graph] = []
+        self._lock = threading.Lock()  # of communicators in several threads
         forks.watch(self)
         stream = int(driver.call("cuStreamCreate", _NON_BLOCKING))
         module = driver.call("cuModuleLoadData", _NOTHING)
         function = int(driver.call("cuModuleGetFunction", module, b"nothing"))
         for nodes, number in PLACES:
             graph = _captured(stream, partial(_launch, function, nodes))
-            self.unused += [(nodes, _instantiated(graph)) for _ in range(number)]
+            self.give_back((nodes, _instantiated(graph)) for _ in range(number))
             driver.call("cuGraphDestroy", graph)
         driver.call("cuStreamDestroy", stream)
 
     def disown(self) -> None:
         """Use nothing that a forked child has inherited."""
-        self.unused.clear()
+        self._unused.clear()
+        self._lock = threading.Lock()
 
-    def replace(self, nodes: int) -> bool:
-        """Destroy a graph of at least that many nodes; return whether there is one."""
-        fitting = [n for n, (size, _) in enumerate(self.unused) if size >= nodes]
-        if not fitting:
-            return False
-        found = min(fitting, key=lambda n: self.unused[n][0])
-        driver.call("cuGraphExecDestroy", self.unused.pop(found)[1])
-        return True
+    def replaced(self, graph: Any) -> _Graph | None:
+        """Instantiate a graph in the place of one that has at least as many nodes.
+
+        Return None if there is none.
+        """
+        _, nodes = driver.call("cuGraphGetNodes", graph, 0)
+        with self._lock:
+            fitting = [each for each in self._unused if each[0] >= nodes]
+            if not fitting:
+                return None
+            found = min(fitting, key=lambda each: each[0])
+            self._unused.remove(found)
+            driver.call("cuGraphExecDestroy", found[1])
+            return nodes, _instantiated(graph)
+
+    def give_back(self, graphs: Iterable[_Graph]) -> None:
+        """Let graphs be replaced that no call has any more."""
+        with self._lock:
+            self._unused += graphs
 
 
 @functools.cache
-def _places(context: int) -> _Places:
+def _of_context(context: int) -> _Places:
     return _Places()
+
+
+def _places() -> _Places:
+    """Return those of the current context."""
+    return _of_context(int(streams.current_context()))
 
 
 class Graphs:
@@ -89,9 +108,10 @@ class Graphs:
         self._made: dict[weakref.ref[Any], _Graph] = {}
         self._dropped: list[weakref.ref[Any]] = []  # finalizers append to it
         self.countdown = entry.NEVER
+        if not SIMULATED:  # before anything waits, for later communicators, too
+            self._places = _places()
         if possible and not SIMULATED:
             self.countdown = FIRST
-            self._places = _places(int(streams.current_context()))
             self._stream = int(driver.call("cuStreamCreate", _NON_BLOCKING))
 
     def make(self, call: Any, enqueue: Callable[[int], None]) -> None:
@@ -103,32 +123,37 @@ class Graphs:
         """
         head = entry.Head.from_buffer(call.block)
         head.countdown = AGAIN
-        with streams.relaxed():  # the stream may be beside one that is being captured
+        # The stream may be beside one that is being captured. If there is too little
+        # memory, for example, the steps are enqueued one by one.
+        with streams.relaxed(), suppress(DriverError), ExitStack() as steps:
             with self._order.apart():
                 graph = _captured(self._stream, enqueue)
-            try:
-                _, nodes = driver.call("cuGraphGetNodes", graph, 0)
-                self._give_back()
-                if self._places.replace(nodes):
-                    made = _instantiated(graph)
-                    driver.call("cuGraphUpload", made, self._stream)
-                    self._made[weakref.ref(call, self._dropped.append)] = nodes, made
-                    head.graph = int(made)
-            finally:
-                driver.call("cuGraphDestroy", graph)
+            steps.callback(driver.call, "cuGraphDestroy", graph)
+            self._give_back()
+            made = self._places.replaced(graph)
+            if made is not None:
+                self._made[weakref.ref(call, self._dropped.append)] = made
+                driver.call("cuGraphUpload", made[1], self._stream)
+                head.graph = int(made[1])
 
     def _give_back(self) -> None:
         """Let others have the graphs of dropped calls, if all calls are done."""
         if self._dropped and self._order.is_done():
-            while self._dropped:
-                self._places.unused.append(self._made.pop(self._dropped.pop()))
+            number = len(self._dropped)  # others may be dropped meanwhile
+            dropped = [self._dropped.pop() for _ in range(number)]
+            self._places.give_back(self._made.pop(each) for each in dropped)
 
     def close(self) -> None:
-        """Release the graphs, and close the order, when its calls are done."""
+        """Release the graphs, and close the order. No call may follow."""
         if self.countdown != entry.NEVER:
             self.countdown = entry.NEVER
-            self._places.unused += self._made.values()
+            made = [*self._made.values()]
             self._made.clear()
+            if self._order.is_done():
+                self._places.give_back(made)
+            else:  # after a failure; what replaced them could not have their memory
+                for _, graph in made:
+                    driver.call("cuGraphExecDestroy", graph)
             driver.call("cuStreamDestroy", self._stream)
         self._order.close()
 

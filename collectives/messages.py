@@ -233,17 +233,21 @@ class Group:
 
     def __enter__(self) -> None:
         calls = self._calls
+        if calls.thread.claim() != entry.DONE:
+            calls.thread.begin(self._what)
+            try:
+                calls.members.check()
+                calls.enqueuer.refuse_in_group(self._what)
+            except BaseException:
+                calls.thread.finish()
+                raise
         self.node: _Node | None = _NO_CALLS
         self.handle: int | None = None
         self.arrays: list[Any] = []
         self.thread = get_ident()
         self._known: Pending | None = None
         self._taken = 0  # how many calls of the node it has
-        if calls.thread.claim() != entry.DONE:
-            with calls.thread.alone(self._what):
-                calls.members.check()
-                calls.enqueuer.refuse_in_group(self._what)
-            calls.thread.claim()
+        calls.staging.used = 0
         calls.thread.held = True
         calls.enqueuer.group = self
         calls.enqueuer.gate.slow |= entry.GROUPED
@@ -281,12 +285,11 @@ class Group:
     def pending(self) -> Pending:
         """The calls so far, with their messages together."""
         if self._known is None:
-            self._calls.staging.begin()
             self._known = Pending(self._calls.size)
         if self.node is not None:
             for each in self.node.transfers[self._taken :]:
-                stream = self.handle or streams.LEGACY_DEFAULT, None
-                self._known.add(Prepared(each, stream, (), None))
+                assert self.handle is not None
+                self._known.add(Prepared(each, (self.handle, None), (), None))
             self._taken = len(self.node.transfers)
         self._known.kept += self.arrays
         self.arrays = []

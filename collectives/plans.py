@@ -188,7 +188,7 @@ def init_of(
 
     def init(self: Any, /, *args: P.args, **options: P.kwargs) -> Plan:
         calls: Calls = self._calls
-        with calls.staging.apart():
+        with calls.thread.alone(method.__name__), calls.staging.apart():
             planning = SimpleNamespace(_calls=Planning(calls))
             return made(planning, *args, **options)  # type: ignore[no-any-return]
 

@@ -34,26 +34,26 @@ _LINE = 256  # bytes: an array in the memory begins on a multiple
 
 
 class Staging:
-    """The contiguous memory of one communicator."""
+    """The contiguous memory of one communicator.
+
+    Attributes:
+        used: bytes of the latest memory that the call, or the open group, uses.
+    """
 
     def __init__(self) -> None:
         self._rooms: list[Any] = []  # the latest one is the largest
-        self._used = 0  # bytes of the latest one that the open group uses
+        self.used = 0
         self._apart = False
         self._scratch: list[Any] = []  # the latest one is the largest
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Give the calls within the block memory of their own, which they keep."""
-        self._apart = True
+        before, self._apart = self._apart, True
         try:
             yield
         finally:
-            self._apart = False
-
-    def begin(self) -> None:
-        """Use the memory from its start again, because a call or a group begins."""
-        self._used = 0
+            self._apart = before
 
     def take(
         self, nbytes: int, stream: int, what: str, message: bool
@@ -70,12 +70,12 @@ class Staging:
             room = _new(nbytes, stream, what)
             return arrays.view(room, what).address, room
         whole = self._rooms[-1].size if self._rooms else 0
-        if not self._rooms or self._used + nbytes > whole:  # nbytes may be 0
+        if not self._rooms or self.used + nbytes > whole:  # nbytes may be 0
             self._rooms.append(_new(max(nbytes, 2 * whole), stream, what))
-            self._used = 0
+            self.used = 0
         room = self._rooms[-1]
-        address = arrays.view(room, what).address + self._used
-        self._used += -(-nbytes // _LINE) * _LINE
+        address = arrays.view(room, what).address + self.used
+        self.used += -(-nbytes // _LINE) * _LINE
         return address, room
 
     def scratch(self, nbytes: int, stream: int, what: str) -> int:
@@ -266,7 +266,7 @@ def bound(
 ) -> BoundCall:
     """Do what ``Calls.bound`` does, if ``x``, or the output ``out``, has gaps."""
     if calls.enqueuer.group is None:
-        calls.staging.begin()
+        calls.staging.used = 0
     what = given.operation.name
     if given.second is not None:  # later, the copies in their place are compared
         second = _extent(given.second, f"{what}: out[1]")
@@ -308,7 +308,7 @@ def prepared(
         prepare: takes calls of contiguous arrays.
     """
     if calls.enqueuer.group is None:
-        calls.staging.begin()
+        calls.staging.used = 0
     what, x, out, stream = given.operation.name, *given[1:4]
     try:
         return prepare(calls, given)

@@ -188,7 +188,7 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> BoundCall:
     if staging.has_gaps(x, what) or staging.has_gaps(out, what):
         chosen = calls.streams.of(stream, x)
         if calls.enqueuer.group is None:
-            calls.staging.begin()
+            calls.staging.used = 0
         dense = staging.Replaced(calls, what, x, out, chosen[0])
         call, made, _ = _shards(
             calls, given._replace(x=dense.x, out=dense.out, stream=chosen[0])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from numba_symm import dtypes
+from numba_symm import dtypes, streams
 from numba_symm.arguments import is_integer
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, GapsError
@@ -276,8 +276,8 @@ def _not_an_array(array: Any, what: str, error: Exception) -> ArgumentError:
 
 def _stream_of_foreign(array: Any) -> int | None:
     interface = getattr(array, "__cuda_array_interface__", {})
-    stream: int | None = interface.get("stream")
-    return stream
+    stream = interface.get("stream")
+    return None if stream is None else streams.handle_of(stream)
 
 
 def _strides_of_foreign(array: Any) -> tuple[int, ...]:

@@ -26,9 +26,10 @@ DONE, SLOW, BUSY = 0, -1, -2
 """Statuses: enqueued; or nothing was done, because the call is not plain, or another
 thread is in a call."""
 
-UNKNOWN, CAPTURED, GRAPH = -3, -4, -5
+UNKNOWN, CAPTURED, GRAPH, STEPS = -3, -4, -5, -6
 """Statuses of a call that was admitted, and that Python goes on with: the record lacks
-its text or its stream; the stream is being captured; it is time to make its graph."""
+its text or its stream; the stream is being captured; it is time to make its graph; a
+plain call has steps of Python. Nothing was enqueued or recorded."""
 
 RESUME = -16
 """RESUME - n: Python does step n, and calls the function again for the rest.
@@ -68,6 +69,9 @@ Book = struct(
 )
 """A rank's place in its record of calls; ``record.py`` explains it."""
 
+NO_STREAMS = [-1, 0] * _STREAMS
+"""``Book.streams`` before any stream is known."""
+
 Gate = struct(
     "Gate",
     slow=WORD,  # bits; 0: calls are plain
@@ -91,6 +95,7 @@ Head = struct(
     graph=WORD,  # an executable graph of the steps; 0: none
     countdown=WORD,  # calls until a graph is to be made; NEVER
     steps=WORD,  # how many follow
+    python=WORD,  # how many of them are Python's
 )
 """The beginning of a packed call. Steps of four words follow: kind, arguments."""
 
@@ -222,7 +227,14 @@ class _Enqueue(_Emitter):
         self._enqueue()
 
     def _number(self, value: Any) -> Any:
-        return self.python("PyLong_AsUnsignedLongLong", _I64, value)
+        """Return the number of an int; raise an error for another one."""
+        found = self.python("PyLong_AsUnsignedLongLong", _I64, value)
+        with self.b.if_then(self.is_("==", found, -1), likely=False):
+            error = self.python("PyErr_Occurred", _ANY)
+            missing = self.b.icmp_unsigned("!=", error, _ANY(None))
+            with self.b.if_then(missing):
+                self.b.ret(_ANY(None))
+        return found
 
     def of_call(self, field: str) -> Any:
         return self.load(self.call, getattr(Head, field).offset)
@@ -283,6 +295,12 @@ class _Enqueue(_Emitter):
             self.store(left, self.call, Head.countdown.offset)
             with b.if_then(self.is_("==", left, 0), likely=False):
                 self.leave(GRAPH)
+        # A signal's handler may raise before Python takes its first step.
+        python = self.is_("!=", self.of_call("python"), 0)
+        python = b.and_(python, self.is_("==", graph, 0))
+        plain = self.is_("==", self.mode, PLAIN)
+        with b.if_then(b.and_(b.and_(self.ok(), plain), python), likely=False):
+            self.leave(STEPS)
         here, latest = b.load(identity), self.of_gate("latest")
         moved = b.icmp_signed("!=", here, latest)
         with b.if_then(b.and_(self.ok(), moved), likely=False):
@@ -335,7 +353,9 @@ class _Enqueue(_Emitter):
                 b.store(earlier, self.status)
         self.python("PyEval_RestoreThread", ir.VoidType(), saved)
         with b.if_then(b.not_(paused)):
-            b.store_atomic(self.before, self.thread, "release", 8)
+            plain = self.is_("==", self.mode, PLAIN)  # so no other call holds the claim
+            before = b.select(plain, _I64(0), self.before)
+            b.store_atomic(before, self.thread, "release", 8)
         b.ret(self.python("PyLong_FromLong", _ANY, b.load(self.status)))
 
     def _loop(self) -> None:
@@ -376,7 +396,7 @@ def place_of(handle: int) -> int:
 
 _PYTHON = (
     *("PyByteArray_AsString", "PyLong_AsUnsignedLongLong", "PyLong_FromLong"),
-    *("PyThreadState_Get", "PyThreadState_GetID"),
+    *("PyThreadState_Get", "PyThreadState_GetID", "PyErr_Occurred"),
     *("PyEval_SaveThread", "PyEval_RestoreThread"),
 )
 
@@ -461,7 +481,9 @@ def block_of(
         steps: the kind of each, and its arguments.
         countdown: after how many calls a graph is made; NEVER.
     """
-    head = Head(ctypes.addressof(gate), about, digest, 0, countdown, len(steps))
+    python = sum(step[0] == PYTHON for step in steps)
+    numbers = about, digest, 0, countdown, len(steps), python
+    head = Head(ctypes.addressof(gate), *numbers)
     words = (WORD * (_STEP * len(steps)))()
     for n, step in enumerate(steps):
         words[_STEP * n : _STEP * n + len(step)] = [*step]

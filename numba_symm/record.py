@@ -347,7 +347,7 @@ class Record(Records):
     def _number_of(self, stream: int) -> int:
         if stream not in self._streams and len(self._streams) + 1 >= _FIRST:
             self._streams.clear()
-            self.book.streams[:] = [0] * len(self.book.streams)
+            self.book.streams[:] = entry.NO_STREAMS
         return self._streams.setdefault(stream, len(self._streams) + 1)
 
     # The comparison.

@@ -5,6 +5,7 @@ import ctypes
 from types import SimpleNamespace
 
 from numba_symm import driver_table, entry
+from numba_symm.collectives import graphs
 
 
 class Table:
@@ -79,6 +80,7 @@ class Board:
 def gate(monkeypatch, **functions):
     """Return an open gate of this thread, and its board."""
     table = Table(**functions)
+    monkeypatch.setattr(graphs, "_places", lambda: None)
     monkeypatch.setattr(entry, "addresses", lambda: table.addresses)
     made, board = entry.new_gate(), Board()
     board.open(made)

@@ -76,7 +76,7 @@ class Model:
         if gate.thread not in (0, self.me):
             return entry.BUSY
         first = mode < entry.FIRST
-        status = self.begin(digest, stream, id(steps)) if first else entry.DONE
+        status = self.begin(steps, digest, stream, mode) if first else entry.DONE
         if status < entry.DONE:
             return status
         if status == entry.DONE and first and self.graph.get(id(steps)):
@@ -88,8 +88,8 @@ class Model:
             status = status or ended
         return status
 
-    def begin(self, digest, stream, call):
-        world = self.world
+    def begin(self, steps, digest, stream, mode):
+        world, call = self.world, id(steps)
         place = entry.place_of(stream)
         if not world.about.value or world.book.streams[place] != stream:
             return entry.UNKNOWN
@@ -104,6 +104,9 @@ class Model:
             self.countdown[call] -= 1
             if not self.countdown[call]:
                 return entry.GRAPH
+        python = (entry.PYTHON,) in steps and not self.graph.get(call)
+        if not status and python and mode == entry.PLAIN:
+            return entry.STEPS
         if not status and here != self.latest:
             if self.latest != entry.NO_CALL:
                 status = self.do("cuStreamWaitEvent", stream, EVENT, 0)
@@ -186,15 +189,15 @@ def test_random_calls_are_those_of_the_model(monkeypatch, seed):
         world.log, world.failing = [], dict(failing)
         found = enqueue(stream, mode) if mode else enqueue(stream)
         assert (found, world.log) == expected
-        # Python goes on with an admitted call, and ends it.
-        goes_on = found < entry.BUSY
-        assert gate.thread == (ready if goes_on else held)
+        # Python goes on with an admitted call. A plain call is within no other one.
+        left = 0 if mode == entry.PLAIN and found >= entry.DONE else held
+        assert gate.thread == (ready if found < entry.BUSY else left)
         gate.thread = held
         words = world.book.number, world.book.other, world.book.chain % 2**64
         assert words == (model.number, model.other, model.chain)
         assert gate.latest == model.latest
         met.add(max(min(found, 1), entry.RESUME))
-    assert met == {1, *range(entry.GRAPH, 1), entry.RESUME}
+    assert met == {1, *range(entry.STEPS, 1), entry.RESUME}
 
 
 def test_what_is_recorded_can_be_read(monkeypatch):
@@ -247,3 +250,26 @@ def test_a_thread_whose_identifier_recurs_is_new(monkeypatch):
         thread.start()
         thread.join()
     assert found == [entry.SLOW] * 3
+
+
+@pytest.mark.parametrize("stream", [-1, 1 << 64, "0", None])
+def test_what_is_no_handle_raises(monkeypatch, stream):
+    made, about = gate(monkeypatch), ctypes.c_int64(0)
+    block = entry.block_of(made.gate, ctypes.addressof(about), 0, [], 0)
+    with pytest.raises((TypeError, OverflowError)):
+        entry.function_of(block, about)(stream)
+    assert made.gate.thread == 0
+
+
+def test_a_call_with_steps_of_python_that_is_interrupted_has_done_nothing(monkeypatch):
+    """The interrupt comes between the compiled function and the first step."""
+    log = []
+    made = gate(monkeypatch, cuMemsetD32Async=lambda *args: log.append(args))
+    about = ctypes.c_int64(0)
+    steps = [(entry.FILL, 1, 2), (entry.PYTHON,)]
+    block = entry.block_of(made.gate, ctypes.addressof(about), 0, steps, 0)
+    enqueue = entry.function_of(block, about)
+    assert enqueue(0) == entry.STEPS
+    assert not log
+    assert enqueue(0, entry.CHECKED) == entry.RESUME - 1
+    assert len(log) == 1

@@ -57,7 +57,6 @@ def cuda(monkeypatch):
     monkeypatch.setattr(driver, "call", made.call)
     monkeypatch.setattr(driver_table, "launch", lambda: made.launch)
     monkeypatch.setattr(graphs, "PLACES", PLACES)
-    monkeypatch.setattr(graphs, "_places", lambda context: graphs._Places())
     monkeypatch.setattr(streams, "relaxed", contextmanager(lambda: (yield)))
     return made
 
@@ -66,6 +65,7 @@ def cuda(monkeypatch):
 def pack(monkeypatch, cuda):
     """Return what packs a call of so many launches, and the communicator's graphs."""
     made = gate(monkeypatch)
+    monkeypatch.setattr(graphs, "_places", graphs._Places)
     apart = contextmanager(lambda: (yield))
     order = SimpleNamespace(done=True, closed=False, apart=apart, gate=made.gate)
     order.is_done = lambda: order.done
@@ -117,8 +117,7 @@ def test_a_failed_capture_ends_and_leaves_no_graph(cuda, pack):
         raise DriverError("out of resources")
 
     call = PackedCall(pack.order.gate, Description("a call"), None, 0)
-    with pytest.raises(DriverError, match="out of resources"):
-        pack.graphs.make(call, fail)
+    pack.graphs.make(call, fail)
     assert not cuda.capturing
     assert not cuda.nodes
     assert graph_of(call) == 0
@@ -129,5 +128,5 @@ def test_closed_graphs_are_those_of_other_communicators(cuda, pack):
     pack.graphs.close()
     pack.graphs.close()
     assert pack.order.closed
-    assert len(pack.graphs._places.unused) == len(cuda.alive) == 4
+    assert len(pack.graphs._places._unused) == len(cuda.alive) == 4
     assert kept

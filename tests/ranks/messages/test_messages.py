@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 from mpi4py import MPI
+from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives.protocols.workspace import (
@@ -458,3 +459,30 @@ def test_another_number_of_bytes_is_an_error(world):
     text = "rank 1 receives another number of bytes than rank 0 sends"
     refused(world, ns.CallMismatch, comm.synchronize, text)
     comm.close()  # every rank has raised the failure
+
+
+def test_a_group_of_strided_messages_has_memory_for_each(comm):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x = [cuda.to_device(np.full(32, 10 * n + comm.rank, np.int64)) for n in range(3)]
+    y = [cuda.to_device(np.zeros(32, np.int64)) for _ in x]
+    for _ in range(3):  # remembered groups, too
+        with comm.group():
+            for each in x:
+                comm.send(each[::4], dst=right)
+            for each in y:
+                comm.recv(each[::4], src=left)
+        found = [set(each.copy_to_host()[::4].tolist()) for each in y]
+        assert found == [{10 * n + left} for n in range(3)]
+
+
+def test_a_group_that_is_open_keeps_its_calls_if_it_is_entered_again(comm):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    x, y = comm.zeros(4, np.int32), comm.zeros(4, np.int32)
+    x.copy_to_device(np.full(4, comm.rank + 1, np.int32))
+    group = comm.group()
+    with group:
+        comm.recv(y, src=left)
+        with pytest.raises(ns.ArgumentError, match="a group is open"), group:
+            pass
+        comm.send(x, dst=right)
+    assert y.copy_to_host().tolist() == [left + 1] * 4
