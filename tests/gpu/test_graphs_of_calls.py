@@ -5,31 +5,57 @@ from numba import cuda
 
 import numba_symm as ns
 from tests.gpu.helpers import fill, to_device
-from tests.ranks.helpers import get, of_one_island
+from tests.ranks.helpers import get, needs_peers, of_one_island
 
 pytestmark = of_one_island
 
 
+@needs_peers
 def test_graphs_of_calls_are_made_while_a_kernel_waits(comm):
     """It may wait for something that this host does only later."""
     stream, waiting = ns.Stream(), ns.Stream()
     away = to_device(np.zeros(8, np.float32))
     x, y = comm.zeros(8192, np.float32), comm.zeros(8192, np.float32)
+    z = comm.zeros(8192 * comm.size, np.float32)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def reduce(count):
+        comm.all_reduce(x[:count], out=y[:count], stream=stream)
+
+    def reduce_by_copies(count):
+        out = y[:count]
+        comm.all_reduce(x[:count], out=out, stream=stream, algorithm="copy_engine")
+
+    def gather_by_copies(count):
+        out = z[: count * comm.size].reshape(comm.size, count)
+        comm.all_gather(x[:count], out=out, stream=stream, algorithm="copy_engine")
+
+    def exchange(count):
+        with comm.group():
+            for first in range(0, count, 8):
+                comm.send(x[first : first + 8], dst=right, stream=stream)
+                comm.recv(y[first : first + 8], src=left, stream=stream)
+
+    calls = [(reduce, range(32, 2048, 32)), (reduce_by_copies, range(64, 4096, 256))]
+    calls += [(gather_by_copies, range(64, 4096, 256)), (exchange, range(8, 64, 8))]
     fill(x, 3)
     fill(away, 0, waiting)
-    comm.all_reduce(x[:32], out=y[:32], stream=stream)
+    for call, counts in calls:
+        call(counts[-1] + 8)
     cuda.synchronize()
     graphs = comm._calls.enqueuer.graphs
     before = len(graphs._made)
     fill(away, 1, waiting, milliseconds=3000)
-    for count in range(32, 8192 + 1, 32):
-        for _ in range(5):
-            comm.all_reduce(x[:count], out=y[:count], stream=stream)
+    for call, counts in calls:
+        for count in counts:
+            for _ in range(5):
+                call(count)
     assert not waiting.query()
     comm.synchronize(stream)
     assert not waiting.query()
-    assert (y.copy_to_host() == 3 * comm.size).all()
-    assert len(graphs._made) >= before + 50
+    assert (get(y)[:56] == 3).all()
+    assert (get(z)[:1024] == 3).all()
+    assert len(graphs._made) >= before + 90
     waiting.synchronize()
 
 
