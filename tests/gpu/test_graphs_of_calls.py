@@ -40,8 +40,9 @@ def test_graphs_of_calls_are_made_while_a_kernel_waits(comm):
     calls += [(gather_by_copies, range(64, 4096, 256)), (exchange, range(8, 64, 8))]
     fill(x, 3)
     fill(away, 0, waiting)
-    for call, counts in calls:
-        call(counts[-1] + 8)
+    for call, counts in calls:  # so that no kernel is loaded later
+        for count in counts:
+            call(count)
     cuda.synchronize()
     graphs = comm._calls.enqueuer.graphs
     before = len(graphs._made)
@@ -50,7 +51,7 @@ def test_graphs_of_calls_are_made_while_a_kernel_waits(comm):
         for count in counts:
             for _ in range(5):
                 call(count)
-    assert not waiting.query()
+        assert not waiting.query(), call
     comm.synchronize(stream)
     assert not waiting.query()
     assert (get(y)[:56] == 3).all()
