@@ -17,18 +17,16 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba_symm import driver, driver_table, entry, forks, streams
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import DriverError
-from numba_symm.streams import StreamOrder
+from numba_symm.streams import SideStream, StreamOrder
 
-PLACES = ((1, 128), (4, 64), (24, 24))
-"""The graphs of a process, for all communicators on a GPU: their nodes, their number.
-
-On an H200, they occupy about 20 MiB of the GPU's memory, and are made in 8 ms.
-"""
+PLACES = ((1, False, 128), (4, False, 64), (8, True, 32), (64, True, 16))
+"""The graphs of a process for all communicators on a GPU: how many nodes they have,
+whether they fork, as calls do that use copy engines, and how many such graphs."""
 
 FIRST = 3
 """Before which call of the same arguments the graph is made."""
@@ -36,8 +34,23 @@ FIRST = 3
 AGAIN = 64
 """How many calls later the next attempt is made if there was no place."""
 
-_Graph = tuple[int, Any]
-"""The number of nodes of an executable graph, and the graph."""
+
+class _Graph(NamedTuple):
+    """An executable graph.
+
+    Attributes:
+        nodes: how many it has.
+        forked: whether some of them are beside others.
+        handle: the driver's.
+    """
+
+    nodes: int
+    forked: bool
+    handle: Any
+
+    def fits(self, other: "_Graph") -> bool:
+        """Return whether the other one has room in its place."""
+        return self.nodes >= other.nodes and self.forked >= other.forked
 
 
 class _Places:
@@ -48,12 +61,17 @@ class _Places:
         self._lock = threading.Lock()  # of communicators in several threads
         forks.watch(self)
         stream = int(driver.call("cuStreamCreate", _NON_BLOCKING))
+        side = SideStream(1)
         module = driver.call("cuModuleLoadData", _NOTHING)
         function = int(driver.call("cuModuleGetFunction", module, b"nothing"))
-        for nodes, number in PLACES:
-            graph = _captured(stream, partial(_launch, function, nodes))
-            self.give_back((nodes, _instantiated(graph)) for _ in range(number))
+        for nodes, forked, number in PLACES:
+            enqueue = partial(_launch, function, nodes, side if forked else None)
+            graph = _captured(stream, enqueue)
+            for _ in range(number):
+                made = driver.call("cuGraphInstantiate", graph, 0)
+                self._unused.append(_Graph(nodes, forked, made))
             driver.call("cuGraphDestroy", graph)
+        side.close()
         driver.call("cuStreamDestroy", stream)
 
     def disown(self) -> None:
@@ -62,19 +80,22 @@ class _Places:
         self._lock = threading.Lock()
 
     def replaced(self, graph: Any) -> _Graph | None:
-        """Instantiate a graph in the place of one that has at least as many nodes.
+        """Instantiate a graph in the place of one that is at least as large.
 
         Return None if there is none.
         """
         _, nodes = driver.call("cuGraphGetNodes", graph, 0)
+        *_, edges = driver.call("cuGraphGetEdges", graph, 0)
+        wanted = _Graph(nodes, edges >= nodes, None)
         with self._lock:
-            fitting = [each for each in self._unused if each[0] >= nodes]
+            fitting = [each for each in self._unused if each.fits(wanted)]
             if not fitting:
                 return None
-            found = min(fitting, key=lambda each: each[0])
+            found = min(fitting, key=lambda each: (each.forked, each.nodes))
             self._unused.remove(found)
-            driver.call("cuGraphExecDestroy", found[1])
-            return nodes, _instantiated(graph)
+            driver.call("cuGraphExecDestroy", found.handle)
+            made = driver.call("cuGraphInstantiate", graph, 0)
+            return wanted._replace(handle=made)
 
     def give_back(self, graphs: Iterable[_Graph]) -> None:
         """Let graphs be replaced that no call has any more."""
@@ -133,8 +154,8 @@ class Graphs:
             made = self._places.replaced(graph)
             if made is not None:
                 self._made[weakref.ref(call, self._dropped.append)] = made
-                driver.call("cuGraphUpload", made[1], self._stream)
-                head.graph = int(made[1])
+                driver.call("cuGraphUpload", made.handle, self._stream)
+                head.graph = int(made.handle)
 
     def _give_back(self) -> None:
         """Let others have the graphs of dropped calls, if all calls are done."""
@@ -152,8 +173,8 @@ class Graphs:
             if self._order.is_done():
                 self._places.give_back(made)
             else:  # after a failure; what replaced them could not have their memory
-                for _, graph in made:
-                    driver.call("cuGraphExecDestroy", graph)
+                for each in made:
+                    driver.call("cuGraphExecDestroy", each.handle)
             driver.call("cuStreamDestroy", self._stream)
         self._order.close()
 
@@ -176,17 +197,28 @@ def _captured(stream: int, enqueue: Callable[[int], None]) -> Any:
     return driver.call("cuStreamEndCapture", stream)
 
 
-def _instantiated(graph: Any) -> Any:
-    return driver.call("cuGraphInstantiate", graph, 0)
-
-
 _NOTHING = b".version 7.0\n.target sm_70\n.address_size 64\n.entry nothing() { ret; }\0"
 
 
-def _launch(function: int, times: int, stream: int) -> None:
-    """Launch a kernel without arguments several times."""
+def _launch(function: int, times: int, side: SideStream | None, stream: int) -> None:
+    """Launch a kernel without arguments several times, half of them beside others."""
     config = driver_table.Config(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
-    for _ in range(times):
-        status = driver_table.launch()(ctypes.addressof(config), function, 0, 0)
-        if status:
-            raise driver.failure("cuLaunchKernelEx", status)
+
+    def launch(times: int) -> None:
+        for _ in range(times):
+            status = driver_table.launch()(ctypes.addressof(config), function, 0, 0)
+            if status:
+                raise driver.failure("cuLaunchKernelEx", status)
+
+    if side is None:
+        launch(times)
+        return
+    launch(1)
+    side.follow(stream, 0)
+    launch(times // 2)
+    config.stream = side.stream
+    launch(times - times // 2 - 2)
+    side.mark(1)
+    side.lead(stream, 1)
+    config.stream = stream
+    launch(1)

@@ -15,7 +15,7 @@ from numba_symm.errors import DriverError
 from numba_symm.record import Description
 from tests.gates import gate
 
-PLACES = ((1, 3), (4, 1))
+PLACES = ((1, False, 3), (4, False, 1))
 
 
 class Driver:
@@ -24,7 +24,7 @@ class Driver:
     def __init__(self):
         self.numbers = itertools.count(1)
         self.alive, self.nodes, self.launched = {}, {}, 0
-        self.capturing = False
+        self.capturing, self.forks = False, False
 
     def launch(self, *args):
         assert self.capturing
@@ -40,6 +40,8 @@ class Driver:
             return made
         if name == "cuGraphGetNodes":
             return [], self.nodes[args[0]]
+        if name == "cuGraphGetEdges":
+            return [], [], [], self.nodes[args[0]] - 1 + self.forks
         if name == "cuGraphInstantiate":
             made = next(self.numbers)
             self.alive[made] = self.nodes[args[0]]
@@ -97,6 +99,12 @@ def test_each_graph_replaces_one_that_is_at_least_as_large(cuda, pack):
     last = pack(1)
     assert graph_of(last)
     assert not graph_of(pack(1))
+
+
+def test_a_graph_that_forks_replaces_only_one_that_does(cuda, pack, monkeypatch):
+    cuda.forks = True
+    assert not graph_of(pack(1))
+    assert sorted(cuda.alive.values()) == [1, 1, 1, 4]
 
 
 def test_the_graph_of_a_dropped_call_is_replaced_when_its_calls_are_done(cuda, pack):
