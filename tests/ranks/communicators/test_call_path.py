@@ -9,6 +9,9 @@ from numba import cuda
 
 import numba_symm
 from numba_symm import kernels, mpi
+from numba_symm.environment import SIMULATED
+
+pytestmark = pytest.mark.skipif(not SIMULATED, reason="kernels would run")
 
 PACKAGE = Path(numba_symm.__file__).parent.resolve()
 DRIVER = PACKAGE / "driver_table.py"  # stands for the driver in the simulator
