@@ -36,7 +36,11 @@ demo: $(VENV)/demo.installed
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 NIGHTLY := tests/host/test_machine_code.py tests/host/test_machine_code_types.py \
 	tests/test_packages.py tests/test_mpi4py_suite.py
-QUICK := tests/host
+# Those of tests/host that cost seconds, as they start processes or compile.
+SLOW := cli code_cache compile_command compiling device_machine_code doctor host_backend \
+	island_schedules kernel_set machine_code machine_code_types packaging runner \
+	simulated_device bench_model
+QUICK := tests/host $(SLOW:%=--ignore=tests/host/test_%.py)
 
 test: $(VENV)/test.installed
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --ignore=tests/lint

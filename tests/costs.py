@@ -3,8 +3,9 @@
     pytest -p tests.costs [--costs FILE] ...
 
 prints the files and the tests that cost most. Wall time says little: tests wait, and
-two run at a time. FILE gets a line of JSON for each test. What a server of ranks does
-for a test (spawned.py) is counted, because its time is read while it runs.
+two run at a time. FILE gets a line of JSON for each test, as soon as it ends. What a
+server of ranks does for a test (spawned.py) is counted, because its time is read while
+it runs.
 """
 
 import json
@@ -40,13 +41,27 @@ def pytest_runtest_makereport(item, call):
         item.user_properties.append(("processor", cost))
 
 
-def pytest_runtest_logreport(report):
-    known = dict(report.user_properties)
-    if report.when == "teardown" and "processor" in known:
-        collected[report.nodeid] = known["processor"]
+class Costs:
+    """Collects the costs, in the process that prints the report."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def pytest_runtest_logreport(self, report):
+        known = dict(report.user_properties)
+        if report.when == "teardown" and "processor" in known:
+            collected[report.nodeid] = known["processor"]
+            if self.file:
+                with self.file.open("a") as lines:
+                    print(json.dumps([report.nodeid, known["processor"]]), file=lines)
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Costs(config.getoption("--costs")), "costs")
+
+
+def pytest_terminal_summary(terminalreporter):
     files = defaultdict(float)
     for test, cost in collected.items():
         files[test.partition("::")[0]] += cost
@@ -55,6 +70,3 @@ def pytest_terminal_summary(terminalreporter, config):
     for found in (files, collected):
         for name, cost in sorted(found.items(), key=lambda each: -each[1])[:SHOWN]:
             terminalreporter.line(f"{cost:8.1f} s  {name}")
-    if file := config.getoption("--costs"):
-        lines = (json.dumps([name, cost]) for name, cost in collected.items())
-        file.write_text("\n".join(lines) + "\n")

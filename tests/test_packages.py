@@ -116,7 +116,7 @@ def test_the_page_has_a_row_for_each_package():
         f"| mpi4py {MPI4PY} | {DEMO_COUNT} demos | 3 | pass | `whole` |",
         f"| mpi4py {MPI4PY} | its tests of calls with arrays "
         f"| {test_mpi4py_suite.RANKS} | {passed} of {tests} pass, see below "
-        "| `pytest tests/test_mpi4py_suite.py` |",
+        "| `NUMBA_SYMM_TEST_WHOLE=1 pytest tests/test_mpi4py_suite.py` |",
         f"| mpi4py {MPI4PY} | all its tests, with host arrays | 3 "
         f"| {HOST_TESTS - sum(HOST_FAILURES.values())} of {HOST_TESTS} pass or are "
         "skipped | `whole` |",
