@@ -34,7 +34,7 @@ demo: $(VENV)/demo.installed
 
 # Many tests start processes. If these may not write bytecode, each compiles this tree again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
-NIGHTLY := tests/host/test_machine_code.py tests/host/test_machine_code_types.py \
+NIGHTLY := tests/explore tests/host/test_machine_code.py tests/host/test_machine_code_types.py \
 	tests/test_packages.py tests/test_mpi4py_suite.py
 # Those of tests/host that cost seconds, as they start processes or compile.
 SLOW := cli code_cache compile_command compiling device_machine_code doctor host_backend \

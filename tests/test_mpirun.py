@@ -52,7 +52,7 @@ def jobs():
     return [*together, *((file,) for file in others)]
 
 
-NIGHTLY = {4: ("operations", "messages")}
+NIGHTLY = {4: ("operations", "messages", "misuse", "mpi", "memory", "test_launch.py")}
 """What is not simulated on that many ranks by default: it costs most, and seldom fails
 where three ranks pass. `make nightly` runs it."""
 

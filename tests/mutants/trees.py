@@ -130,6 +130,8 @@ class Tree:
         # Before the checkout that is installed, also in child processes.
         environ["PYTHONPATH"] = str(self.tree)
         environ["XDG_CACHE_HOME"] = str(self.root / "cache")
+        environ["NUMBA_SYMM_TEST_ISOLATED"] = "1"  # the cache is kept from test to test
+        environ["NUMBA_SYMM_TEST_WHOLE"] = "1"  # all schedules of the explorer
         environ["MUTANTS_WATCH"] = str(watch)
         if calls:
             environ["MUTANTS_WATCH_CALLS"] = "1"
