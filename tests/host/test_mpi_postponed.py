@@ -69,3 +69,16 @@ def test_a_message_that_is_dropped_expects_no_receipt_of_an_unknown_room(
     send.drop(ZeroDivisionError())
     assert (NUMBER in send.post._receipts.unread) == placed
     assert steps == ([] if placed else [("settle",), ("give back", room)])
+
+
+def test_a_message_that_fails_on_its_way_to_another_island_is_received_by_nobody(
+    send, steps
+):
+    """Its receiver sends no receipt, so this rank counts it no longer."""
+    post = send.post
+    post._freed, post._by_mpi, post.is_apart = False, {}, lambda dest: True
+    post.flow.received = lambda number: steps.append(("received", number))
+    post._data = SimpleNamespace(refuse_parts=lambda *args: steps.append(args))
+    send._fail(ZeroDivisionError())
+    assert steps == [("received", NUMBER), (NBYTES, DEST, NUMBER)]
+    assert send.ended

@@ -30,6 +30,7 @@ NEAREST = {
         "tests/host/test_guarded_order.py",
         "tests/ranks/mpi/test_mpi_flow.py",
         "tests/ranks/mpi/test_mpi_receipts.py",
+        "tests/ranks/mpi/test_mpi_failures.py",
         "tests/ranks/mpi/test_mpi_messages.py",
     ),
     "buffers": (
