@@ -1,0 +1,349 @@
+"""Collectives that are drawn, and what NumPy has for them.
+
+All ranks draw the same call from a seed, and each one draws its own arrays: where they
+begin, whether peers can reach them, whether their elements have gaps.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+
+import numpy as np
+from numba import cuda
+
+from numba_symm import dtypes
+from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.collectives.protocols.partition import LINE
+from numba_symm.collectives.protocols.workspace import CHUNKED, THREADS
+from numba_symm.environment import SIMULATED
+from tests import operators
+from tests.algorithms import ONE_SHOTS, PROTOCOLS, entry, takes
+from tests.drivers.sides import rng
+from tests.expected import expected
+from tests.ranks.helpers import Window, get, ordinary, put
+
+MOST = 20_000 if SIMULATED else 1 << 22  # bytes of a rank's input
+V_FORMS = ("gather_v", "scatter_v", "all_gather_v", "reduce_scatter_v", "all_to_all_v")
+NAMES = (*OPERATIONS, "gather", "scatter", *V_FORMS)
+PLACES = ("new", "out", "out", "in place")
+
+
+def over_islands(parts, inputs, op):
+    """Return the reduction of some ranks' inputs, by rank: over islands in order."""
+    kind = dtypes.element(next(iter(inputs.values())).dtype, "test")
+    kept = kind.accumulate if kind.floating or op == "avg" else kind.dtype
+    function = operators.NUMPYS[op]
+    if kind.complex and op == "prod":
+        function = operators._product
+    if op in ("min", "max"):
+        function = operators._first_of(op)
+    with np.errstate(all="ignore"):
+        totals = [
+            reduce(function, [inputs[r].astype(kept) for r in taken])
+            for part in parts
+            if (taken := [r for r in part if r in inputs])
+        ]
+        total = reduce(function, totals)
+        if op == "avg":
+            total = operators._divided(total, len(inputs), kind)
+        if op in dtypes.LOGICAL:
+            total = total != 0
+        return total.astype(kept).astype(kind.dtype)
+
+
+def wanted(comm, name, inputs, op, root):
+    """Return this rank's output of an operation; None if it has none."""
+    operation = OPERATIONS[name]
+    if not operation.reduces:
+        given = operation, inputs, comm.rank, root
+        return expected(*given, None, None, np.concatenate)
+    if operation.at_root and comm.rank != root:
+        return None
+    exchange, count = operation.exchange, len(inputs[0])
+    start = 0
+    if exchange.sends_shards:
+        count //= comm.size
+        start = comm.rank * count
+    used = exchange.output.used(comm.rank, comm.size, root)
+    if not used:
+        return np.full(count, dtypes.identity(op, inputs[0].dtype), inputs[0].dtype)
+    parts = {r: inputs[r][start : start + count] for r in used}
+    return over_islands(comm.islands, parts, op)
+
+
+def edges(name, algorithm, itemsize, comm):
+    """Return counts around where a thread, block, tile, shard or epoch begins."""
+    lanes, blocks = max(1, 16 // itemsize), comm._calls.end.max_blocks
+    tiles = CHUNKED.tiles(comm.size)
+    region = entry(name, algorithm).region if algorithm else None
+    if region in PROTOCOLS:
+        blocks = min(blocks, PROTOCOLS[region].blocks)
+        tiles = PROTOCOLS[region].tiles(comm.size)
+    shares = {1} if region in ONE_SHOTS else {1, comm.size, max(1, comm.size - 1)}
+    block = THREADS * lanes
+    units = {1, lanes, LINE * lanes, block, block * tiles, block * blocks}
+    units |= {block * blocks * tiles, 2 * block * blocks * tiles}
+    return sorted({unit * share for unit in units for share in shares})
+
+
+@dataclass
+class Call:
+    """What is equal on all ranks."""
+
+    name: str
+    kind: str
+    op: str | None
+    algorithm: str | None
+    count: int
+    root: int
+    place: str
+    planned: bool
+    seed: tuple
+
+    @property
+    def operation(self):
+        return OPERATIONS.get(self.name)
+
+
+def drawn(comm, *seed):
+    """Return a call."""
+    draw = rng(*seed)
+    name = draw.choice(NAMES)
+    kind, op = draw.choice(operators.PAIRS)
+    operation, size = OPERATIONS.get(name), comm.size
+    if operation is not None and op in operation.without:
+        op = "sum" if kind != "bool" else "lor"
+    algorithm = None
+    if operation is not None and len(comm.islands) == 1 and draw.random() < 0.8:
+        fit = [a for a, made in operation.algorithms.items() if made.fewest <= size]
+        fit = [a for a in fit if takes(name, a, operators.ELEMENTS[kind].dtype)]
+        algorithm = draw.choice(fit) if size > 1 else None
+    shards = size if operation is None else operation.shards(size)
+    itemsize = operators.ELEMENTS[kind].itemsize
+    most = max(1, MOST // itemsize // max(shards, 1))
+    of = name if algorithm else "all_reduce"
+    near = [n for n in edges(of, algorithm, itemsize, comm) if n < most]
+    count = draw.choice(near) + draw.choice([-1, 0, 1])
+    if draw.random() < 0.4:
+        count = int(most ** draw.random()) - draw.choice([0, 0, 1])
+    root, place = draw.randrange(size), draw.choice(PLACES)
+    count, planned = max(0, count), draw.random() < 0.15
+    return Call(name, kind, op, algorithm, count, root, place, planned, seed)
+
+
+class Pool:
+    """Symmetric memory for the calls between two checks: allocating is collective."""
+
+    TOGETHER = 8
+
+    def __init__(self, comm):
+        nbytes = 2 * (MOST + 1024) * (comm.size + 1)
+        self._all = [comm.empty(nbytes, np.uint8) for _ in range(2 * self.TOGETHER)]
+        self.reset()
+
+    def reset(self):
+        self._left = iter(self._all)
+
+    def take(self, count, dtype):
+        """Return memory of so many elements."""
+        return next(self._left)[: count * dtype.itemsize].view(dtype)
+
+
+class Arrays:
+    """This rank's arrays of a call, with what may not be written around them."""
+
+    def __init__(self, pool, draw, dtype, direct):
+        self.pool, self.dtype, self.draw = pool, dtype, draw
+        self._direct, self._held = direct, []
+
+    def of(self, host):
+        """Return a device array with a host array's elements.
+
+        Its elements may have gaps, and may begin anywhere in their memory.
+        """
+        draw, longest = self.draw, 2 * host.size + 16 + Window.MARGIN
+        shared = self.pool.take(longest, self.dtype)
+        symmetric, gaps = draw.random() < 0.5, draw.random() < 0.2
+        offset = draw.choice([0, 0, 0, 1, 3, max(1, 16 // self.dtype.itemsize)])
+        if self._direct:
+            symmetric, gaps, offset = True, False, 16 // self.dtype.itemsize
+        buffer = shared if symmetric else ordinary(longest, self.dtype)
+        step = 2 if gaps else 1
+        inside = slice(offset, offset + step * host.size, step)
+        whole = np.full(longest * self.dtype.itemsize, 0xA5, np.uint8).view(self.dtype)
+        whole[inside] = host
+        put(buffer, whole)
+        array = buffer[inside]
+        self._held.append((array, buffer, inside))
+        return array
+
+    def read(self, array):
+        """Return an array's elements, and check what is around them."""
+        for held, buffer, inside in self._held:
+            if held is array:
+                whole = get(buffer)
+                around = np.delete(whole, inside).tobytes()
+                assert set(around) <= {0xA5}, "written outside of the array"
+                return np.ascontiguousarray(whole[inside])
+        return get(array).ravel()
+
+
+class Made:
+    """A call of this rank, which was enqueued, and its check."""
+
+    def __init__(self, comm, pool, call):
+        self.comm, self.call = comm, call
+        self.dtype = operators.ELEMENTS[call.kind].dtype
+        made = entry(call.name, call.algorithm) if call.algorithm else None
+        often = rng(*call.seed, "direct").random() < 0.8
+        direct = made is not None and made.handshake and often
+        self.arrays = Arrays(pool, rng(*call.seed, comm.rank), self.dtype, direct)
+        build = self._of_table if call.operation else getattr(self, f"_{call.name}")
+        name, args, options = build()
+        if call.planned and call.name in OPERATIONS:
+            plan = getattr(comm, name + "_init")(*args, **options)
+            self.found = plan()
+            if options.get("out") is not args[0] and call.place != "in place":
+                self.found = plan()
+        else:
+            if rng(*call.seed, "stream", comm.rank).random() < 0.2:
+                options["stream"] = cuda.stream()
+            self.found = getattr(comm, name)(*args, **options)
+
+    def _inputs(self, counts):
+        """Return every rank's input, of so many elements."""
+        key = [len(self.call.seed), *map(hash, self.call.seed)]
+        key = [each & 0xFFFFFFFF for each in key]
+        self.inputs = [
+            operators.random(self.call.kind, count, [*key, rank])
+            for rank, count in enumerate(counts)
+        ]
+        return self.inputs[self.comm.rank]
+
+    def _of_table(self):
+        call, comm, operation = self.call, self.comm, self.call.operation
+        own = self._inputs([call.count * operation.shards(comm.size)] * comm.size)
+        self.wanted = wanted(comm, call.name, self.inputs, call.op, call.root)
+        self.x, options = self.arrays.of(own), {"algorithm": call.algorithm}
+        if operation.reduces:
+            options["op"] = call.op
+        if operation.rooted:
+            options["root"] = call.root
+        if not operation.in_place:
+            options["out"] = self._out()
+        return call.name, (self.x,), options
+
+    def _out(self):
+        """Return the output that a call gets: none, another array, or its input."""
+        place, rank = self.call.place, self.comm.rank
+        if self.wanted is None or place == "new":
+            return None
+        if place == "in place" and self.wanted.size == self.x.size:
+            return self.x
+        if place == "in place" and self.call.name == "reduce_scatter":
+            return self.x[rank * self.wanted.size :][: self.wanted.size]
+        host = np.full(self.wanted.size * self.dtype.itemsize, 0xA5, np.uint8)
+        return self.arrays.of(host.view(self.dtype))
+
+    def _counts(self):
+        draw = rng(*self.call.seed, "counts")
+        return [draw.randrange(self.call.count + 1) for _ in range(self.comm.size)]
+
+    def _gather(self, uneven=False):
+        call, size = self.call, self.comm.size
+        counts = self._counts() if uneven else [call.count] * size
+        self.x = self.arrays.of(self._inputs(counts))
+        root = self.comm.rank == call.root
+        self.wanted = np.concatenate(self.inputs) if root else None
+        options = {"root": call.root, "out": self._out()}
+        if uneven and root:
+            options["counts"] = counts
+        return call.name, (self.x,), options
+
+    def _gather_v(self):
+        return self._gather(uneven=True)
+
+    def _scatter(self, uneven=False):
+        call, size, rank = self.call, self.comm.size, self.comm.rank
+        counts = self._counts() if uneven else [call.count] * size
+        own = self._inputs([sum(counts)] * size)
+        self.x = self.arrays.of(own) if rank == call.root else None
+        first = sum(counts[:rank])
+        self.wanted = self.inputs[call.root][first : first + counts[rank]]
+        host = np.full(self.wanted.size * self.dtype.itemsize, 0xA5, np.uint8)
+        options = {"root": call.root, "out": self.arrays.of(host.view(self.dtype))}
+        if uneven and rank == call.root:
+            options["counts"] = counts
+        return call.name, (self.x,), options
+
+    def _scatter_v(self):
+        return self._scatter(uneven=True)
+
+    def _all_gather_v(self):
+        counts = self._counts()
+        self.x = self.arrays.of(self._inputs(counts))
+        self.wanted = np.concatenate(self.inputs)
+        return self.call.name, (self.x,), {"counts": counts, "out": self._out()}
+
+    def _reduce_scatter_v(self):
+        counts, rank = self._counts(), self.comm.rank
+        self.x = self.arrays.of(self._inputs([sum(counts)] * self.comm.size))
+        first = sum(counts[:rank])
+        inputs = dict(enumerate(self.inputs))
+        total = over_islands(self.comm.islands, inputs, self.call.op)
+        self.wanted = total[first : first + counts[rank]]
+        options = {"counts": counts, "op": self.call.op, "out": self._out()}
+        return self.call.name, (self.x,), options
+
+    def _all_to_all_v(self):
+        size, rank = self.comm.size, self.comm.rank
+        draw = rng(*self.call.seed, "counts")
+        counts = [
+            [draw.randrange(self.call.count // size + 1) for _ in range(size)]
+            for _ in range(size)
+        ]
+        self.x = self.arrays.of(self._inputs([sum(each) for each in counts]))
+        parts = []
+        for source, each in enumerate(counts):
+            first = sum(each[:rank])
+            parts.append(self.inputs[source][first : first + each[rank]])
+        self.wanted = np.concatenate(parts)
+        received = [each[rank] for each in counts]
+        options = {"send_counts": counts[rank], "recv_counts": received}
+        return self.call.name, (self.x,), options | {"out": self._out()}
+
+    def check(self):
+        """Compare the result, the input, and what is around both."""
+        call = self.call
+        if self.wanted is None:
+            assert self.found is None, "an output"
+        else:
+            found = self.arrays.read(self.found)
+            assert operators.same(found, self.wanted).all(), "wrong result"
+        kept = call.place != "in place" and call.name != "broadcast"
+        if self.x is not None and kept:
+            own = self.inputs[self.comm.rank]
+            assert self.arrays.read(self.x).tobytes() == own.tobytes(), "the input"
+
+
+@contextmanager
+def failing(call):
+    """Name the call in a failure."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{call}: {error}") from error
+
+
+def run(comm, seed, first, last):
+    """Make calls of a seed, some of them without a wait between them; check them."""
+    pool, made = Pool(comm), []
+    for step in range(first, last):
+        made.append(Made(comm, pool, drawn(comm, seed, step)))
+        if len(made) == Pool.TOGETHER or step == last - 1:
+            comm.synchronize()
+            for each in made:
+                with failing(each.call):
+                    each.check()
+            made.clear()
+            pool.reset()

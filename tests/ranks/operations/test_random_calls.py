@@ -1,0 +1,57 @@
+"""Calls that are drawn, against NumPy, on communicators of several kinds.
+
+NUMBA_SYMM_TEST_CALLS   the calls on each communicator
+NUMBA_SYMM_TEST_SEED    the seed of them; default 1
+"""
+
+import os
+
+import pytest
+
+import numba_symm as ns
+from numba_symm.environment import SIMULATED
+from tests.drivers import calls
+from tests.ranks.islands.test_islands import interleaved, of_one
+
+CALLS = int(os.environ.get("NUMBA_SYMM_TEST_CALLS", 40 if SIMULATED else 200))
+SEED = int(os.environ.get("NUMBA_SYMM_TEST_SEED", 1))
+
+
+def whole(world):
+    return ns.Communicator(world, timeout=20)
+
+
+def reverse(world):
+    """A part of all ranks, in another order."""
+    with whole(world) as comm:
+        return comm.split(0, key=-comm.rank)
+
+
+KINDS = [whole, reverse, of_one, interleaved]
+
+
+def failed(world, make, seed, first, last):
+    """Return what fails on any rank in calls on a new communicator, or None."""
+    with make(world) as comm:
+        try:
+            calls.run(comm, seed, first, last)
+            text = None
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        found = [each for each in world.allgather(text) if each]
+    return "\n".join(found) or None
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+def test_calls_that_are_drawn(world, make):
+    """After a failure, as few of the last calls as fail are made again."""
+    if make in (of_one, interleaved) and world.size == 1:
+        pytest.skip("one rank has no islands")
+    text = failed(world, make, SEED, 0, CALLS)
+    if text is None:
+        return
+    for first, last in ((n - k, n) for k in (1, 2, 8) for n in range(k, CALLS + 1)):
+        if (again := failed(world, make, SEED, first, last)) is not None:
+            text = f"calls {first} to {last} on {make.__name__}: {again}"
+            break
+    pytest.fail(text)
