@@ -2,7 +2,7 @@
 
 The simulator's launches and copies block. So the host's waits and events are behind a
 branch on ``SIMULATED``, which no test without a GPU would take. A test takes it with a
-driver, or a stream, that records the order of what is called.
+driver that executes the order of what is called (``executing.py``).
 """
 
 import ast

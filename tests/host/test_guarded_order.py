@@ -1,4 +1,4 @@
-"""The host's waits and events that only a GPU needs, with a driver that records them.
+"""The host's waits and events that only a GPU needs, with a driver that executes them.
 
 Each branch that the simulator does not take is named by a test of its order, here or
 elsewhere (``tests/orders.py``).
@@ -7,6 +7,7 @@ elsewhere (``tests/orders.py``).
 import itertools
 import sys
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from threading import RLock
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from numba_symm import deferred, driver, engines, events, streams
+from numba_symm import deferred, engines, events, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import communicator, equality, lifetime, requests
 from numba_symm.engines import mpi as engine
@@ -23,72 +24,62 @@ from numba_symm.errors import DriverError
 from numba_symm.mpi import copies, crossings, host_only, jobs, postponed, sends, win
 from numba_symm.sharing import received, sent
 from numba_symm.sharing.consumer import Reference
+from tests.executing import ExecutingDriver, Unordered
 from tests.orders import guarded, orders, places_in_tests
 
-STREAM, OTHER, FIRST = 0xA0, 0xB0, 100
+STREAM, OTHER = 0xA0, 0xB0
+DATA, MORE, HOST = 0x1000, 0x2000, 0x3000
 
 
-class Driver:
-    """The driver's functions and others, whose calls are recorded in order.
-
-    Attributes:
-        calls: the names and arguments of all calls.
-        failing: the names of those that fail.
-    """
+class Driver(ExecutingDriver):
+    """The driver, and the program's work that stores to DATA on STREAM."""
 
     def __init__(self, monkeypatch):
-        self.calls, self.failing, self.capturing = [], set(), 0
-        self._handles = itertools.count(FIRST)
+        super().__init__()
         self._patch = monkeypatch
-        monkeypatch.setattr(driver, "call", self.call)
-        monkeypatch.setattr(driver, "function", self.function)
+        self.create(STREAM)
+        self.create(OTHER)
+        self.bind(monkeypatch, streams, events)
 
     def take(self, *modules):
-        """Let modules take the branches of a GPU."""
+        """Let modules take the branches of a GPU, after work of the program."""
         for module in modules:
             self._patch.setattr(module, "SIMULATED", False)
+        return self.work()
+
+    def work(self, stream=STREAM):
+        self.launch("work", stream, (), DATA)
         return self
 
-    def call(self, name, *args):
-        self.calls.append((name, *args))
-        if name in self.failing:
-            raise DriverError(f"{name} failed")
-        if name.endswith(("EventCreate", "StreamCreate", "GetCtx")):
-            return next(self._handles)
-        return {"cuStreamIsCapturing": self.capturing}.get(name)
+    def reads(self, what, answer=None):
+        """Return a function of the host that needs the work to be done."""
+        return self.host(what, DATA, answer=answer)
 
-    def function(self, name):
-        def status_and_answer(*args):
-            answer = self.call(name, *args)
-            return (0,) if answer is None else (0, answer)
-
-        return status_and_answer
-
-    def noting(self, name, answer=None):
-        """Return a function that records its calls, too, without arguments."""
-
-        def function(*args, **options):
-            self.calls.append(name)
-            return answer
-
-        return function
+    def frees(self, what):
+        """Return one that lets others use the memory."""
+        return self.host(what, (), DATA)
 
     @property
     def names(self):
         """The names of all calls, from which it starts anew."""
-        found = [each if isinstance(each, str) else each[0] for each in self.calls]
-        self.calls.clear()
+        found, self.calls = self.calls, []
         return found
 
 
 @pytest.fixture
 def gpu(monkeypatch):
-    return Driver(monkeypatch).take(streams, events)
+    return Driver(monkeypatch)
 
 
-def an_event():
+def an_event(gpu):
     event = object.__new__(events.Event)
-    event._handle = 7
+    _, event._handle = gpu.cuEventCreate(2)
+    return event
+
+
+def recorded(gpu, stream):
+    event = an_event(gpu)
+    event.record(stream)
     return event
 
 
@@ -113,85 +104,74 @@ def test_every_branch_that_orders_a_gpu_is_named_by_a_test():
     *("events.Event.query", "events.Event.synchronize"),
 )
 def test_events(gpu):
-    event = an_event()
+    event = an_event(gpu)
+    gpu.work()
     event.record(STREAM)
     event.wait(OTHER)
-    assert event.query()
-    event.synchronize()
-    assert gpu.calls == [
-        ("cuEventRecord", 7, STREAM),
-        ("cuStreamWaitEvent", OTHER, 7, 0),
-        ("cuEventQuery", 7),
-        ("cuEventSynchronize", 7),
-    ]
+    gpu.launch("after", OTHER, DATA)
+    event.record(OTHER)
+    gpu.unready = {event._handle}
+    assert not event.query()
+    gpu.unready = set()
+    for wait in (event.query, event.synchronize):
+        gpu.work(OTHER)
+        event.record(OTHER)
+        assert wait() in (None, True)
+        gpu.reads("read")()
 
 
 @orders("events.Stream.query", "events.Stream.synchronize", "events.Stream.wait_stream")
 def test_streams(gpu):
     stream = a_stream()
-    assert stream.query()
-    stream.synchronize()
-    assert gpu.calls == [("cuStreamQuery", STREAM), ("cuStreamSynchronize", STREAM)]
-    gpu.calls.clear()
+    for wait in (stream.query, stream.synchronize):
+        gpu.work()
+        assert wait() in (None, True)
+        gpu.reads("read")()
+    gpu.create(OTHER)
+    gpu.launch("other", OTHER, (), MORE)
     stream.wait_stream(OTHER)
-    context, event = FIRST, FIRST + 1
-    assert gpu.calls == [
-        ("cuStreamGetCtx", OTHER),
-        ("cuCtxPushCurrent", context),
-        ("cuEventCreate", 2),
-        ("cuEventRecord", event, OTHER),
-        ("cuStreamWaitEvent", STREAM, event, 0),
-        ("cuEventDestroy", event),
-        ("cuCtxPopCurrent",),
-    ]
+    gpu.launch("after", STREAM, MORE)
+    assert gpu.names[-2:] == ["cuEventDestroy", "cuCtxPopCurrent"]
 
 
 @orders(
     *("streams.copy", "streams.copy_to_host", "streams.copy_from_host"),
-    *("streams.spoil_capture"),
+    "streams.spoil_capture",
+    "streams.Fill.__call__",
 )
-@orders("streams.Fill.__call__")
 def test_copies_are_enqueued_on_their_stream(gpu):
-    streams.copy(1, 2, 8, STREAM)
-    streams.copy_to_host(1, 2, 8, STREAM)
-    streams.copy_from_host(1, 2, 8, STREAM)
-    streams.Fill(64, 3 << 32 | 5)(STREAM)
-    assert gpu.calls == [
-        ("cuMemcpyDtoDAsync", 1, 2, 8, STREAM),
-        ("cuMemcpyDtoHAsync", 1, 2, 8, STREAM),
-        ("cuMemcpyHtoDAsync", 1, 2, 8, STREAM),
-        ("cuMemsetD32Async", 64, 5, 1, STREAM),
-        ("cuMemsetD32Async", 68, 3, 1, STREAM),
-    ]
-    gpu.calls.clear()
-    assert not streams.spoil_capture(STREAM)
-    assert gpu.names == ["cuStreamIsCapturing"]  # a query would spoil nothing
-    gpu.capturing = 1
-    assert streams.spoil_capture(STREAM)
-    assert gpu.names == ["cuStreamIsCapturing", "cuStreamQuery"]
+    gpu.work()
+    streams.copy(MORE, DATA, 8, STREAM)
+    streams.copy_to_host(HOST, MORE, 8, STREAM)
+    streams.copy_from_host(DATA, HOST, 8, STREAM)
+    streams.Fill(DATA, 3 << 32 | 5)(STREAM)
+    gpu.launch("after", STREAM, DATA)
+    fills = [what for what, _ in gpu.works if "fill" in what]
+    assert fills == ["a fill with 5", "a fill with 3"]
+    with pytest.raises(Unordered, match=r"copy on stream 0xb0 .* work on stream 0xa0"):
+        streams.copy(MORE, DATA + 4, 4, OTHER)
 
 
 @orders("deferred.give_back")
 def test_dropped_memory_is_released_when_the_gpu_is_idle(gpu):
     gpu.take(deferred)
-    deferred.defer(gpu.noting("release"))
+    deferred.defer(gpu.frees("release"))
     gpu.failing = {"cuCtxSynchronize"}
     deferred.give_back()
-    assert gpu.names == ["cuCtxSynchronize"]
     gpu.failing = set()
     deferred.give_back()
-    assert gpu.names == ["cuCtxSynchronize", "release"]
+    assert gpu.names[-2:] == ["cuCtxSynchronize", "release"]
 
 
 @orders("collectives.communicator.Communicator.synchronize")
 def test_a_communicator_waits_for_the_stream_before_it_looks(gpu):
     gpu.take(communicator)
-    comm = MagicMock(check=gpu.noting("check"))
+    comm = MagicMock(check=gpu.reads("check"))
     comm._calls.streams.default.return_value = STREAM, None
     comm._calls.members.closed = False
-    comm._calls.requests.settle = gpu.noting("settle")
+    comm._calls.requests.settle = gpu.reads("settle")
     communicator.Communicator.synchronize(comm, STREAM)
-    assert gpu.names == ["cuStreamSynchronize", "settle", "check"]
+    assert gpu.names[-2:] == ["settle", "check"]
 
 
 @orders("collectives.equality.Digests.of")
@@ -199,18 +179,17 @@ def test_a_digest_is_read_after_its_kernel_has_run(gpu, monkeypatch):
     gpu.take(equality)
     view = ArrayView(64, (3,), np.dtype(np.int64), "C", False)
     monkeypatch.setattr(equality.arrays, "view", lambda *_: view)
-    monkeypatch.setattr(equality.kernel, "bind", gpu.noting("bind"))
-    sums = MagicMock(copy_to_host=gpu.noting("read", np.ones((1, 4), np.int64)))
+    monkeypatch.setattr(equality.kernel, "bind", lambda *_: None)
+    sums = MagicMock(copy_to_host=gpu.reads("read", np.ones((1, 4), np.int64)))
     monkeypatch.setattr(equality.own_arrays, "empty", lambda *_: sums)
     calls = MagicMock()
     calls.streams.of.return_value = STREAM, None
     calls.usable.side_effect = lambda view, what: view
-    calls.enqueuer.run = gpu.noting("run")
-    calls.members.check = gpu.noting("check")
-    monkeypatch.setattr(equality.streams, "is_capturing", lambda _: False)
+    calls.enqueuer.run = lambda *_: gpu.work()
+    calls.members.check = gpu.reads("check")
     digests = equality.Digests(calls, "x", STREAM, "digest")
     assert digests.of(0, 2) == ([4], 2)
-    assert gpu.names == ["bind", "run", "cuStreamSynchronize", "check", "read"]
+    assert gpu.names[-2:] == ["check", "read"]
 
 
 @orders("collectives.lifetime.close")
@@ -218,10 +197,10 @@ def test_a_communicator_is_unmapped_after_all_work_of_all_ranks(gpu, monkeypatch
     gpu.take(lifetime)
     calls = MagicMock(requests=None)
     calls.members.closed = False
-    calls.members.failure_after_meeting = gpu.noting("meet")
-    monkeypatch.setattr(lifetime, "_close", gpu.noting("unmap"))
+    calls.members.failure_after_meeting = gpu.frees("meet")  # the peers unmap it
+    monkeypatch.setattr(lifetime, "_close", gpu.frees("unmap"))
     lifetime.close(calls)
-    assert gpu.names == ["cuCtxSynchronize", "meet", "unmap"]
+    assert gpu.names[-2:] == ["meet", "unmap"]
 
 
 @orders("collectives.requests.Requests.start")
@@ -235,7 +214,7 @@ def test_no_memory_is_freed_while_a_request_is_pending(gpu, monkeypatch):
         gpu.calls.append("free")
 
     ended = []
-    lane = SimpleNamespace(start=gpu.noting("start"), idle=lambda: bool(ended))
+    lane = SimpleNamespace(start=gpu.host("start"), idle=lambda: bool(ended))
     monkeypatch.setattr(requests.cuda, "defer_cleanup", deferring)
     monkeypatch.setattr(requests, "_Direction", lambda: lane)
     all_of_them = object.__new__(requests.Requests)
@@ -252,10 +231,11 @@ def test_no_memory_is_freed_while_a_request_is_pending(gpu, monkeypatch):
 @orders("engines._tried")
 def test_an_engine_has_worked_once_its_stream_is_done(gpu):
     gpu.take(engines)
-    islands = SimpleNamespace(look=gpu.noting("look"), abandon=gpu.noting("abandon"))
+    look = gpu.host("look", MORE)
+    islands = SimpleNamespace(look=look, abandon=gpu.host("abandon"))
     with engines._tried(islands, "test"):
-        gpu.calls.append("enqueue")
-    assert gpu.names == ["enqueue", "cuStreamSynchronize", "look"]
+        gpu.launch("the first", streams.LEGACY_DEFAULT, (), MORE)
+    assert gpu.names[-1] == "look"
     gpu.failing = {"cuStreamSynchronize"}
     with pytest.raises(DriverError), engines._tried(islands, "test"):
         pass
@@ -266,34 +246,26 @@ def test_an_engine_has_worked_once_its_stream_is_done(gpu):
 def test_mpi_moves_what_the_stream_has_stored(gpu):
     gpu.take(engine)
     moving = object.__new__(engine.MpiEngine)
-    moving._look, moving._move = gpu.noting("look"), gpu.noting("move")
+    moving._look, moving._move = gpu.reads("look"), gpu.reads("move")
     moving.exchange([], [], STREAM)
-    first = ["cuStreamIsCapturing", "cuStreamSynchronize", "look"]
-    assert gpu.names == [*first, "move"]
+    assert gpu.names[-2:] == ["look", "move"]
     side = streams.SideStream(1)
-    across, end, end_of_failures = side.stream, FIRST + 1, FIRST + 2
-    given = gpu.noting("work beside"), SimpleNamespace(across=side)
-    gpu.calls.clear()
+
+    def beside(*_):
+        gpu.launch("beside", side.stream, (), MORE)
+
+    given = beside, SimpleNamespace(across=side)
+    gpu.work()
     moving.exchange([], [], STREAM, *given)
-    joined = [("cuStreamWaitEvent", STREAM, end, 0)]
-    assert gpu.calls[3:] == [
-        "work beside",
-        ("cuEventRecord", end, across),
-        "move",
-        *joined,
-    ]
+    gpu.launch("after", STREAM, MORE)
 
     def fail(*_):
         raise ZeroDivisionError
 
-    gpu.calls.clear()
     moving._move = fail
     with pytest.raises(ZeroDivisionError):
         moving.exchange([], [], STREAM, *given)
-    assert gpu.calls[-2:] == [
-        ("cuEventRecord", end_of_failures, across),
-        ("cuStreamWaitEvent", STREAM, end_of_failures, 0),
-    ]
+    gpu.launch("after a failure", STREAM, MORE)
 
 
 @orders("mpi.copies.CopyStream.settle")
@@ -303,20 +275,18 @@ def test_the_stream_of_copies_is_destroyed_when_it_is_done(gpu):
     of_messages.settle()
     assert not gpu.calls
     stream = of_messages.stream
-    gpu.calls.clear()
+    gpu.launch("a late copy", stream, (), MORE)
     of_messages.settle()
-    assert gpu.calls[0] == ("cuStreamSynchronize", stream)
-    assert gpu.calls[-1] == ("cuStreamDestroy", stream)
+    gpu.host("the program", MORE)()
+    with pytest.raises(AssertionError, match="it was destroyed"):
+        gpu.launch("another", stream)
 
 
 @orders("mpi.crossings.on_host")
 def test_data_for_another_island_is_read_when_its_copy_has_ended(gpu):
     gpu.take(crossings)
-    data = crossings.on_host(SimpleNamespace(address=64), 8, STREAM)
-    assert gpu.calls == [
-        ("cuMemcpyDtoHAsync", data.ctypes.data, 64, 8, STREAM),
-        ("cuStreamSynchronize", STREAM),
-    ]
+    data = crossings.on_host(SimpleNamespace(address=DATA), 8, STREAM)
+    gpu.host("MPI", data.ctypes.data)()
 
 
 @orders("mpi.sends.Sends._wait")
@@ -326,17 +296,16 @@ def test_an_envelope_is_sent_when_the_copy_of_its_message_has_ended(gpu):
     post = MagicMock(
         _numbers=itertools.count(),
         _receipts=SimpleNamespace(unread={}),
-        _give_back=gpu.noting("give back"),
+        _give_back=gpu.frees("give back"),
     )
     post.is_apart.return_value = False
-    post._envelopes.send = gpu.noting("envelope")
+    post._envelopes.send = gpu.reads("envelope")
     post._wait = lambda staged: sends.Sends._wait(post, staged)
     staged = sends.StagedSend(1, 0, 8, room, STREAM)
     sends.Sends.announce(post, staged)
-    assert gpu.calls == [("cuStreamSynchronize", STREAM), "envelope"]
-    gpu.calls.clear()
+    gpu.work()
     sends.Sends.drop(post, staged)
-    assert gpu.names == ["cuStreamSynchronize", "give back"]
+    assert gpu.names[1::2] == ["envelope", "give back"]
     gpu.failing = {"cuStreamSynchronize"}
     with pytest.raises(DriverError):
         sends.Sends.announce(post, staged)
@@ -344,15 +313,31 @@ def test_an_envelope_is_sent_when_the_copy_of_its_message_has_ended(gpu):
 
 
 @orders("mpi.postponed.Postponed._place")
-def test_data_is_sent_by_mpi_when_its_copy_has_ended(gpu):
+def test_postponed_data_is_copied_after_its_work_and_sent_after_the_copy(gpu):
+    """Within an island through a room, and to another one through host memory."""
     gpu.take(postponed)
-    send = MagicMock(_placing=[], _room=None, _number=1, _nbytes=8)
-    send._found.address, send.post._by_mpi = 64, {}
-    send.post.outgoing.stream = STREAM
-    send.post.send_data = gpu.noting("data")
-    postponed.Postponed._place(send)
-    assert gpu.calls[0][2:] == (64, 8, STREAM)
-    assert gpu.names == ["cuMemcpyDtoHAsync", "cuStreamSynchronize", "data"]
+    for apart in (False, True):
+        send = MagicMock(_placing=[], _room=None, _number=1, _nbytes=8, _done=None)
+        post, flow = send.post, send.post.flow
+        post._freed, post._by_mpi, post.outgoing.stream = False, {}, OTHER
+        post.outgoing.event = lambda stream: recorded(gpu, stream)
+        post.is_apart.return_value = apart
+
+        def room(_, flow=flow):
+            flow.sent.assert_called()  # before other threads look
+            return SimpleNamespace(address=MORE, offset=0, handle=b"", once=None)
+
+        post._room_for = room
+        send._found.address, send._after = DATA, recorded(gpu, STREAM)
+        send._start = partial(postponed.Postponed._start, send)
+        send._place = partial(postponed.Postponed._place, send)
+        sent = []
+        send._send_place = lambda text, sent=sent: sent.append(gpu.host("it", MORE)())
+        post.send_data = lambda data, *_, sent=sent: sent.append(
+            gpu.host("MPI", data.ctypes.data)()
+        )
+        postponed.Postponed._advance(send)
+        assert len(sent) == 1
 
 
 @orders("mpi.host_only.Op.Reduce_local")
@@ -362,43 +347,38 @@ def test_a_local_reduction_waits_for_its_kernel_and_refuses_a_capture(gpu, monke
     monkeypatch.setattr(host_only, "on_device", lambda *specs: True)
     monkeypatch.setattr(host_only, "message", lambda spec: found)
     monkeypatch.setattr(host_only.arrays, "stream_of", lambda array: STREAM)
-    steps = [gpu.noting("pack"), gpu.noting("reduce")]
-    monkeypatch.setattr(host_only, "reduced", lambda *args: steps)
+    monkeypatch.setattr(host_only, "reduced", lambda *args: [gpu.work])
     host_only.constant(MPI.SUM).Reduce_local(None, None)
-    assert gpu.names == ["cuStreamIsCapturing", "pack", "reduce", "cuStreamSynchronize"]
-    monkeypatch.setattr(streams, "is_capturing", lambda stream: True)
+    gpu.reads("the program")()
+    done = len(gpu.works)
+    gpu.capture(STREAM)
     with pytest.raises(ValueError, match="Reduce_local: the host waits for the stream"):
         host_only.constant(MPI.SUM).Reduce_local(None, None)
-    assert not gpu.calls
+    assert len(gpu.works) == done
 
 
 @orders("mpi.jobs.wait")
 def test_a_blocking_call_waits_before_it_looks_but_not_in_a_capture(gpu, monkeypatch):
     gpu.take(jobs)
-    comm = SimpleNamespace(check=gpu.noting("check"))
-    jobs.wait(comm, STREAM)
-    assert gpu.names == ["cuStreamIsCapturing", "cuStreamSynchronize", "check"]
-    monkeypatch.setattr(streams, "is_capturing", lambda stream: True)
-    jobs.wait(comm, STREAM)
-    assert not gpu.calls
+    jobs.wait(SimpleNamespace(check=gpu.reads("check")), STREAM)
+    assert gpu.names[-1] == "check"
+    capture = gpu.capture(STREAM)
+    jobs.wait(None, STREAM)
+    assert capture.valid
 
 
 @orders("mpi.win.Win._settle")
 def test_a_window_waits_for_each_stream_while_it_keeps_the_steps(gpu):
-    gpu.take(win)
-    window = SimpleNamespace(_used={0: (STREAM, []), 1: (OTHER, []), 2: (OTHER, [])})
-    win.Win._settle(window)
-    both = [("cuStreamSynchronize", STREAM), ("cuStreamSynchronize", OTHER)]
-    assert gpu.calls == both
-    assert not window._used
-    window._used = {0: (STREAM, ["step"]), 1: (OTHER, ["another step"])}
+    gpu.take(win).launch("another", OTHER, (), MORE)
+    used = {0: (STREAM, ["step"]), 1: (OTHER, ["another"]), 2: (OTHER, [])}
+    window = SimpleNamespace(_used=dict(used))
     gpu.failing = {"cuStreamSynchronize"}
     with pytest.raises(DriverError):
         win.Win._settle(window)
-    gpu.calls.clear()
     gpu.failing = set()
-    win.Win._settle(window)
-    assert gpu.calls == both  # it has not forgotten any
+    win.Win._settle(window)  # it has not forgotten any
+    gpu.host("the peers", [DATA, MORE])()
+    assert not window._used
 
 
 @orders("mpi.win.Win._settle")
@@ -410,11 +390,12 @@ def test_threads_wait_for_what_each_other_enqueued(gpu, monkeypatch):
 
     def step(stream):
         win.Win._settle(window)  # finds the call, but not this step on the stream
-        gpu.calls.append("enqueue")
+        gpu.work(stream)
 
     win.Win._run(window, [step], None)
     win.Win._settle(window)
-    assert gpu.names == ["cuStreamSynchronize", "enqueue", "cuStreamSynchronize"]
+    gpu.reads("the peers")()
+    gpu.calls.clear()
 
     def synchronize(stream):
         gpu.calls.append("begin")
@@ -423,7 +404,7 @@ def test_threads_wait_for_what_each_other_enqueued(gpu, monkeypatch):
         gpu.calls.append("end")
 
     monkeypatch.setattr(streams, "synchronize", synchronize)
-    win.Win._run(window, [gpu.noting("enqueue")], None)
+    win.Win._run(window, [gpu.host("enqueue")], None)
     win.Win._settle(window)
     assert gpu.names == ["enqueue", "begin", "begin", "end", "end"]
     assert not window._used
@@ -436,33 +417,31 @@ def test_an_array_is_given_back_when_its_stream_is_done(gpu, monkeypatch):
     reference._stream = STREAM
     monkeypatch.setattr(Reference, "in_context", lambda self: nullcontext())
     assert reference.wait()
-    assert gpu.names == ["cuStreamIsCapturing", "cuStreamSynchronize"]
-    monkeypatch.setattr(streams, "is_capturing", lambda stream: True)
+    gpu.frees("the producer")()
+    gpu.capture(STREAM)
     assert not reference.wait()
-    assert not gpu.calls
 
 
 @orders("sharing.received._open_there", "sharing.received.share_again")
 def test_an_array_of_another_process_follows_its_producer(gpu, monkeypatch):
     gpu.take(received)
-    event = an_event()
+    event = an_event(gpu)
+    event.record(STREAM)  # in the producer
     opened = SimpleNamespace(from_ipc_handle=lambda handle: event)
     monkeypatch.setattr(received, "Event", opened)
     monkeypatch.setattr(received.kinds, "current_ordinal", lambda: 0)
-    monkeypatch.setattr(received, "_take", gpu.noting("take"))
+    monkeypatch.setattr(received, "_take", lambda *_: None)
     handle = SimpleNamespace(
         **{"producer": SimpleNamespace(name="x"), "kind": "none", "base": 0},
         **{"event": b"", "event_sync_required": True},
     )
     reference = SimpleNamespace(
-        handle=handle, mapped=None, again=gpu.noting("again", "the same handle")
+        handle=handle, mapped=None, again=gpu.reads("again", "the same handle")
     )
-    received._open_there(reference, STREAM)
-    assert gpu.calls == ["take", ("cuStreamWaitEvent", STREAM, 7, 0)]
-    gpu.calls.clear()
-    found = received.share_again(reference, 0, None, 1, STREAM)
+    received._open_there(reference, OTHER)
+    gpu.work(OTHER)
+    found = received.share_again(reference, 0, None, 1, OTHER)
     assert found == "the same handle"
-    assert gpu.names == ["cuStreamSynchronize", "again"]
 
 
 @orders("sharing.sent.SentData.record")
@@ -473,16 +452,17 @@ def test_consumers_wait_for_an_event_or_the_host_for_the_stream(gpu, monkeypatch
     monkeypatch.setattr(sent, "on_device_of", lambda stream, device: nullcontext())
     producer = SimpleNamespace(events=0, guard=SimpleNamespace(do=lambda step: step()))
     monkeypatch.setattr(sent, "producer", producer)
-    event = SimpleNamespace(
-        record=gpu.noting("record"), ipc_handle=gpu.noting("export")
-    )
+    event = an_event(gpu)
+    monkeypatch.setattr(events.Event, "ipc_handle", lambda event: b"")
     monkeypatch.setattr(sent, "Event", lambda **_: event)
     block.record(STREAM)
-    assert gpu.names == ["record", "export"]
     assert block.event is event
+    event.wait(OTHER)
+    gpu.launch("the consumer", OTHER, DATA)
     assert block.event_sync_required
     producer.events = sent.EVENTS
     block.event_sync_required = False
-    block.record(STREAM)
-    assert gpu.names == ["cuStreamSynchronize"]
+    gpu.work(OTHER)
+    block.record(OTHER)
+    gpu.reads("the consumer")()
     assert not block.event_sync_required

@@ -1,234 +1,196 @@
-"""A call waits for the one before unless both are on one stream."""
+"""Calls on any streams follow each other, on a driver that executes the order."""
 
-import ctypes
 import gc
 import importlib.util
-import itertools
 import threading
 import weakref
+from contextlib import contextmanager
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from numba_symm import driver, entry, events
 from numba_symm.collectives import requests
 from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.record import Description
-from tests.gates import answered, gate
+from tests.executing import ExecutingDriver, Unordered
+from tests.gates import gate
 from tests.orders import orders
 
 ZERO = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
+WORKSPACE, X, Y = 0x1000, 0x2000, 0x3000
+A, B, C = 0xA0, 0xB0, 0xC0
 
 
-class Driver:
-    """The driver's streams and events, as far as the order of calls needs them."""
-
-    def __init__(self):
-        self.numbers = itertools.count(100)
-        self.own = threading.local()  # the thread's default stream
-        self.streams = {}
-        self.calls = []
-        self.capturing = 0
-
-    def create(self, handle):
-        """Make a new stream of that handle, in the place of one that was destroyed."""
-        self.streams[handle] = next(self.numbers)
-
-    def identity(self, handle):
-        if handle in self.streams:
-            return self.streams[handle]
-        assert handle in (0, 2)
-        if not hasattr(self.own, "number"):
-            self.own.number = next(self.numbers)
-        return self.own.number
-
-    def table(self):
-        """Return the functions that packed calls call."""
-
-        def noted(name, answer=lambda *args: None):
-            return lambda *args: answer(*args, self.calls.append(name))
-
-        return {
-            "cuStreamIsCapturing": noted(
-                "cuStreamIsCapturing",
-                lambda _, at, __: answered(at, self.capturing, ctypes.c_int),
-            ),
-            "cuStreamGetId": noted(
-                "cuStreamGetId",
-                lambda handle, at, _: answered(at, self.identity(handle)),
-            ),
-            "cuStreamWaitEvent": noted("cuStreamWaitEvent"),
-            "cuEventRecord": noted("cuEventRecord"),
-        }
+@contextmanager
+def on_driver(zero_is_per_thread=False):
+    """Yield the module as it is where handle 0 has this meaning, and its driver."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ZERO, str(int(zero_is_per_thread)))
+        spec = importlib.util.find_spec("numba_symm.streams")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        cuda = ExecutingDriver(zero_is_per_thread).bind(patch, module)
+        yield module, cuda, patch
 
 
-@pytest.fixture(params=["0", "1"], ids=["0 is legacy", "0 is the thread's"])
-def zero(request, monkeypatch):
-    monkeypatch.setenv(ZERO, request.param)
-    return request.param
+class Program:
+    """Calls of a communicator, each of which uses the workspace, by compiled code."""
 
+    def __init__(self, streams, cuda, patch):
+        self.cuda = cuda
+        made = gate(patch, **cuda.table())
+        self.order = streams.StreamOrder(4)
+        made.board.open(self.order.gate)
+        self.work = streams.Copy(WORKSPACE, X, 8)
+        about = Description("a call")
+        self.packed = PackedCall(self.order.gate, about, self.work, entry.NEVER)
+        for handle in (A, B, C):
+            cuda.create(handle)
 
-@pytest.fixture
-def streams(zero, monkeypatch):
-    """The module as it is where handle 0 has this meaning."""
-    spec = importlib.util.find_spec("numba_symm.streams")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def cuda():
-    return Driver()
-
-
-@pytest.fixture
-def waits(streams, cuda, monkeypatch):
-    """Return whether a call on a stream waits for the one before, in a new thread."""
-    monkeypatch.setattr(driver, "call", lambda name, *args: 7)
-    made = gate(monkeypatch, **cuda.table())
-    order = streams.StreamOrder(4)
-    made.board.open(order.gate)
-    about = Description("a call")
-    call = PackedCall(order.gate, about, None, entry.NEVER)
-
-    def make(handle):
+    def call(self, handle):
+        """Make a call; return whether it waited."""
+        cuda = self.cuda
         cuda.calls.clear()
-        status = call.enqueue(handle, entry.CHECKED)
+        cuda.unordered = None
+        status = self.packed.enqueue(handle, entry.CHECKED)
+        if cuda.unordered is not None:
+            raise cuda.unordered
         if status == entry.CAPTURED:
-            with order.captured(handle):
-                order.gate.thread = 0
+            with self.order.captured(handle):
+                self.work(handle)
+                self.order.gate.thread = 0
         else:
             assert status == entry.DONE
-        assert "cuEventRecord" in cuda.calls
+        return "cuStreamWaitEvent" in cuda.calls
 
-    def run(*handles, threads=1):
+    def call_in_a_thread(self, handle):
         found = []
+        thread = threading.Thread(target=lambda: found.append(self.call(handle)))
+        thread.start()
+        thread.join()
+        assert found, "the call failed"
+        return found[0]
 
-        def work():
-            for handle in handles:
-                make(handle)
-                found.append("cuStreamWaitEvent" in cuda.calls)
 
-        for _ in range(threads):
-            thread = threading.Thread(target=work)
-            thread.start()
-            thread.join()
-        return found
+HANDLES = st.sampled_from([0, 1, 2, A, B, C])
+STEPS = st.lists(st.tuples(st.sampled_from(["call", "replace", "thread"]), HANDLES))
 
-    return run
+
+@settings(max_examples=80, deadline=None, database=None)
+@given(zero_is_per_thread=st.booleans(), steps=STEPS)
+@example(False, [("call", A), ("replace", A), ("call", A), ("call", A)])
+@example(False, [("call", 2), ("thread", 2), ("thread", 2), ("call", 2)])
+@example(True, [("call", 0), ("thread", 0), ("call", 1), ("call", 2)])
+def test_each_call_follows_the_last_one_and_waits_only_if_it_must(
+    zero_is_per_thread, steps
+):
+    """A destroyed stream's handle, and a thread's default stream, name others, too."""
+    with on_driver(zero_is_per_thread) as (streams, cuda, patch):
+        program, last = Program(streams, cuda, patch), None
+        for step, handle in steps:
+            if step == "replace":
+                if handle > 2:
+                    cuda.create(handle)
+                continue
+            legacy = streams.named(handle) == streams.LEGACY_DEFAULT
+            if step == "thread":
+                waited = program.call_in_a_thread(handle)
+                place = object() if streams.named(handle) == 2 else None
+            else:
+                waited, place = program.call(handle), None
+            place = place or (1 if legacy else cuda.cuStreamGetId(handle)[1])
+            assert waited == (last not in (None, place)), (step, hex(handle))
+            assert not legacy or "cuStreamGetId" not in cuda.calls
+            last = place
+        program.order.close()
 
 
 @orders("streams._Trail.end")
-def test_the_first_call_waits_for_nothing_and_one_on_another_stream_for_the_last(
-    cuda, waits
-):
-    cuda.create(0xA0)
-    cuda.create(0xB0)
-    assert waits(0xA0, 0xA0, 0xB0, 0xB0, 0xA0) == [False, False, True, False, True]
+def test_a_missing_wait_is_found_and_named():
+    """As is a wait of another stream, and a call that is not recorded."""
+    with on_driver() as (streams, cuda, patch):
+        program = Program(streams, cuda, patch)
+        program.call(A)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "cuStreamWaitEvent", lambda *_: 0)
+            text = "copy on stream 0xb0 stores to 0x1000, .* copy on stream 0xa0"
+            with pytest.raises(Unordered, match=text):
+                program.call(B)
+        program.call(A)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda, "cuEventRecord", lambda *_: 0)
+            program.call(A)
+        with pytest.raises(Unordered, match=r"0xb0 stores to .* a copy on stream 0xa0"):
+            program.call(B)
 
 
-def test_a_stream_that_has_the_handle_of_a_destroyed_one_waits(cuda, waits):
-    cuda.create(0xA0)
-    assert waits(0xA0, 0xA0) == [False, False]
-    cuda.create(0xA0)
-    assert waits(0xA0, 0xA0) == [True, False]
-
-
-def test_a_threads_default_stream_is_another_one_in_each_thread(waits):
-    assert waits(2, 2, threads=3) == [False, False, True, False, True, False]
-
-
-def test_the_legacy_default_stream_is_recognized_without_a_query(
-    streams, cuda, waits, zero
-):
-    handles = (1, 1) if zero == "1" else (0, 1, 0)
-    assert not any(waits(*handles, threads=2))
-    assert "cuStreamGetId" not in cuda.calls
-    assert streams.LEGACY_DEFAULT in handles
-    assert {streams.named(handle) for handle in handles} == {streams.LEGACY_DEFAULT}
-
-
-def test_handle_0_is_what_cuda_bindings_take_it_for(streams, waits, zero):
-    per_thread = zero == "1"
-    assert waits(0, threads=2) == [False, per_thread]
-    assert waits(2) == [True]
-    assert streams.named(0) == (2 if per_thread else 0)
-    assert streams.named(2) == 2
-
-
-def test_in_a_capture_a_call_right_behind_the_last_one_does_not_wait(
-    streams, cuda, waits, monkeypatch
-):
+def test_in_a_capture_a_call_right_behind_the_last_one_does_not_wait():
     """Its nodes show it, because the driver cannot identify a stream in a capture."""
-    nodes = {0xA0: [1], 0xB0: [1]}
-    record = itertools.count(2)
+    with on_driver() as (streams, cuda, patch):
+        program = Program(streams, cuda, patch)
+        program.call(C)
+        capture, event = cuda.capture(A), cuda.cuEventCreate(2)[1]
+        cuda.launch("the program's", A)
+        cuda.cuEventRecord(event, A)
+        cuda.cuStreamWaitEvent(B, event, 0)  # joins the capture
+        found = [program.call(handle) for handle in (A, A, B, B, A)]
+        assert found == [False, False, True, False, True]
+        cuda.launch("the program's", A)
+        assert [program.call(A), program.call(A)] == [True, False]
+        assert not program.call(C)  # outside, where C had the last call
+        assert capture.valid
+        assert streams.spoil_capture(A)
+        assert not capture.valid
+        assert not streams.spoil_capture(C)
+        assert cuda.calls[-1] == "cuStreamIsCapturing"  # a query would spoil nothing
 
-    def call(name, *args):
-        cuda.calls.append(name)
-        if name == "cuStreamGetCaptureInfo":
-            return (0, 77, None, nodes[args[0]], len(nodes[args[0]]))
-        if name == "cuEventRecord":  # a call's kernel came before
-            nodes[args[1]] = [next(record)]
-        return 7
 
-    cuda.capturing = 1
-    monkeypatch.setattr(streams.driver, "call", call)
-    assert waits(0xA0, 0xA0, 0xB0, 0xB0, 0xA0) == [False, False, True, False, True]
-    nodes[0xA0] = [100]  # the program's own kernel
-    assert waits(0xA0, 0xA0) == [True, False]
-    assert "cuStreamGetId" not in cuda.calls
-
-
-def test_after_a_failure_the_call_s_stream_follows_the_side_stream(
-    streams, monkeypatch
-):
-    """What was enqueued there may still write the call's output."""
-    numbers, calls = itertools.count(1), []
-
-    def call(name, *args):
-        if name.endswith("Create"):
-            return next(numbers)
-        calls.append((name, *args))
-        return None
-
-    monkeypatch.setattr(streams.driver, "call", call)
+def work_beside(streams, cuda, fail=False):
+    """Have a side stream store into Y, between two parts of a call on stream A."""
     side = streams.SideStream(2)
-    side.follow(0xA0, 0)
-    _, event, followed = calls[0]
-    assert calls == [
-        ("cuEventRecord", event, followed),
-        ("cuStreamWaitEvent", side.stream, event, 0),
-    ]
-    assert followed == 0xA0
-    calls.clear()
-    with pytest.raises(ZeroDivisionError), side.joined(0xA0):
-        raise ZeroDivisionError
-    *_, last = range(1, next(numbers))  # an event that no step has
-    assert calls == [
-        ("cuEventRecord", last, side.stream),
-        ("cuStreamWaitEvent", 0xA0, last, 0),
-    ]
+    cuda.launch("the first part", A, X, Y)
+    side.follow(A, 0)
+    with side.joined(A):
+        cuda.launch("beside", side.stream, Y, Y)
+        if fail:
+            raise ZeroDivisionError
+        side.mark(1)
+        cuda.launch("the second part", A, X, WORKSPACE)
+        side.lead(A, 1)
+    return side
+
+
+def test_a_side_stream_follows_and_leads():
+    """After a failure, too: what it runs may still write the call's output."""
+    for fail in (False, True):
+        with on_driver() as (streams, cuda, _):
+            cuda.create(A)
+            try:
+                work_beside(streams, cuda, fail).close()
+            except ZeroDivisionError:
+                assert fail
+            cuda.launch("the program's", A, Y, Y)
 
 
 def test_closed_requests_are_done_before_their_arrays_are_dropped(monkeypatch):
     """Memory that a pool hands out again is never written by a late kernel."""
-    numbers, calls = itertools.count(1), []
+    cuda = ExecutingDriver().bind(monkeypatch, requests.streams)
+    cuda.create(A)
     kept = {object()}
     alive = weakref.ref(kept)
-
-    def call(name, *args):
-        calls.append((name, alive() is not None))
-        return next(numbers) if name.endswith("Create") else None
-
-    monkeypatch.setattr(requests.streams.driver, "call", call)
+    again = cuda.host("the program's", stores=X)
+    weakref.finalize(kept, again)
     monkeypatch.setattr(requests, "end_of", lambda stream: None)
     lane = requests._Direction()
-    lane.start(lambda stream: None, 0xA0, kept, lambda error: None)
+    lane.start(lambda stream: cuda.launch("late", stream, (), X), A, kept, print)
     del kept
-    calls.clear()
+    with pytest.raises(Unordered, match=r"program's on the host .* after late on"):
+        again()
     lane.close()
-    assert calls[0] == ("cuStreamSynchronize", True)
     assert alive() is None
+    again()
 
 
 def test_an_event_whose_constructor_was_interrupted_is_dropped_silently(monkeypatch):
