@@ -1,10 +1,13 @@
 """Schedules over many islands, without ranks: results, messages and limits."""
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from numba_symm import dtypes
 from numba_symm.bench.laboratory.schedules import (
@@ -37,13 +40,8 @@ from numba_symm.errors import ArgumentError
 from tests.expected import expected
 from tests.schedules import Machine, folded
 
-SHAPES = [
-    *(even(2, 2), even(5, 1), even(4, 3), even(9, 2), even(32, 1)),
-    *(of_sizes(3, 3, 2), of_sizes(1, 4, 2, 2, 3, 1), of_sizes(4, 1)),
-    ((0, 2, 4), (1, 5, 8), (3, 6, 7), (9,)),
-    tuple((i, i + 5) for i in range(5)),
-    ((0, 4), (1, 9), (2, 7), (3, 8), (5, 6)),
-]
+APART = (0, 4), (1, 9), (2, 7), (3, 8), (5, 6)
+SMALL = dataclasses.replace(IN_THE_SIMULATOR, staging=1 << 14)
 SCANS = [each for each in OPERATIONS.values() if each.exchange.output.scans]
 REDUCING = ("all_reduce", "reduce", "reduce_scatter", *(each.name for each in SCANS))
 NAMES = (*REDUCING, "all_gather", "all_to_all", "broadcast")
@@ -92,19 +90,48 @@ def check(parts, sizes, name, count, kind="float32", seed=0, root=0, place=False
     return machine
 
 
-@pytest.mark.parametrize(
-    "parts", SHAPES, ids=lambda p: "+".join(str(len(i)) for i in p)
+@st.composite
+def jobs(draw):
+    """Islands of any ranks, limits, and a call that has an output on several."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=2, max_size=6))
+    ranks = [*range(sum(sizes))]
+    if draw(st.booleans()):  # the ranks of an island need not be consecutive
+        ranks = draw(st.permutations(ranks))
+    ends = [sum(sizes[:k]) for k in range(len(sizes) + 1)]
+    parts = sorted(tuple(sorted(ranks[a:b])) for a, b in itertools.pairwise(ends))
+    staging = draw(st.sampled_from([1 << 14, 1 << 15, 1 << 17]))
+    limits = dataclasses.replace(IN_THE_SIMULATOR, staging=staging)
+    limits = draw(st.sampled_from([limits, limits, ON_GPUS]))
+    name = draw(st.sampled_from(NAMES))
+    count = int(2 ** draw(st.floats(0, 12)))
+    if name in NAMES[-3:]:
+        count = max(1, count // len(ranks))
+    kind = draw(st.sampled_from(["float32", "int64", "complex64"]))
+    root, seed = draw(st.integers(0, len(ranks) - 1)), draw(st.integers(0, 999))
+    place = name == "all_to_all" and draw(st.booleans())
+    return tuple(parts), limits, name, count, kind, seed, root, place
+
+
+@settings(max_examples=250, deadline=None, database=None, derandomize=True)
+@given(jobs())
+@example((even(32, 1), ON_GPUS, "all_reduce", 1, "float32", 0, 0, False))
+@example((even(9, 2), IN_THE_SIMULATOR, "reduce", 53, "float32", 2, 17, False))
+@example((of_sizes(3, 3, 2), SMALL, "reduce_scatter", 701, "float32", 3, 7, False))
+@example((of_sizes(1, 4, 2, 2, 3, 1), SMALL, "scan", 701, "float32", 3, 12, False))
+@example(
+    (
+        ((0, 4), (1, 9), (2, 7), (3, 8), (5, 6)),
+        SMALL,
+        "broadcast",
+        701,
+        "int64",
+        3,
+        9,
+        False,
+    )
 )
-def test_results_have_the_bits_of_the_order_of_islands(parts):
-    """Small calls, calls in one chunk, and in several that share the memory."""
-    small = dataclasses.replace(IN_THE_SIMULATOR, staging=1 << 14)
-    sizes = {1: ON_GPUS, 2: IN_THE_SIMULATOR, 53: IN_THE_SIMULATOR, 701: small}
-    last = sum(map(len, parts)) - 1
-    for seed, (count, limits) in enumerate(sizes.items()):
-        for name in NAMES:
-            each = count // len(parts) if name in NAMES[-3:] else count
-            check(parts, limits, name, max(1, each), seed=seed, root=last * (seed % 2))
-        check(parts, limits, "all_to_all", count, "int64", seed, place=True)
+def test_results_have_the_bits_of_the_order_of_islands(job):
+    check(*job)
 
 
 def inside(job, steps, nbytes):

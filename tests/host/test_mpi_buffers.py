@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI as plain
 
@@ -109,36 +109,6 @@ def test_items_of_each_rank(spec, counts, displs):
     assert [part.number for part in found.parts] == list(counts)
 
 
-PAIR = MPI.INT.Create_vector(2, 1, -3)
-SPREAD = [
-    MPI.INT,
-    VECTOR,
-    PAIR,  # its second element is before the first one
-    MPI.INT.Create_resized(0, -8),
-    PAIR.Create_resized(4, -12),
-    VECTOR.Create_resized(-4, 20),
-]
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.sampled_from(SPREAD), st.integers(0, 12), st.integers(0, 6))
-def test_items_are_refused_if_a_byte_of_them_is_outside_of_the_array(kind, at, number):
-    layout = datatypes.layout(kind)
-    first, _ = kind.Get_true_extent()
-    assert layout.low == first
-    view = arrays.ArrayView(*arrays.fields(X, "x"))
-    whole = buffers.Items(X, view, 4 * at, 0, layout)
-    starts = [whole.first + i * layout.extent for i in range(number)]
-    bounds = [(start + layout.low, start + layout.high) for start in starts]
-    items = whole._replace(number=number)
-    if all(low >= 0 and high <= X.nbytes for low, high in bounds):
-        found = buffers.check_room(items)
-        assert found is items if number else found.number == 0
-    else:
-        with pytest.raises(ValueError, match="within the array's 48 bytes"):
-            buffers.check_room(items)
-
-
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
@@ -229,27 +199,56 @@ def offsets(datatype):
     return found, np.add.outer(starts, each).ravel().tolist()
 
 
+@st.composite
+def derived(draw, depth=2):
+    """Return a datatype of int32, whose elements may be anywhere, in any order."""
+    of = draw(derived(depth - 1)) if depth and draw(st.booleans()) else plain.INT
+    n, near = draw(st.integers(1, 3)), st.integers(-3, 4)
+    lengths = draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
+    places = draw(st.lists(near, min_size=n, max_size=n))
+    made = {
+        "contiguous": lambda: of.Create_contiguous(n),
+        "vector": lambda: of.Create_vector(n, 2, places[0]),
+        "indexed": lambda: of.Create_indexed(lengths, places),
+        "hindexed": lambda: of.Create_hindexed(lengths, [4 * p for p in places]),
+        "subarray": lambda: of.Create_subarray([4, 3], [2, n], [n - 1, 0]),
+        "struct": lambda: of.Create_struct([1] * n, [8 * p for p in places], [of] * n),
+        "resized": lambda: of.Create_resized(4 * places[0], 4 * places[-1] + 8),
+    }
+    return made[draw(st.sampled_from([*made]))]().Commit()
+
+
+@settings(max_examples=300, deadline=None, database=None)
+@given(derived(), st.integers(0, 3), st.integers(0, 5), st.integers(0, 40))
+def test_items_are_where_mpi_reads_them(made, count, displ, length):
+    """In the same order; those are refused that are not in the array, and no others."""
+    around, first = 4096, displ * made.Get_extent()[1]
+    whole = np.arange(-around, around, dtype="i4")
+    read = np.empty(count * made.Get_size() // 4, "i4")
+    begin = whole[around:].ctypes.data + first
+    spec = [plain.memory.fromaddress(begin, 4), count, made]
+    plain.COMM_SELF.Sendrecv(spec, 0, recvbuf=read, source=0)
+    inside = first <= 4 * length and all(0 <= at < length for at in read)
+    try:
+        array = whole[around : around + length]
+        found = buffers.message([array, (count, displ), made])
+    except MPIError:
+        assert not inside
+        return
+    assert inside
+    _, at = offsets(made)
+    items = found.first + np.arange(found.number) * found.layout.extent
+    assert np.add.outer(items, at).ravel().tolist() == (4 * read.astype(int)).tolist()
+
+
 def test_layouts():
     vector, at = offsets(MPI.SHORT.Create_vector(3, 2, 4))
     assert at == [0, 2, 8, 10, 16, 18]
     assert (vector.base, vector.elements, vector.extent) == (np.int16, 6, 20)
     assert (vector.run, vector.low, vector.high, vector.nbytes) == (4, 0, 20, 12)
-    indexed, at = offsets(MPI.INT.Create_indexed([1, 2], [5, 0]))
-    assert at == [20, 0, 4]
-    assert (indexed.run, indexed.low, indexed.high) == (4, 0, 24)
-    sub, at = offsets(MPI.INT.Create_subarray([3, 4], [2, 2], [1, 1]))
-    assert at == [20, 24, 36, 40]
-    assert (sub.extent, sub.run) == (48, 8)
-    _, at = offsets(MPI.INT.Create_subarray([3, 4], [2, 2], [1, 1], MPI.ORDER_F))
-    assert at == [16, 20, 28, 32]
-    below, at = offsets(MPI.INT.Create_hvector(2, 1, -8))
-    assert at == [0, -8]
-    assert (below.low, below.high) == (-8, 4)
     whole, at = offsets(MPI.INT.Create_contiguous(3).Create_contiguous(2))
     assert whole.runs is None
-    assert whole.elements == 6
     same, at = offsets(MPI.INT.Create_struct([1, 2], [8, 0], [MPI.INT, MPI.INT]))
-    assert at == [8, 0, 4]
     assert same.uniform
     mixed, at = offsets(MPI.INT.Create_struct([1, 1], [4, 0], [MPI.INT, MPI.BYTE]))
     assert at == [4, 5, 6, 7, 0]

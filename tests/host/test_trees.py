@@ -1,6 +1,8 @@
 """The tree along which ranks gather values, and how equal values are sent once."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from numba_symm.launch import trees
 
@@ -19,13 +21,25 @@ def test_every_rank_has_one_parent_and_few_children(size):
     assert below[0] == [*range(size)]
 
 
-def test_values_are_those_of_the_ranks_in_their_order():
-    values = ["a", "a", "b", 1, True, "a", "a"]
-    parts = [trees.gathered(values[:1]), *map(trees.gathered, values[1:])]
-    assert trees.merged(parts).each() == [["a"], *values[1:]]
-    found = trees.merged([trees.gathered("x", 3), trees.gathered("y")]).each()
-    assert found == ["x", "x", "x", "y"]
-    assert [*map(type, trees.merged(parts).each())][3:5] == [int, bool]
+ITEMS = st.sampled_from([0, 1, True, None, "a", b"\0" * 300, (), (1,), [2]])
+LENGTHS = st.sampled_from([0, 1, 2, trees.MOST, trees.MOST + 1])
+VALUES = ITEMS | LENGTHS.flatmap(lambda n: st.tuples(*[ITEMS] * n))
+
+
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.lists(st.tuples(VALUES, st.integers(1, 3)), min_size=1), st.data())
+def test_values_are_those_of_the_ranks_in_their_order(runs, data):
+    """Whatever they are, and in whatever parts they arrive, packed or not."""
+    wanted = [value for value, many in runs for _ in range(many)]
+    parts = [trees.gathered(value, many) for value, many in runs]
+    while len(parts) > 1:
+        first = data.draw(st.integers(0, len(parts) - 2))
+        last = data.draw(st.integers(first + 2, len(parts)))
+        part = trees.merged(parts[first:last])
+        assert trees.unpacked(part.packed()) == part
+        parts[first:last] = [trees.unpacked(part.packed())]
+    found = trees.merged(parts).each()
+    assert [*map(repr, found)] == [*map(repr, wanted)]
 
 
 def test_equal_values_of_many_ranks_need_few_bytes():
@@ -40,7 +54,7 @@ def test_equal_values_of_many_ranks_need_few_bytes():
 
 @pytest.mark.parametrize("length", [2, 4, trees.MOST])
 def test_only_items_in_which_ranks_differ_are_contained_for_each_rank(length):
-    """Ranks with other values than tuples of that length are contained, too."""
+
     place = "numba_symm", "communicator", *length * ["a long name of a step"]
     place = place[: length - 1]
     values = [(*place, (None, (f"uuid {rank}", "a name " * 9))) for rank in range(100)]
@@ -48,9 +62,6 @@ def test_only_items_in_which_ranks_differ_are_contained_for_each_rank(length):
     assert found.each() == values
     assert len(found.packed()) < 300 + 15 * len(values)
     assert trees.unpacked(found.packed()) == found
-    mixed = [*values[:3], None, values[4][:3], ((1,), ()), *values[5:9], [1], (1,)]
-    parts = [trees.merged(map(trees.gathered, each)) for each in (mixed[:5], mixed[5:])]
-    assert trees.merged(parts).each() == mixed
     large = [b"x" * 99, b"y" * (1 << 17)]  # with several frames in its pickle
     found = trees.merged(map(trees.gathered, large))
     assert trees.unpacked(found.packed()).each() == large
