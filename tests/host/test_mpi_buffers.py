@@ -213,7 +213,7 @@ def derived(draw, depth=2):
         "hindexed": lambda: of.Create_hindexed(lengths, [4 * p for p in places]),
         "subarray": lambda: of.Create_subarray([4, 3], [2, n], [n - 1, 0]),
         "struct": lambda: of.Create_struct([1] * n, [8 * p for p in places], [of] * n),
-        "resized": lambda: of.Create_resized(4 * places[0], 4 * places[-1] + 8),
+        "resized": lambda: of.Create_resized(4 * places[0], 4 * places[-1]),
     }
     return made[draw(st.sampled_from([*made]))]().Commit()
 

@@ -68,6 +68,9 @@ def test_only_items_in_which_ranks_differ_are_contained_for_each_rank(length):
     wide = [(rank, tuple(range(rank, 10_000))) for rank in range(3)]
     parts = map(trees.gathered, wide)  # of which only the pair is divided
     assert trees.merged(parts).each() == wide
+    for most, divided in ((trees.MOST, trees.MOST), (trees.MOST + 1, 0)):
+        parts = [trees.gathered((number,) * most) for number in range(2)]
+        assert len(trees.merged(parts).items) == divided
 
 
 def test_the_root_receives_few_bytes_for_each_rank():
