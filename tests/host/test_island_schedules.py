@@ -111,7 +111,7 @@ def jobs(draw):
     return tuple(parts), limits, name, count, kind, seed, root, place
 
 
-@settings(max_examples=250, deadline=None, database=None, derandomize=True)
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)
 @given(jobs())
 @example((even(32, 1), ON_GPUS, "all_reduce", 1, "float32", 0, 0, False))
 @example((even(9, 2), IN_THE_SIMULATOR, "reduce", 53, "float32", 2, 17, False))
