@@ -2,7 +2,6 @@ import gc
 import mmap
 import os
 import pickle
-import time
 import warnings
 from pathlib import Path
 from threading import Thread
@@ -306,18 +305,6 @@ def test_the_first_failure_stays():
 
 
 @pytest.mark.usefixtures("on_the_host")
-def test_all_ranks_meet_and_none_leaves_early():
-    def play(made, comm):
-        time.sleep(0.05 * comm.rank)
-        came = time.monotonic()
-        return made.gate(Wait("zeros", comm.rank, 600)), came, time.monotonic()
-
-    found = on_ranks(4, play)
-    assert [failure for failure, _, _ in found] == [None] * 4
-    assert min(left for _, _, left in found) >= max(came for _, came, _ in found)
-
-
-@pytest.mark.usefixtures("on_the_host")
 def test_a_rank_that_does_not_arrive_is_named_at_the_deadline():
     def play(made, comm):
         failure = None
@@ -376,22 +363,6 @@ def test_an_interrupted_rank_reports_why_it_votes_to_stop(monkeypatch):
 
 
 @pytest.mark.usefixtures("on_the_host")
-def test_bytes_of_any_length_reach_every_rank():
-    def play(made, comm):
-        gathered = []
-        for lengths in ((0, 0, 0), (1, 0, 5000), (2040, 2041, 2039), (9999, 3, 4080)):
-            data = bytes([comm.rank + 1]) * lengths[comm.rank]
-            time.sleep(0.01 * comm.rank)
-            gathered.append(made.all_gather(data, Wait("zeros", comm.rank, 10)))
-            assert gathered[-1] == [bytes([r + 1]) * n for r, n in enumerate(lengths)]
-            if lengths[2] == 5000:
-                assert made.gate(Wait("zeros", comm.rank, 10)) is None
-        return len(gathered)
-
-    assert on_ranks(3, play) == [4] * 3
-
-
-@pytest.mark.usefixtures("on_the_host")
 def test_a_child_of_a_fork_does_not_keep_its_parent_alive():
     def play(made, comm):
         child = os.fork()
@@ -404,24 +375,6 @@ def test_a_child_of_a_fork_does_not_keep_its_parent_alive():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of threads beside a fork
         assert on_ranks(1, play) == [0]
-
-
-@pytest.mark.usefixtures("on_the_host")
-def test_nobody_waits_once_a_rank_has_failed():
-    def play(made, comm):
-        began, failure = time.monotonic(), None
-        if comm.rank == 1:
-            time.sleep(0.05)
-            made.abandon("is away")
-        else:
-            failure = made.gate(Wait("zeros", comm.rank, 600))
-        seconds = time.monotonic() - began
-        comm.barrier()  # the process of who has left does not end
-        return failure and failure.text, seconds
-
-    text, seconds = on_ranks(2, play)[0]
-    assert text == "rank 1 is away"
-    assert seconds < 300  # the deadline is later
 
 
 class Driver:
