@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import numba_symm as ns
-from numba_symm import backends, dtypes, kernels
+from numba_symm import backends, kernels
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.operations import OPERATIONS
@@ -20,7 +20,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.launch.division import divide
 from tests import operators
 from tests.descriptors import open_fds
-from tests.expected import expected
+from tests.drivers.calls import wanted
 from tests.ranks.helpers import (
     array_of,
     check_works,
@@ -71,50 +71,6 @@ def islands(world, request):
         pytest.skip("on two ranks, the same as of_one")
     with request.param(world) as comm:
         yield comm
-
-
-def reduced(parts, inputs, op):
-    """Return the reduction of some ranks' inputs, by rank: over islands in order."""
-    kind = dtypes.element(next(iter(inputs.values())).dtype, "test")
-    kept = kind.accumulate if kind.floating or op == "avg" else kind.dtype
-    function = operators.NUMPYS[op]
-    if op in ("min", "max"):
-        function = operators._first_of(op)
-    with np.errstate(all="ignore"):
-        totals = [
-            functools.reduce(function, [inputs[r].astype(kept) for r in taken])
-            for part in parts
-            if (taken := [r for r in part if r in inputs])
-        ]
-        total = functools.reduce(function, totals)
-        if op == "avg":
-            total = operators._divided(total, len(inputs), kind)
-        return total.astype(kept).astype(kind.dtype)
-
-
-def wanted(comm, name, inputs, op, root):
-    """Return this rank's output; None if it has none."""
-    operation = OPERATIONS[name]
-
-    def reduction(used):
-        return np.array(used[0])
-
-    if not operation.reduces:
-        given = operation, inputs, comm.rank, root
-        return expected(*given, reduction, None, np.concatenate)
-    if operation.at_root and comm.rank != root:
-        return None
-    exchange, count = operation.exchange, len(inputs[0])
-    start = 0
-    if exchange.sends_shards:
-        count //= comm.size
-        start = comm.rank * count
-    used = exchange.output.used(comm.rank, comm.size, root)
-    if not used:
-        return np.full(count, dtypes.identity(op, inputs[0].dtype), inputs[0].dtype)
-    return reduced(
-        comm.islands, {r: inputs[r][start : start + count] for r in used}, op
-    )
 
 
 KINDS = {

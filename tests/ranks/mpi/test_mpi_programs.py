@@ -12,7 +12,7 @@ import pytest
 from tests.drivers.programs import PHASES, Programs
 from tests.drivers.windows import Windows
 
-LEAST, SECONDS = 12, 2.5
+LEAST, SECONDS = 24, 2.5
 
 
 @pytest.mark.parametrize("limit", [None, "3000"], ids=["", "postponed"])

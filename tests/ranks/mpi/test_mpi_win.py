@@ -93,24 +93,6 @@ def test_accumulates_of_all_ranks_are_atomic(comm, win):
         assert contents(win)[9] == winners[0] + 1
 
 
-def test_get_accumulate(comm, win):
-    own, out = comm.rank, array(-1, -1)
-    win.Lock(own)
-    win.Put(array(3, 4), own)
-    win.Flush(own)
-    win.Get_accumulate(array(10, 20), out, own, op=MPI.PROD)
-    win.Flush(own)
-    assert out.copy_to_host().tolist() == [3, 4]
-    assert contents(win)[:2] == [30, 80]
-    win.Get_accumulate(None, out, own, op=MPI.NO_OP)
-    win.Flush(own)
-    assert out.copy_to_host().tolist() == [30, 80]
-    win.Get_accumulate(array(1, 2), out, own, op=MPI.REPLACE)
-    win.Unlock(own)
-    assert out.copy_to_host().tolist() == [30, 80]
-    assert contents(win)[:2] == [1, 2]
-
-
 def test_elements_with_gaps(comm, win):
     own, pairs = comm.rank, MPI.INT.Create_vector(2, 1, 3).Commit()
     win.Lock(own)
@@ -129,18 +111,6 @@ def test_elements_with_gaps(comm, win):
     assert out.copy_to_host().tolist() == [6, 0, 0, 8]
     pairs.Free()
     comm.Barrier()
-
-
-def test_post_start_complete_wait(comm, win):
-    everyone = win.Get_group()
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    win.Post(everyone.Incl([left]))
-    win.Start(everyone.Incl([right]))
-    win.Put(array(comm.rank + 1), right)
-    win.Complete()
-    win.Wait()
-    assert contents(win)[0] == left + 1
-    everyone.Free()
 
 
 def test_epochs_wait_for_the_streams_of_the_owner(comm, win, monkeypatch):

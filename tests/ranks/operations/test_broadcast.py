@@ -28,7 +28,6 @@ from tests.ranks.helpers import (
 )
 
 ALGORITHMS = tuple(operations.BROADCAST.algorithms)
-EVERYWHERE = (None, "one_shot_marked", "chunked")  # of other operations, too
 F4 = np.dtype(np.float32)
 KINDS = [np.dtype(kind) for kind in (np.uint8, np.int16, F4, np.float64, np.complex128)]
 KINDS += [np.dtype([("a", np.int32), ("b", np.float64)])]
@@ -112,37 +111,6 @@ def test_any_rank_may_have_any_memory(comm, world):
     comm.synchronize()
     for x, wanted in calls:
         assert get(x).tobytes() == wanted.tobytes()
-    wait_for_all(comm, world)
-
-
-def test_types_roots_and_orders_of_calls(comm, world):
-    """Other collectives, with other roots, use the same mailboxes and slots."""
-    random = np.random.default_rng(5)
-    calls = []
-    for step in range(16 if SIMULATED else 200):
-        root = int(random.integers(comm.size))
-        dtype = KINDS[random.integers(len(KINDS))]
-        algorithm = EVERYWHERE[random.integers(3)]
-        count = int(random.integers(1, 300 if SIMULATED else 100_000))
-        x = array_of(comm, content(count, dtype, comm.rank, step).view(np.uint8), False)
-        comm.broadcast(x.view(dtype), root=root, algorithm=algorithm)
-        calls.append((x, content(count, dtype, root, step)))
-        if step % 4 == 0:  # between the ranks' own arrays
-            own = content(count, dtype, comm.rank, 1000 + step)
-            z = array_of(comm, own.view(np.uint8), True)
-            comm.broadcast(z.view(dtype), root=root, algorithm="direct")
-            calls.append((z, content(count, dtype, root, 1000 + step)))
-        y = array_of(comm, np.ones(count, np.float32), False)
-        other = int(random.integers(4))
-        if other == 0:
-            comm.reduce(y, root=(root + 1) % comm.size, algorithm=algorithm)
-        elif other == 1:
-            comm.all_reduce(y, out=y, algorithm="chunked")
-        elif other == 2:
-            comm.all_gather(y, algorithm=algorithm)
-    comm.synchronize()
-    for x, wanted in calls:
-        assert get(x).tobytes() == wanted.tobytes(), (wanted.size, wanted.dtype)
     wait_for_all(comm, world)
 
 

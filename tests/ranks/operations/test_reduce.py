@@ -18,7 +18,6 @@ from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.algorithms import ONE_SHOTS, PROTOCOLS, entry, takes, usable
 from tests.ranks.helpers import (
-    Window,
     array_of,
     check_works,
     get,
@@ -115,25 +114,6 @@ def test_types_and_operators(comm, world):
     wait_for_all(comm, world)
 
 
-@by_algorithm
-@pytest.mark.parametrize("offset", [0, 1, 3])
-def test_in_place_and_off_boundaries(comm, world, algorithm, offset):
-    count = 700
-    inputs = [values([9, rank], count, F4) for rank in range(comm.size)]
-    wanted = operators.wanted(inputs, "sum")
-    window = Window(comm.empty(count + offset + Window.MARGIN, F4), offset, count)
-    x = window.array
-    for root in range(comm.size):
-        window.fill(inputs[comm.rank])
-        out = comm.reduce(
-            x, root=root, out=x if comm.rank == root else None, algorithm=algorithm
-        )
-        comm.synchronize()
-        assert out is (x if comm.rank == root else None)
-        assert same(window.read(), wanted if out is x else inputs[comm.rank])
-    wait_for_all(comm, world)
-
-
 def first_less_second(a, b):
     return a - 2 * b
 
@@ -149,32 +129,6 @@ def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
         wide = [each.astype(np.float64) for each in inputs]
         total = operators.in_order(first_less_second, wide)
         np.testing.assert_allclose(get(out), total, 1e-4, 1e-2)
-    wait_for_all(comm, world)
-
-
-def test_one_after_another_without_the_host(comm, world):
-    """Any root may follow any other, among calls on the same mailboxes and slots."""
-    random = np.random.default_rng(5)
-    calls = []
-    for step in range(20 if SIMULATED else 200):
-        count = int(random.integers(1, 900 if SIMULATED else 200_000))
-        dtype = (F4, I8)[random.integers(2)]
-        inputs = [values([step, rank], count, dtype) for rank in range(comm.size)]
-        x = array_of(comm, inputs[comm.rank], bool(random.integers(2)))
-        algorithm = usable("reduce", str(random.choice(ALGORITHMS)), dtype)
-        root = int(random.integers(comm.size))
-        out = comm.reduce(x, root=root, algorithm=algorithm)
-        calls.append((operators.wanted(inputs, "sum"), root, out))
-        between = random.integers(4)
-        if between == 0:
-            comm.all_reduce(x, algorithm="chunked")
-        elif between == 1:
-            comm.all_gather(x, algorithm="chunked")
-        elif between == 2:
-            comm.scan(x)
-    comm.synchronize()
-    for wanted, root, out in calls:
-        check(comm, out, wanted, root)
     wait_for_all(comm, world)
 
 

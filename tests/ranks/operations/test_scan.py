@@ -11,7 +11,6 @@ from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.algorithms import PROTOCOLS, entry, takes, usable
 from tests.ranks.helpers import (
-    Window,
     array_of,
     check_works,
     get,
@@ -95,21 +94,6 @@ def test_types_and_operators(comm, world, name):
     wait_for_all(comm, world)
 
 
-@by_name
-@by_algorithm
-@pytest.mark.parametrize("offset", [0, 1, 3])
-def test_in_place_and_off_boundaries(comm, world, name, algorithm, offset):
-    count = 37
-    inputs = [values([9, rank], count, F4) for rank in range(comm.size)]
-    window = Window(comm.empty(count + offset + Window.MARGIN, F4), offset, count)
-    window.fill(inputs[comm.rank])
-    x = window.array
-    assert getattr(comm, name)(x, out=x, algorithm=algorithm) is x
-    comm.synchronize()
-    assert same(window.read(), wanted_of(name, inputs, "sum", comm.rank))
-    wait_for_all(comm, world)
-
-
 def first_less_second(a, b):
     return a - 2 * b
 
@@ -135,28 +119,6 @@ def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
         assert (get(out) == 7).all()
     else:
         check(out, 0, comm.rank)
-    wait_for_all(comm, world)
-
-
-def test_one_after_another_without_the_host(comm, world):
-    """All share the mailboxes and slots of other operations."""
-    random = np.random.default_rng(5)
-    calls = []
-    for step in range(16 if SIMULATED else 200):
-        count = int(random.integers(1, 300 if SIMULATED else 40_000))
-        dtype = (F4, I8)[random.integers(2)]
-        inputs = [values([step, rank], count, dtype) for rank in range(comm.size)]
-        x = array_of(comm, inputs[comm.rank], bool(random.integers(2)))
-        name = NAMES[random.integers(len(NAMES))]
-        algorithm = usable(name, str(random.choice(ALGORITHMS)), dtype)
-        calls.append((name, inputs, getattr(comm, name)(x, algorithm=algorithm)))
-        if step % 3 == 0:
-            comm.all_reduce(x)
-        if step % 3 == 1:
-            comm.all_gather(x)
-    comm.synchronize()
-    for name, inputs, out in calls:
-        assert same(get(out), wanted_of(name, inputs, "sum", comm.rank))
     wait_for_all(comm, world)
 
 
