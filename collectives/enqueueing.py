@@ -87,7 +87,11 @@ class ThreadGuard:
         self.held = False
         self._ordinal = ordinal
         self._gate = gate
-        claim, ready, address = entry.claim(), entry.ready(), addressof(gate)
+        claim, ready, address = (
+            entry.compiled("claim"),
+            entry.compiled("ready"),
+            addressof(gate),
+        )
         self.claim, self._ready = partial(claim, address), partial(ready, address)
 
     def begin(self, what: str) -> None:

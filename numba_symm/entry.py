@@ -402,7 +402,7 @@ _PYTHON = (
 
 
 @functools.cache
-def _compiled() -> Any:
+def _engine() -> Any:
     """Return LLVM's engine, which keeps the machine code."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -419,27 +419,19 @@ def _compiled() -> Any:
     return engine
 
 
-def _called(name: str, *kinds: Any) -> Any:
-    """Return a compiled function; it is called with the interpreter's lock."""
-    return ctypes.PYFUNCTYPE(*kinds)(_compiled().get_function_address(name))
+_OTHERS: dict[str, Any] = {
+    "note": (None, *4 * [WORD]),
+    "claim": (WORD, WORD),
+    "ready": (None, WORD),
+}
+"""The result and the arguments of the functions that Python calls by ``compiled``."""
 
 
 @functools.cache
-def note() -> Callable[[int, int, int, int], None]:
-    """Return ``note(book, about, digest, stream)``; see :func:`_emit_note`."""
-    return _called("note", None, *4 * [WORD])  # type: ignore[no-any-return]
-
-
-@functools.cache
-def claim() -> Callable[[int], int]:
-    """Return ``claim(gate)``, which admits this thread; see :func:`_emit_claim`."""
-    return _called("claim", WORD, WORD)  # type: ignore[no-any-return]
-
-
-@functools.cache
-def ready() -> Callable[[int], None]:
-    """Return ``ready(gate)``: the GPU is current in this thread."""
-    return _called("ready", None, WORD)  # type: ignore[no-any-return]
+def compiled(name: str) -> Callable[..., Any]:
+    """Return ``note``, ``claim`` or ``ready``; see what emits it."""
+    address = _engine().get_function_address(name)
+    return ctypes.PYFUNCTYPE(*_OTHERS[name])(address)  # with the interpreter's lock
 
 
 class _Def(ctypes.Structure):
@@ -458,7 +450,7 @@ _FASTCALL = 0x80  # METH_FASTCALL
 
 @functools.cache
 def _definition() -> _Def:
-    return _Def(b"enqueue", _compiled().get_function_address("enqueue"), _FASTCALL)
+    return _Def(b"enqueue", _engine().get_function_address("enqueue"), _FASTCALL)
 
 
 _new_function = ctypes.pythonapi.PyCFunction_NewEx

@@ -85,5 +85,5 @@ def gate(monkeypatch, **functions):
     made, board = entry.new_gate(), Board()
     board.open(made)
     made.table = table
-    entry.ready()(ctypes.addressof(made))
+    entry.compiled("ready")(ctypes.addressof(made))
     return SimpleNamespace(gate=made, board=board)

@@ -191,7 +191,10 @@ def translated(
         like: has the parameters of the call; None: ``method`` itself.
         name: the name of the call; empty: that of ``method``.
     """
-    call = name or method.__name__
+    own_name = method.__name__
+    if own_name == "__new__":
+        own_name = method.__qualname__.partition(".")[0]
+    call = name or own_name
     parameters = list(_parameters(like or method))
 
     @functools.wraps(method)

@@ -229,7 +229,7 @@ def test_a_thread_is_refused_while_another_one_is_in_the_driver(monkeypatch):
     thread.start()
     assert inside.wait(30)
     assert enqueue(0, entry.CHECKED) == entry.BUSY
-    assert entry.claim()(ctypes.addressof(made.gate)) == entry.BUSY
+    assert entry.compiled("claim")(ctypes.addressof(made.gate)) == entry.BUSY
     leave.set()
     thread.join()
     assert found == [entry.DONE]
@@ -241,8 +241,8 @@ def test_a_thread_whose_identifier_recurs_is_new(monkeypatch):
     address = ctypes.addressof(made.gate)
 
     def claim():
-        found.append(entry.claim()(address))
-        entry.ready()(address)
+        found.append(entry.compiled("claim")(address))
+        entry.compiled("ready")(address)
         made.gate.thread = 0
 
     for _ in range(3):

@@ -5,6 +5,8 @@ Otherwise MPI would use memory after it was freed, or other ranks would wait.
 
 import ctypes
 import signal
+import subprocess
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -112,3 +114,27 @@ def test_a_duplicate(monkeypatch):
     interrupted(duplicates.duplicates, host, 2, Wait("Communicator", 0))
     assert duplicates._begun == [[0]]
     assert found[0] is duplicates._begun[0]
+
+
+BEFORE = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+import numba_symm as ns
+from numba_symm import mpi
+for call in (ns.Communicator, mpi.Comm):
+    try:
+        call(MPI.COMM_WORLD)
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_communicators_before_mpi_is_initialized_are_refused():
+    """MPI would end the process."""
+    command = [sys.executable, "-c", BEFORE]
+    run = {"capture_output": True, "text": True, "timeout": 100}
+    lines = subprocess.run(command, **run, check=True).stdout.splitlines()
+    text = "expected MPI to be initialized, got MPI.COMM_WORLD before MPI.Init()"
+    starts = [line.partition(text)[0] for line in lines]
+    assert starts == ["", "Comm: "]

@@ -3,8 +3,6 @@
 import ast
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -228,26 +226,3 @@ def test_a_name_that_two_classes_have_is_in_the_glossary():
     )
     listed = re.findall(r"^\| `(\w+)` ", table, re.M)
     assert listed == [name for name, number in sorted(defined.items()) if number > 1]
-
-
-BEFORE = """
-import mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-import numba_symm as ns
-from numba_symm import mpi
-for call in (ns.Communicator, mpi.Comm):
-    try:
-        call(MPI.COMM_WORLD)
-    except ValueError as error:
-        print(error)
-"""
-
-
-def test_communicators_before_mpi_is_initialized_are_refused():
-    """MPI would end the process."""
-    command = [sys.executable, "-c", BEFORE]
-    run = {"capture_output": True, "text": True, "timeout": 100}
-    lines = subprocess.run(command, **run, check=True).stdout.splitlines()
-    text = "expected MPI to be initialized, got MPI.COMM_WORLD before MPI.Init()"
-    assert [line.startswith(text) for line in lines] == [True, True]
