@@ -19,6 +19,12 @@ from numba_symm.environment import SIMULATED
 ROUNDS = 5
 """Samples of each lane's eager calls."""
 
+REPEATED = 4
+"""How often each eager call is made before it is timed: as in programs that repeat it.
+
+This library makes a graph of a call that is made for the third time.
+"""
+
 SHORT, LONG = 2000.0, 4000.0
 """The least and the most microseconds of one sample. The number of its calls is chosen
 accordingly, where possible."""
@@ -166,6 +172,7 @@ class Timer:
         for lane in lanes:
             count = eager_calls(self.pace(lane), calls)
             self._enqueue(lane, lane.rotated(min(warmups, count)))
+            self._enqueue(lane, REPEATED * list(lane.calls))
             orders.append(lane.rotated(count))
         self._stream.synchronize()
         kinds = ("issue", "done", "alone")[: 3 if alone else 2]

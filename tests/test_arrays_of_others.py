@@ -14,6 +14,7 @@ from spawned import attempt, run_ranks
 import numba_symm as ns
 from numba_symm import streams
 from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.collectives.protocols.binding import Series
 from numba_symm.collectives.protocols.workspace import layout
 from tests.algorithms import entry
 
@@ -49,7 +50,7 @@ def holds(arrays, expected):
 
 def enqueue(comm, plan):
     """Return the error of a call that was enqueued in time and starts now."""
-    launch = plan._start.args[-1]
+    launch = Series(*plan.call.parts)
     return attempt(lambda: (launch(0), comm.synchronize()))[0]
 
 

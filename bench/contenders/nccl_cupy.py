@@ -27,10 +27,17 @@ Message = tuple[Any, int]
 """An array and a peer."""
 
 
+def _nccl() -> Any:
+    imported("cupy", CURE)
+    from cupy.cuda import nccl  # CuPy imports it when it is asked for in this way
+
+    return nccl
+
+
 def check() -> None:
     """Raise Missing unless CuPy and its NCCL are installed."""
     need_gpus()
-    if not getattr(imported("cupy", CURE).cuda.nccl, "available", True):
+    if not getattr(_nccl(), "available", True):
         raise Missing(f"CuPy finds no NCCL; {CURE}")
 
 
@@ -49,7 +56,7 @@ class NcclCupy:
 
     def __init__(self, ranks: Any):
         cupy = imported("cupy", CURE)
-        self._nccl = nccl = cupy.cuda.nccl  # made at its first use, no module to import
+        self._nccl = nccl = _nccl()
         number = nccl.get_version()
         version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
         self.version = f"NCCL {version}, CuPy {cupy.__version__}"

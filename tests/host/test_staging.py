@@ -43,7 +43,7 @@ def test_arrays_of_a_call_are_apart_aligned_and_within_their_rooms(steps):
         patch.setattr(arrays, "view", lambda room, what: room)
         for begins, nbytes in steps:
             if begins:
-                memory.begin()
+                memory.used = 0
                 taken.clear()
             address, room = memory.take(nbytes, STREAM, "test", message=True)
             assert address % LINE == 0
@@ -56,7 +56,7 @@ def test_arrays_of_a_call_are_apart_aligned_and_within_their_rooms(steps):
         if whole:  # a call that is made again needs no more memory, soon
             for _ in range(12):
                 made = len(rooms.made)
-                memory.begin()
+                memory.used = 0
                 for _, nbytes in taken:
                     memory.take(nbytes, STREAM, "test", message=True)
             assert len(rooms.made) == made
@@ -75,7 +75,7 @@ def test_no_memory_is_allocated_while_a_stream_is_captured(monkeypatch):
     memory.take(100, STREAM, "first", message=False)
     first = memory.scratch(100, STREAM, "first")
     captured.add(STREAM)
-    memory.begin()
+    memory.used = 0
     memory.take(100, STREAM, "again", message=False)
     assert memory.scratch(50, STREAM, "again") == first
     for take in (

@@ -1,12 +1,13 @@
 """When senders of messages in mpi4py's spelling reuse their memory."""
 
+import gc
 import time
 
 import numpy as np
 import pytest
 from numba import cuda
 
-from numba_symm import events
+from numba_symm import deferred, events
 from numba_symm import mpi as MPI
 from numba_symm.mpi import copies, messages, p2p
 from numba_symm.mpi.buffers import message
@@ -105,6 +106,16 @@ def test_a_sender_looks_for_receipts_before_it_allocates(own):
     assert stats().counters == before
 
 
+def settle(own, rooms):
+    """Wait until all receipts have arrived, and free what is not used any more."""
+    end = time.monotonic() + 300
+    while own.post._receipts.unread or rooms._leaving:
+        assert time.monotonic() < end
+        own.post.reap()
+    gc.collect()
+    deferred.give_back()  # as the next allocation would
+
+
 @pytest.mark.parametrize("limit", [0, BLOCK])
 def test_rooms_shrink_again(own, monkeypatch, limit):
     """Also those of messages that are sent later."""
@@ -112,6 +123,7 @@ def test_rooms_shrink_again(own, monkeypatch, limit):
     rooms = rooms_of(own.post.allocator)
     own.Sendrecv(cuda.device_array(1), right, 1, cuda.device_array(1), left, 1)
     own.Barrier()
+    settle(own, rooms)  # what earlier tests have left
     monkeypatch.setattr(rooms, "most", rooms._kept)
     for size in [size for size in rooms._free if size > BLOCK]:
         monkeypatch.setitem(rooms._free, size, [])
@@ -129,10 +141,7 @@ def test_rooms_shrink_again(own, monkeypatch, limit):
         assert (out.copy_to_host() == tag).all()
     MPI.Request.Waitall(requests)
     own.Barrier()
-    end = time.monotonic() + 300
-    while own.post._receipts.unread or rooms._leaving:
-        assert time.monotonic() < end
-        own.post.reap()
+    settle(own, rooms)
     own.Barrier()
     assert len(blocks) == number
     assert stats() == before
