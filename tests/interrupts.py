@@ -4,7 +4,6 @@ import signal
 import time
 from collections.abc import Callable
 
-
 CALLBACKS = "weakrefset.py", "weakref.py"
 """Files with functions that Python calls when it drops objects."""
 
