@@ -36,9 +36,12 @@ def interrupted(
     armed = False
 
     def handler(number, frame):
-        if frame.f_code.co_filename.endswith(CALLBACKS):  # Python would only report it
-            signal.setitimer(signal.ITIMER_REAL, 1e-5)
-        elif armed:
+        while frame is not None:
+            if frame.f_code.co_filename.endswith(CALLBACKS):  # Python only reports it
+                signal.setitimer(signal.ITIMER_REAL, 1e-4)
+                return
+            frame = frame.f_back
+        if armed:
             raise Interrupt
 
     hits = 0
