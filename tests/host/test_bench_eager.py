@@ -1,6 +1,7 @@
 """Contenders of eager calls: NCCL through CuPy, and ours on others' arrays."""
 
 import ctypes
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -41,6 +42,8 @@ def test_cupys_nccl_gets_addresses_and_counts(monkeypatch):
     )
     cupy = SimpleNamespace(cuda=SimpleNamespace(nccl=nccl), __version__="14.1")
     monkeypatch.setattr(nccl_cupy, "imported", lambda name, cure: cupy)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
     made = nccl_cupy.NcclCupy(Ranks())
     assert calls.pop() == (2, 5, 0)
     assert made.version == "NCCL 2.28.9, CuPy 14.1"
