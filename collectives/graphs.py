@@ -108,7 +108,7 @@ def _of_context(context: int) -> _Places:
     return _Places()
 
 
-def _places() -> _Places:
+def places() -> _Places:
     """Return those of the current context."""
     return _of_context(int(streams.current_context()))
 
@@ -130,7 +130,7 @@ class Graphs:
         self._dropped: list[weakref.ref[Any]] = []  # finalizers append to it
         self.countdown = entry.NEVER
         if not SIMULATED:  # before anything waits, for later communicators, too
-            self._places = _places()
+            self._places = places()
         if possible and not SIMULATED:
             self.countdown = FIRST
             self._stream = int(driver.call("cuStreamCreate", _NON_BLOCKING))

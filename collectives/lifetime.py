@@ -18,9 +18,8 @@ from numba_symm import (
     reserve,
     streams,
 )
-from numba_symm.collectives import kernel_set
+from numba_symm.collectives import graphs, kernel_set
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.graphs import Graphs
 from numba_symm.collectives.kernels import copied_reductions
 from numba_symm.collectives.protocols.binding import Endpoint
 from numba_symm.collectives.protocols.workspace import (
@@ -90,8 +89,8 @@ def begin(make: Callable[[ExitStack], Island], options: Options) -> Calls:
         if settings.requests:
             limit = _left_by_requests(limit, members.world.size)
         order, end, memory = joined(heap, limit)
-        debug = settings.debug
-        calls = Calls(members, heap, order, end, options.stream, debug, memory)
+        undo.callback(order.close)
+        calls = Calls(members, heap, order, end, options.stream, settings.debug, memory)
         if settings.requests:
             nbytes = channels(members.world.size, True).end
             memory, workspace = heap.allocate(nbytes, "workspace of requests")
@@ -153,6 +152,8 @@ def joined(
     memory, workspace = heap.allocate(layout(size).nbytes + more, "workspace")
     with island.exchange.agreed("preparing the workspace"):
         _fill_sentinels(island, workspace.addresses[rank])
+        if not SIMULATED:  # here, where a failure is an error on all ranks
+            graphs.places()
     end = Endpoint(
         rank=rank,
         size=size,
@@ -276,7 +277,6 @@ def _child_of(
     join: Join,
 ) -> Calls:
     board, exchange = calls.members.board, calls.members.exchange
-
     ahead = False
 
     def left() -> None:
@@ -432,7 +432,7 @@ def _drop(
     name: str,
     members: Members,
     heap: Heap,
-    graphs: Graphs,
+    made: graphs.Graphs,
     requests: Requests | None,
     context: Any,
 ) -> None:
@@ -446,14 +446,14 @@ def _drop(
         steps.callback(warnings.warn, f"{name} was not closed", ResourceWarning)
         steps.callback(_in_use.pop, members, None)
         steps.callback(setattr, members, "closed", True)
-        steps.callback(deferred.defer, _undo, members, heap, graphs, requests, context)
+        steps.callback(deferred.defer, _undo, members, heap, made, requests, context)
         steps.callback(members.abandon, DROPPED)
 
 
 def _undo(
     members: Members,
     heap: Heap,
-    graphs: Graphs,
+    made: graphs.Graphs,
     requests: Requests | None,
     context: Any,
 ) -> None:
@@ -462,7 +462,7 @@ def _undo(
         steps.enter_context(streams.on_context(context))
         steps.callback(members.close_locally)
         steps.callback(heap.close_locally)
-        steps.callback(graphs.close)
+        steps.callback(made.close)
         if requests is not None:
             steps.callback(requests.close)
 

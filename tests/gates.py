@@ -80,7 +80,7 @@ class Board:
 def gate(monkeypatch, **functions):
     """Return an open gate of this thread, and its board."""
     table = Table(**functions)
-    monkeypatch.setattr(graphs, "_places", lambda: None)
+    monkeypatch.setattr(graphs, "places", lambda: None)
     monkeypatch.setattr(entry, "addresses", lambda: table.addresses)
     made, board = entry.new_gate(), Board()
     board.open(made)

@@ -67,7 +67,7 @@ def cuda(monkeypatch):
 def pack(monkeypatch, cuda):
     """Return what packs a call of so many launches, and the communicator's graphs."""
     made = gate(monkeypatch)
-    monkeypatch.setattr(graphs, "_places", graphs._Places)
+    monkeypatch.setattr(graphs, "places", graphs._Places)
     apart = contextmanager(lambda: (yield))
     order = SimpleNamespace(done=True, closed=False, apart=apart, gate=made.gate)
     order.is_done = lambda: order.done
