@@ -5,13 +5,12 @@ an epoch at every peer, and acquires every peer's. So all stores of any rank's s
 before its barrier are visible to all ranks' streams after their barriers.
 """
 
-import functools
 from typing import Any
 
 from numba_symm import waits
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.kernels import Launch
 
 
 def make_barrier(size: int, operation: int) -> Any:
@@ -38,10 +37,8 @@ def make_barrier(size: int, operation: int) -> Any:
     return barrier
 
 
-@functools.cache
-def kernel(size: int, operation: int) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    return binding.make_kernel(make_barrier, (size, operation))
+kernel = binding.kernels_of(make_barrier)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(end: binding.Endpoint, operation: int | None = None) -> Launch:

@@ -26,7 +26,6 @@ Each element is reduced by one rank, in rank order, so all ranks get the same bi
 rank without an output, in a reduction to one rank, stores nothing.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +49,7 @@ from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECT
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.kernels import Launch
 
 SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags signals
 
@@ -262,12 +261,10 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
     return chunked_all_reduce
 
 
-@functools.cache
-def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged)
-    arguments = (binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,))
-    return binding.make_kernel(make_chunked_all_reduce, constants, arguments)
+kernel = binding.kernels_of(
+    make_chunked_all_reduce, binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(end: binding.Endpoint, call: binding.Call, fallback_for: int = 0) -> Launch:

@@ -12,7 +12,6 @@ epochs are the same. Two ranks have one owner, which relays nothing: a call ends
 earlier.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +36,7 @@ from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
 from numba_symm.device import intrinsics, lanes, order
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.kernels import Launch
 
 
 def make_relay(
@@ -192,12 +191,10 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     return chunked_broadcast
 
 
-@functools.cache
-def kernel(size: int, element: Element, ragged: bool) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    arguments = (types.int64, binding.ADDRESS, *6 * (types.int64,))
-    constants = (size, element, ragged)
-    return binding.make_kernel(make_chunked_broadcast, constants, arguments)
+kernel = binding.kernels_of(
+    make_chunked_broadcast, types.int64, binding.ADDRESS, *6 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(end: binding.Endpoint, call: binding.Call, fallback_for: int = 0) -> Launch:

@@ -46,7 +46,7 @@ from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.device.slices import repeated
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.kernels import Launch
 
 
 def received_of(size: int, output: Output) -> int:
@@ -302,14 +302,10 @@ def make_chunked_exchange(
     return chunked_exchange
 
 
-@functools.cache
-def kernel(
-    size: int, element: Element, op: Op, ragged: bool, kind: exchanges.Exchange
-) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged, kind)
-    arguments = (binding.ADDRESS, binding.ADDRESS, *7 * (types.int64,))
-    return binding.make_kernel(make_chunked_exchange, constants, arguments)
+kernel = binding.kernels_of(
+    make_chunked_exchange, binding.ADDRESS, binding.ADDRESS, *7 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(

@@ -25,7 +25,6 @@ Each element is reduced by one rank, in rank order, so the bits are those of an
 all-reduce.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +50,7 @@ from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECT
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.kernels import Launch
 
 
 def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
@@ -199,12 +198,10 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
     return chunked_reduce
 
 
-@functools.cache
-def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged)
-    arguments = (binding.ADDRESS, binding.ADDRESS, *6 * (types.int64,))
-    return binding.make_kernel(make_chunked_reduce, constants, arguments)
+kernel = binding.kernels_of(
+    make_chunked_reduce, binding.ADDRESS, binding.ADDRESS, *6 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(end: binding.Endpoint, call: binding.Call, fallback_for: int = 0) -> Launch:

@@ -294,29 +294,20 @@ def make_decode_rows(size: int, codes: Element, kind: Element) -> Any:
 _ARGUMENTS = binding.ADDRESS, binding.ADDRESS, types.int64, types.int64
 
 
-@functools.cache
-def encode_kernel(size: int, codes: Element, kind: Element, ragged: bool) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    return binding.make_kernel(make_encode, (size, codes, kind, ragged), _ARGUMENTS)
+encode_kernel = binding.kernels_of(make_encode, *_ARGUMENTS)
+"""Returns a kernel, compiled when first bound."""
 
 
-@functools.cache
-def add_kernel(size: int, codes: Element, ranks: int) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    return binding.make_kernel(make_add, (size, codes, ranks), _ARGUMENTS)
+add_kernel = binding.kernels_of(make_add, *_ARGUMENTS)
+"""Returns a kernel, compiled when first bound."""
 
 
-@functools.cache
-def decode_kernel(size: int, codes: Element, kind: Element, ragged: bool) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    return binding.make_kernel(make_decode, (size, codes, kind, ragged), _ARGUMENTS)
+decode_kernel = binding.kernels_of(make_decode, *_ARGUMENTS)
+"""Returns a kernel, compiled when first bound."""
 
 
-@functools.cache
-def decode_rows_kernel(size: int, codes: Element, kind: Element) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    arguments = *_ARGUMENTS, types.int64
-    return binding.make_kernel(make_decode_rows, (size, codes, kind), arguments)
+decode_rows_kernel = binding.kernels_of(make_decode_rows, *_ARGUMENTS, types.int64)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(

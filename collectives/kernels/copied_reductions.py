@@ -36,7 +36,6 @@ enqueued. They overwrite slots only. A rank that is still in such a call may the
 wrong words in its own output, and its next call raises.
 """
 
-import functools
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -55,7 +54,6 @@ from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.device.order import make_total
 from numba_symm.device.slices import WHOLE, shifted
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Kernel
 from numba_symm.streams import Copy
 
 LOADS = 8  # vectors that a thread loads before it stores any
@@ -234,19 +232,16 @@ def make_store(lanes: Lanes) -> Callable[..., None]:
     return store
 
 
-@functools.cache
-def reduce_kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
-    """Return the reducing kernel, compiled when first bound."""
-    arguments = (binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,))
-    constants = (size, element, op, ragged)
-    return binding.make_kernel(make_reduce_copied, constants, arguments)
+reduce_kernel = binding.kernels_of(
+    make_reduce_copied, binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
 
 
-@functools.cache
-def store_kernel(size: int, element: Element, ragged: bool) -> Kernel:
-    """Return the storing kernel, compiled when first bound."""
-    arguments = (binding.ADDRESS, *7 * (types.int64,))
-    return binding.make_kernel(make_store_copied, (size, element, ragged), arguments)
+store_kernel = binding.kernels_of(
+    make_store_copied, binding.ADDRESS, *7 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 SETS = 2

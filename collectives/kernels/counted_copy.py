@@ -4,7 +4,6 @@ No other rank takes part. If the count is above the capacity, the kernel stores 
 and the communicator fails, as in ``transfer.py``.
 """
 
-import functools
 from typing import Any
 
 from numba.cuda import types
@@ -13,7 +12,7 @@ from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.credit import ABSENT, Message, read_span
 from numba_symm.collectives.protocols.workspace import THREADS, sync_block_or
 from numba_symm.device import intrinsics, lanes
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.kernels import Launch
 
 
 def make_counted_copy(size: int, width: int) -> Any:
@@ -54,12 +53,10 @@ def make_counted_copy(size: int, width: int) -> Any:
     return counted_copy
 
 
-@functools.cache
-def kernel(size: int, width: int) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    span = types.UniTuple(types.int64, 3)
-    arguments = *(types.int64,) * 5, span, types.int64
-    return binding.make_kernel(make_counted_copy, (size, width), arguments)
+kernel = binding.kernels_of(
+    make_counted_copy, *5 * (types.int64,), types.UniTuple(types.int64, 3), types.int64
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(end: binding.Endpoint, sent: Message, received: Message) -> Launch:

@@ -11,7 +11,6 @@ Memory order: that of ``handshake.py``, which orders the streams' earlier work b
 this kernel, and this kernel before what follows on any rank's stream.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,6 @@ from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics, lanes, order
 from numba_symm.device.slices import shifted
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Kernel
 
 BATCH = 2  # vectors that a thread loads before it stores them
 
@@ -134,12 +132,8 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
     return direct_broadcast
 
 
-@functools.cache
-def kernel(size: int, element: Element, ragged: bool) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    constants = (size, element, ragged)
-    arguments = (binding.ADDRESS, *4 * (types.int64,))
-    return binding.make_kernel(make_direct_broadcast, constants, arguments)
+kernel = binding.kernels_of(make_direct_broadcast, binding.ADDRESS, *4 * (types.int64,))
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(

@@ -12,7 +12,6 @@ in place, no rank stores its own shard, which the other ranks load. An all-to-al
 place is refused, because the other ranks load what it would overwrite.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +29,6 @@ from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Kernel
 
 LOADS = 6  # vectors that a thread loads before it stores them
 
@@ -125,12 +123,10 @@ def make_direct_exchange(size: int, element: Element, ragged: bool) -> Any:
     return direct_exchange
 
 
-@functools.cache
-def kernel(size: int, element: Element, ragged: bool) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    constants = (size, element, ragged)
-    arguments = (binding.ADDRESS, binding.ADDRESS, *3 * (types.int64,))
-    return binding.make_kernel(make_direct_exchange, constants, arguments)
+kernel = binding.kernels_of(
+    make_direct_exchange, binding.ADDRESS, binding.ADDRESS, *3 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(

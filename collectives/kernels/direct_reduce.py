@@ -15,7 +15,6 @@ Each element is reduced by one rank, in rank order, so the bits are those of an
 all-reduce.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,6 @@ from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Kernel
 
 LOADS = 8  # vectors that a thread loads before it reduces them
 
@@ -119,12 +117,10 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
     return direct_reduce
 
 
-@functools.cache
-def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged)
-    arguments = (binding.ADDRESS, binding.ADDRESS, *4 * (types.int64,))
-    return binding.make_kernel(make_direct_reduce, constants, arguments)
+kernel = binding.kernels_of(
+    make_direct_reduce, binding.ADDRESS, binding.ADDRESS, *4 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(

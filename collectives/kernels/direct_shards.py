@@ -28,7 +28,6 @@ After a refusal, the third launch may be in place, as any call through the works
 Each element is reduced by one rank, in rank order, so all ranks get the same bits.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +45,7 @@ from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.kernels import Launch
 
 LOADS = 8  # vectors that a thread loads before it reduces them
 
@@ -183,14 +182,10 @@ def make_direct_shards(
     return direct_shards
 
 
-@functools.cache
-def kernel(
-    size: int, element: Element, op: Op, ragged: bool, everywhere: bool
-) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged, everywhere)
-    arguments = (binding.ADDRESS, binding.ADDRESS, *3 * (types.int64,))
-    return binding.make_kernel(make_direct_shards, constants, arguments)
+kernel = binding.kernels_of(
+    make_direct_shards, binding.ADDRESS, binding.ADDRESS, *3 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind_all_reduce(

@@ -195,12 +195,8 @@ def kernel(size: int, element: Element) -> Kernel:
     return binding.make_kernel(make_combine, (size, element), arguments)
 
 
-@functools.cache
-def stage_kernel(size: int, element: Element, weighted: bool) -> Kernel:
-    """Return the kernel that stores results in a room, compiled when first bound."""
-    return binding.make_kernel(
-        make_stage, (size, element, weighted), (types.int64,) * 9
-    )
+stage_kernel = binding.kernels_of(make_stage, *9 * (types.int64,))
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(

@@ -13,7 +13,6 @@ Calls may be in place, because the root only reads its array, and the others onl
 in theirs.
 """
 
-import functools
 from typing import Any
 
 from numba import cuda
@@ -32,7 +31,7 @@ from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.kernels import Launch
 
 SCATTER, RELAY = 0, 1  # the two sets of mailboxes
 TRANSPORT = "marked"  # marks keep every bit, as data that is not reduced needs
@@ -138,12 +137,10 @@ def make_two_shot_broadcast(
     return two_shot_broadcast
 
 
-@functools.cache
-def kernel(size: int, element: Element, ragged: bool, tiles: int) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    constants = (size, element, ragged, tiles)
-    arguments = (binding.ADDRESS, *5 * (types.int64,))
-    return binding.make_kernel(make_two_shot_broadcast, constants, arguments)
+kernel = binding.kernels_of(
+    make_two_shot_broadcast, binding.ADDRESS, *5 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind(end: binding.Endpoint, call: binding.Call) -> Launch:

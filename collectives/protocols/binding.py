@@ -1,9 +1,10 @@
 """The binding of a kernel to a call: a rank's end, the arguments, and the launch."""
 
+import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, cast
 
 from numba.cuda import types
 
@@ -15,6 +16,8 @@ from numba_symm.collectives.protocols.workspace import (
 )
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import GUARD, Kernel, Launch
+
+P = ParamSpec("P")
 
 ADDRESS = types.int64
 
@@ -149,6 +152,19 @@ def make_kernel(
     signature = *common, *arguments
     held, registers = max(1, HELD // weight), weight * REGISTERS
     return Kernel(factory, constants, signature, THREADS, held, registers)
+
+
+def kernels_of(factory: Callable[P, Any], *arguments: Any) -> Callable[P, Kernel]:
+    """Return the function that returns a factory's kernel for its constants.
+
+    Its kernels have the same arguments, whatever the constants; see ``make_kernel``.
+    """
+
+    @functools.cache
+    def kernel(*constants: Hashable) -> Kernel:
+        return make_kernel(factory, constants, arguments)
+
+    return cast(Callable[P, Kernel], kernel)
 
 
 SLOW = 5
