@@ -8,6 +8,7 @@ call; ``lifetime.py`` makes and closes these parts.
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from numba_symm import arrays, dtypes, entry, libraries, loads, own_arrays, streams
@@ -15,30 +16,27 @@ from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives import staging
 from numba_symm.collectives.binder import Binder
-from numba_symm.collectives.call_streams import CallStreams, HeldStream
+from numba_symm.collectives.call_streams import CallStreams
 from numba_symm.collectives.checks import check_rank, check_writable
+from numba_symm.collectives.counts import agree_on_counts
 from numba_symm.collectives.descriptions import Descriptions
 from numba_symm.collectives.enqueueing import Agreement, Enqueuer, PackedCall
-from numba_symm.collectives.invocation import (
-    NONE,
-    OPTIONS,
-    ROOT,
-    Invocation,
-    invocation_of,
-)
+from numba_symm.collectives.invocation import NONE, OPTIONS, ROOT, Invocation
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
 from numba_symm.collectives.requests import Requests
-from numba_symm.collectives.transfers import Prepared
+from numba_symm.collectives.transfers import Bound, Prepared
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.members import Members
 from numba_symm.memory.heap import Heap
-from numba_symm.record import Description
 from numba_symm.streams import StreamOrder
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
+
+Ready = Bound | Prepared
+"""A call that was checked."""
 
 MAX_PLANS = 1024
 """The number of latest different calls that a communicator remembers, at least."""
@@ -96,7 +94,6 @@ class Calls:
         heap.changed = self.memory.clear  # packed calls have addresses of peers
         by_algorithms = end.size > 1 and len(members.parts) == 1
         self.descriptions = Descriptions(MAX_PLANS, by_algorithms)
-        self._about_barrier = Description("barrier", key="all")
 
     def __repr__(self) -> str:
         return (
@@ -141,7 +138,7 @@ class Calls:
                 status = call.enqueue(handle)
                 if status == entry.DONE or self.made(status, call, handle, x, out):
                     return None if target is None else out
-        return self.call(invocation_of(operation, x, out, stream, options))
+        return self.call(Invocation(operation, x, out, stream, *options))
 
     def made(self, status: int, call: PackedCall, handle: int, *keep: Any) -> bool:
         """Go on with a plain call that was made before.
@@ -163,30 +160,65 @@ class Calls:
                     self.thread.finish()
         return status != entry.SLOW
 
-    def call(self, given: Invocation[Operation]) -> Any:
-        """Check, pack and enqueue an operation; return its output."""
+    def call(self, given: Invocation[Any], key: Any = None) -> Any:
+        """Check, pack and enqueue a call; return its output.
+
+        Args:
+            given: the call. Its operation has a name, prepares calls, and is collective
+                or not.
+            key: by which messages are remembered; None: they are not.
+        """
         what = given.operation.name
-        self.thread.begin(what)
-        try:
-            checked = self.agreement.checked
-            call, out, chosen = checked(what, _words, self.bound, given)
-            self.enqueuer.run(call, chosen, given.x, out, *given.args)
-        finally:
-            self.thread.finish()
-        return out
+        with self.thread.alone(what):
+            return self.enqueue(what, self.prepared(given), key)
 
-    def prepared(self, given: Invocation[Operation]) -> staging.BoundCall:
-        """Check and pack a call; in debug mode, compare it with the other ranks'."""
-        return self.agreement.checked(given.operation.name, _words, self.bound, given)
+    def prepared(self, given: Invocation[Any]) -> Ready:
+        """Check a call; if it is collective, the ranks compare it in debug mode."""
+        operation = given.operation
+        prepare: Callable[[Invocation[Any]], Ready] = partial(operation.prepare, self)
+        if operation.collective:
+            what = operation.name
+            return self.agreement.checked(what, _words, prepare, given, self._compare)
+        self.members.check_open()
+        return prepare(given)
 
-    def bound(self, given: Invocation[Operation]) -> staging.BoundCall:
-        """Check and pack a call; see :meth:`call`."""
-        operation, x, out = given[:3]
+    def _compare(self, made: Ready, given: Invocation[Any]) -> None:
+        if isinstance(made, Prepared):
+            what = given.operation.name
+            agree_on_counts(self.members.exchange, what, made.transfers)
+
+    def enqueue(self, what: str, made: Ready, key: Any = None) -> Any:
+        """Enqueue a call, or add it to an open group; raise after a failure.
+
+        Args:
+            what: the call.
+            made: the same, checked.
+            key: as for :meth:`call`.
+
+        Returns:
+            The result of the call.
+        """
+        self.members.check()
+        if isinstance(made, Bound):
+            call = made.call
+        elif self.enqueuer.group is not None:
+            self.enqueuer.group.add(made, key)
+            return made.result
+        else:
+            call = self.agreement.made(what, self.packed_messages, what, made)
+            if key is not None and call is made.transfers.call:
+                self.memory.put(key, call)
+        self.enqueuer.run(call, made.stream, made.result, *made.keep)
+        return made.result
+
+    def bound(self, given: Invocation[Operation]) -> Bound:
+        """Check and bind a call of an operation."""
+        operation, x, out, stream = given[:4]
         what = operation.name
         if given.epilogue is not None and isinstance(out, tuple):
             return self._of_two(given)
         source = arrays.fields(x, what)
-        chosen = self.streams.of(given.stream, x)
+        chosen = self.streams.of(stream, x)
         has_output = True
         if operation.rooted:
             root = check_rank(given.root, self.size, f"{what}: root")
@@ -197,16 +229,17 @@ class Calls:
         gaps = source[3] is None
         if out is None and has_output and not gaps:
             like = arrays.dense(ArrayView(*source), what)
-            out = self.new(x, like, operation.shape(like, self.size), chosen[0], what)
+            out = self.new(x, like, operation.shape(like, self.size), chosen, what)
         target = None
         if out is not None:
             target = source if out is x else arrays.fields(out, f"{what}: out")
             gaps = gaps or target[3] is None
         if gaps:
-            return staging.bound(self, given, out, chosen)
-        return self.packed(given, source, target, chosen[0]), out, chosen
+            return staging.bound(self, given, out, chosen, self.bound)
+        call = self.packed(given, source, target, chosen)
+        return Bound(call, chosen, (x, out, stream, *given.args), out)
 
-    def _of_two(self, given: Invocation[Operation]) -> staging.BoundCall:
+    def _of_two(self, given: Invocation[Operation]) -> Bound:
         """Do what ``bound`` does for a call with two outputs."""
         if len(given.out) != 2 or given.out[1] is None:
             raise ArgumentError(
@@ -216,7 +249,7 @@ class Calls:
             )
         first, second = given.out
         made = self.bound(given._replace(out=first, second=second))
-        return made[0], (made[1], second), made[2]
+        return made._replace(result=(made.result, second))
 
     def packed(
         self,
@@ -313,65 +346,16 @@ class Calls:
         last = epilogues.bind(self.binder.end, work, reduced.target, call.target)
         return Series(launch, last)
 
-    def barrier(self, stream: Any) -> None:
-        """Enqueue a barrier of all ranks."""
-        what = "barrier"
-        self.thread.begin(what)
-        try:
-            default = self.streams.default
-            chosen = self.agreement.checked(what, lambda *_: what, default, stream)
-            call = self.memory.get(what)
-            if call is UNKNOWN:
-                with loads.of(what):
-                    bound = self.agreement.made(what, self.binder.barrier)
-                call = self.enqueuer.pack(self._about_barrier, bound)
-                self.memory.put(what, call)
-            self.enqueuer.run(call, chosen)
-        finally:
-            self.thread.finish()
-
     # Messages, and collectives that consist of messages.
-
-    def run(self, call: PackedCall, stream: HeldStream, out: Any, *keep: Any) -> Any:
-        """Enqueue a call that was checked; return its output."""
-        self.enqueuer.run(call, stream, out, *keep)
-        return out
-
-    def transfer(self, what: str, call: Prepared, key: Any = None) -> Any:
-        """Enqueue messages, or add them to an open group; raise after a failure.
-
-        Args:
-            what: the call.
-            call: the messages.
-            key: by which the call is remembered; None: it is not.
-
-        Returns:
-            The result of the call.
-        """
-        self.members.check()
-        if self.enqueuer.group is not None:
-            self.enqueuer.group.add(call, key)
-            return call.result
-        packed = self.packed_messages(what, call)
-        if key is not None and packed is call.transfers.call:
-            self.memory.put(key, packed)
-        return self.run(packed, call.stream, call.result, *call.keep)
 
     def packed_messages(self, what: str, call: Prepared) -> PackedCall:
         """Return the packed call of messages."""
-        try:
-            launch = call.packed(self.binder.messages, what)
-        except BaseException as error:
-            self.enqueuer.give_up_unless_refused(error, what)
-            raise
         kept = call.transfers
-        about = self.descriptions.messages(what, kept)
-        packed: PackedCall | None = kept.call
-        if call.before or call.after or packed is None or packed.about is not about:
-            packed = self.enqueuer.pack(about, launch)
-            if not (call.before or call.after):
-                kept.call = packed
-        return packed
+        if kept.call is None:
+            about = self.descriptions.messages(what, kept)
+            launch = kept.packed(self.binder.messages, what)
+            kept.call = self.enqueuer.pack(about, launch)
+        return self.enqueuer.around(call.before, kept.call, call.after)
 
     def remembered(self, work_out: Callable[["Calls", H], T], given: H) -> T:
         """Return ``work_out(calls, given)``, from memory if it was called before.
@@ -425,5 +409,26 @@ class Calls:
         self.enqueuer.forget()
 
 
-def _words(made: staging.BoundCall, _: object) -> str:
-    return made[0].about.words
+def _words(made: Ready, _: object) -> str:
+    return made.words
+
+
+class Barrier:
+    """The kind of a barrier of all ranks."""
+
+    name = "barrier"
+    collective = True
+
+    def prepare(self, calls: Calls, given: "Invocation[Barrier]") -> Bound:
+        """Bind a barrier once."""
+        what, chosen = self.name, calls.streams.default(given.stream)
+        call = calls.memory.get(what)
+        if call is UNKNOWN:
+            about = calls.descriptions.of(what, key="all")
+            with loads.of(what):
+                call = calls.enqueuer.pack(about, calls.binder.barrier())
+            calls.memory.put(what, call)
+        return Bound(call, chosen, (given.stream,), None)
+
+
+BARRIER = Barrier()

@@ -17,10 +17,9 @@ from numba_symm.collectives import (
     kernel_set,
     lifetime,
     messages,
-    vector_forms,
 )
-from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.invocation import NO_ROOT, NO_WIRE, NONE, invocation
+from numba_symm.collectives.calls import BARRIER, Calls
+from numba_symm.collectives.invocation import NO_ROOT, NO_WIRE, NONE, Invocation
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.messages import IRECV, ISEND, RECV, SEND, SENDRECV
 from numba_symm.collectives.neighbors import (
@@ -35,7 +34,6 @@ from numba_symm.collectives.operations import (
     EXSCAN,
     REDUCE,
     REDUCE_SCATTER,
-    REDUCE_SHARD,
     REVERSE_SCAN,
     SCAN,
     with_algorithms,
@@ -46,6 +44,7 @@ from numba_symm.collectives.spelling import OthersNames, spelled
 from numba_symm.collectives.vector_forms import (
     GATHER,
     GATHER_V,
+    REDUCE_SCATTER_V,
     SCATTER,
     SCATTER_V,
 )
@@ -449,7 +448,7 @@ class Communicator(OthersNames):
         What each rank's stream wrote before the barrier is visible to every rank's
         stream after the barrier.
         """
-        self._calls.barrier(stream)
+        self._calls.call(Invocation(BARRIER, stream=stream))
 
     def all_reduce(
         self,
@@ -861,8 +860,8 @@ class Communicator(OthersNames):
             As :meth:`all_reduce`.
         """
         tables = ((counts, None),)
-        given = invocation(REDUCE_SHARD, x, out, stream, op=op, tables=tables)
-        return vector_forms.reduce_scatter(self._calls, given)
+        given = Invocation(REDUCE_SCATTER_V, x, out, stream, op=op, tables=tables)
+        return self._calls.call(given)
 
     def gather(
         self,
@@ -892,8 +891,8 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(GATHER, x, out, stream, root=root)
-        return vector_forms.collected(self._calls, given)
+        given = Invocation(GATHER, x, out, stream, root=root)
+        return self._calls.call(given)
 
     def gather_v(
         self,
@@ -927,10 +926,10 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(
+        given = Invocation(
             GATHER_V, x, out, stream, root=root, tables=((counts, displs),)
         )
-        return vector_forms.collected(self._calls, given)
+        return self._calls.call(given)
 
     def scatter(
         self,
@@ -962,8 +961,8 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(SCATTER, x, out, stream, root=root)
-        return vector_forms.collected(self._calls, given)
+        given = Invocation(SCATTER, x, out, stream, root=root)
+        return self._calls.call(given)
 
     def scatter_v(
         self,
@@ -999,10 +998,10 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(
+        given = Invocation(
             SCATTER_V, x, out, stream, root=root, tables=((counts, displs),)
         )
-        return vector_forms.collected(self._calls, given)
+        return self._calls.call(given)
 
     def all_gather_v(
         self,
@@ -1048,7 +1047,7 @@ class Communicator(OthersNames):
         from numba_symm.collectives import counted_forms
 
         given = counted_forms.gathering(x, counts, displs, capacity, out, stream)
-        return vector_forms.collected(self._calls, given)
+        return self._calls.call(given)
 
     def all_to_all_v(
         self,
@@ -1101,7 +1100,7 @@ class Communicator(OthersNames):
         from numba_symm.collectives import counted_forms
 
         given = counted_forms.exchanging(x, *tables, capacity, out, stream)
-        return vector_forms.collected(self._calls, given)
+        return self._calls.call(given)
 
     def neighbor_all_gather(
         self,
@@ -1134,10 +1133,10 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(
+        given = Invocation(
             NEIGHBOR_ALL_GATHER, x, out, stream, peers=(destinations, sources)
         )
-        return vector_forms.collected(self._calls, given)
+        return self._calls.call(given)
 
     def neighbor_all_to_all(
         self,
@@ -1167,10 +1166,10 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = invocation(
+        given = Invocation(
             NEIGHBOR_ALL_TO_ALL, x, out, stream, peers=(destinations, sources)
         )
-        return vector_forms.collected(self._calls, given)
+        return self._calls.call(given)
 
     def send(
         self,
@@ -1288,7 +1287,7 @@ class Communicator(OthersNames):
                 requests, a group is open, or the stream is being captured.
             CollectiveError, ClosedError: as for any call.
         """
-        given = invocation(ISEND, x, stream=stream, peers=(dst, None))
+        given = Invocation(ISEND, x, stream=stream, peers=(dst, None))
         return messages.request(self._calls, given)
 
     @by_one_thread
@@ -1308,7 +1307,7 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`isend`.
         """
-        given = invocation(
+        given = Invocation(
             IRECV, out=out, stream=stream, peers=(None, src), count=count
         )
         return messages.request(self._calls, given)
@@ -1493,7 +1492,7 @@ class Communicator(OthersNames):
             CollectiveError, ClosedError: as for :meth:`check`.
         """
         self._calls.enqueuer.refuse_in_group("synchronize")
-        handle, _ = self._calls.streams.default(stream)
+        handle = self._calls.streams.default(stream)
         if not SIMULATED and not self._calls.members.closed:
             streams.synchronize(handle)
             if self._calls.requests is not None:

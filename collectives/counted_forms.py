@@ -18,7 +18,7 @@ from numba_symm.collectives.checks import (
     check_writable,
 )
 from numba_symm.collectives.counts import places_of, refuse_overlap, table_of
-from numba_symm.collectives.invocation import invocation
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.protocols.credit import Message, Span
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.collectives.vector_forms import (
@@ -189,9 +189,9 @@ def gathering(
 ) -> FormCall:
     """Return a call of ``all_gather_v``, with counts on the host or on the GPU."""
     if capacity is None:
-        return invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
+        return Invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
     tables = (counts, None), (None, displs), capacity
-    return invocation(ALL_GATHER_COUNTED, x, out, stream, tables=tables)
+    return Invocation(ALL_GATHER_COUNTED, x, out, stream, tables=tables)
 
 
 def exchanging(
@@ -199,6 +199,6 @@ def exchanging(
 ) -> FormCall:
     """Return a call of ``all_to_all_v``, with counts on the host or on the GPU."""
     if capacity is None:
-        return invocation(ALL_TO_ALL_V, x, out, stream, tables=(sent, received))
+        return Invocation(ALL_TO_ALL_V, x, out, stream, tables=(sent, received))
     tables = sent, received, capacity
-    return invocation(ALL_TO_ALL_COUNTED, x, out, stream, tables=tables)
+    return Invocation(ALL_TO_ALL_COUNTED, x, out, stream, tables=tables)

@@ -75,11 +75,8 @@ class Descriptions:
 
     def messages(self, what: str, transfers: Transfers) -> Description:
         """Return that of messages, or of a collective made of them."""
-        if transfers.about is None or transfers.about.what != what:
-            to, since = _sent("to", transfers.sends), _sent("from", transfers.receives)
-            parts = filter(None, (transfers.words, to, since))
-            transfers.about = self.of(what, ", ".join(parts))
-        return transfers.about
+        to, since = _sent("to", transfers.sends), _sent("from", transfers.receives)
+        return self.of(what, ", ".join(filter(None, (transfers.words, to, since))))
 
 
 def _sent(where: str, messages: Sequence[Message]) -> str:

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from numba_symm import driver, driver_table, entry, profiling, streams
-from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.graphs import Graphs
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
@@ -178,16 +177,16 @@ class Enqueuer:
         self, before: Sequence[Enqueue], call: PackedCall, after: Sequence[Enqueue]
     ) -> PackedCall:
         """Return a call with other steps before and after it, if it has any."""
-        if not call.parts:
+        if not call.parts or not (before or after):
             return call
         return self.pack(call.about, Series(*before, *call.parts, *after))
 
-    def run(self, call: PackedCall, stream: HeldStream, *keep: Any) -> None:
+    def run(self, call: PackedCall, stream: int, *keep: Any) -> None:
         """Enqueue a call that was checked, or add it to the open group.
 
         Args:
             call: the call.
-            stream: the stream to enqueue it on.
+            stream: the handle of the stream to enqueue it on.
             keep: objects that must live until it is enqueued.
         """
         if self.group is not None:
@@ -196,7 +195,7 @@ class Enqueuer:
         if self.marks is not None:
             self.marks.push(str(call.about))
         try:
-            self.go_on(entry.STEPS, call, stream[0], *keep)
+            self.go_on(entry.STEPS, call, stream, *keep)
         finally:
             if self.marks is not None:
                 self.marks.pop()
@@ -347,7 +346,7 @@ class Agreement:
         words: Callable[[T, A], str],
         prepare: Callable[[A], T],
         given: A,
-        then: Callable[[T], None] | None = None,
+        then: Callable[[T, A], None] | None = None,
     ) -> T:
         """Do as :meth:`made`; in debug mode, raise an error of one rank on all.
 
@@ -357,7 +356,8 @@ class Agreement:
                 must be equal on all ranks.
             prepare: as for :meth:`made`.
             given: its argument.
-            then: compares more, if the texts are equal. Collective.
+            then: ``then(made, given)`` compares more, if the texts are equal.
+                Collective.
 
         Raises:
             SymmError: in debug mode, on all ranks: ``prepare`` failed on one, or they
@@ -380,7 +380,7 @@ class Agreement:
                     text = words(made, given)
                 exchange.agree_equal(text, what)
                 if then is not None:
-                    then(made)
+                    then(made, given)
         return made
 
     def _raise_on_all(self, error: Exception, what: str) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 from numba_symm import arrays, own_arrays, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
-from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.kernels import digest as kernel
 from numba_symm.collectives.protocols import workspace
@@ -41,8 +40,8 @@ class Digests:
         self._calls, self._what, self._keep = calls, what, x
         self._about = calls.descriptions.of(what)  # each rank digests what it has
         view = arrays.view(x, what)
-        self._stream: HeldStream = calls.streams.of(stream, x)
-        if not SIMULATED and streams.is_capturing(self._stream[0]):
+        self._stream = calls.streams.of(stream, x)
+        if not SIMULATED and streams.is_capturing(self._stream):
             raise ArgumentError(
                 f"{what}: expected a stream that is not being captured, because the "
                 "host waits for it; call it before or after the capture"
@@ -51,7 +50,7 @@ class Digests:
             view = calls.usable(view, what)
         else:
             calls.staging.used = 0
-            found = staging.stage(calls, x, what, self._stream[0], False, False)
+            found = staging.stage(calls, x, what, self._stream, False, False)
             self._run(found.pack, x)
             view, self._keep = arrays.view(found.array, what), found
         self.view: ArrayView = view
@@ -75,7 +74,7 @@ class Digests:
         launch = kernel.bind(address, nbytes, first, end, span, sums)
         self._run(launch, made, self._keep)
         if not SIMULATED:
-            streams.synchronize(self._stream[0])
+            streams.synchronize(self._stream)
         self._calls.members.check()
         found = made.copy_to_host().view(np.uint64).sum(axis=1, dtype=np.uint64)
         return [int(each) for each in found], span

@@ -15,7 +15,6 @@ from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives import expert_wires, kernel_set, wires
-from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import (
     are_apart,
@@ -194,8 +193,7 @@ class Experts:
                 for a rank than ``capacity``, or an expert's number was wrong.
         """
         calls, what = self._calls, "dispatch"
-        calls.thread.begin(what)
-        try:
+        with calls.thread.alone(what):
             (call, tokens), chosen = calls.agreement.checked(
                 what,
                 lambda *_: f"{self._words}, wire {shown(wire)}",
@@ -204,8 +202,6 @@ class Experts:
             )
             calls.enqueuer.run(call, chosen, self, x, expert_ids, weights)
             self._tokens = tokens
-        finally:
-            calls.thread.finish()
         return self.received
 
     def combine(
@@ -238,14 +234,11 @@ class Experts:
         """
         calls, what = self._calls, "combine"
         results = self.results if results is None else results
-        calls.thread.begin(what)
-        try:
+        with calls.thread.alone(what):
             call, out, chosen = calls.agreement.checked(
                 what, lambda *_: self._words, self._combined, (results, out, stream)
             )
             calls.enqueuer.run(call, chosen, self, results, out)
-        finally:
-            calls.thread.finish()
         return out
 
     def _checked(
@@ -271,7 +264,7 @@ class Experts:
             )
         return view
 
-    def _dispatched(self, given: Any) -> tuple[tuple[PackedCall, int], HeldStream]:
+    def _dispatched(self, given: Any) -> tuple[tuple[PackedCall, int], int]:
         """Return a dispatch, remembered or new, its tokens and its stream."""
         (x, expert_ids, weights, wire, stream), what = given, "dispatch"
         calls, factors = self._calls, None
@@ -379,7 +372,7 @@ class Experts:
             )
         return tuple(each + self._offsets[name] for each in place.addresses)
 
-    def _combined(self, given: Any) -> tuple[PackedCall, Any, HeldStream]:
+    def _combined(self, given: Any) -> tuple[PackedCall, Any, int]:
         """Return a combine, remembered or new, its output and its stream."""
         (results, out, stream), what, sizes = given, "combine", self._sizes
         calls, tokens = self._calls, self._tokens
@@ -392,7 +385,7 @@ class Experts:
         chosen = calls.streams.of(stream, results)
         if out is None:
             like = self._results(source)
-            out = calls.new(results, like, (tokens, sizes.hidden), chosen[0], what)
+            out = calls.new(results, like, (tokens, sizes.hidden), chosen, what)
         target = arrays.fields(out, "combine: out")
         key = what, source, target, tokens, calls.heap.generation  # checked below
         call: PackedCall = self._plans.get(key)

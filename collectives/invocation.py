@@ -52,37 +52,6 @@ class Invocation(NamedTuple, Generic[Kind]):
     count: Any = None
 
 
-def invocation(
-    operation: Kind,
-    x: Any = None,
-    out: Any = None,
-    stream: Any = None,
-    op: Any = "sum",
-    algorithm: str | None = None,
-    root: Any = None,
-    tables: tuple[Any, ...] = (),
-    peers: tuple[Any, ...] = (),
-    count: Any = None,
-    wire: Any = None,
-    epilogue: Any = None,
-    args: Any = NONE,
-    row_sum: Any = None,
-) -> Invocation[Kind]:
-    """Return an invocation. A class takes keywords more slowly than a function."""
-    options = op, algorithm, root, wire, epilogue, args, row_sum, None
-    given = operation, x, out, stream, *options, tables, peers, count
-    return _new(Invocation, given)
-
-
-def invocation_of(
-    operation: Kind, x: Any, out: Any, stream: Any, options: tuple[Any, ...]
-) -> Invocation[Kind]:
-    """Return an invocation with all its options."""
-    return _new(Invocation, (operation, x, out, stream, *options, (), (), None))
-
-
-_new = tuple.__new__
-
 OPTIONS = slice(4, 12)
 """The fields that are options. A call is remembered by its options and its arrays."""
 

@@ -14,12 +14,11 @@ import numpy as np
 from numba_symm import arrays, entry, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
-from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import are_apart, check_apart, check_peer
 from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.collectives.invocation import Invocation
-from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.requests import Request, Requests, end_of
 from numba_symm.collectives.transfers import (
@@ -42,11 +41,17 @@ class MessageKind(NamedTuple):
         name: the name of the communicator's method.
         sends: whether it sends ``x``.
         receives: whether it receives into ``out``.
+        collective: whether all ranks make the same calls.
     """
 
     name: str
     sends: bool
     receives: bool
+    collective: bool = False
+
+    def prepare(self, calls: Calls, given: "MessageCall") -> Prepared:
+        """Prepare to send, to receive, or both."""
+        return staging.prepared(calls, given, _prepared)
 
 
 MessageCall = Invocation[MessageKind]
@@ -54,12 +59,6 @@ MessageCall = Invocation[MessageKind]
 SEND, RECV = MessageKind("send", True, False), MessageKind("recv", False, True)
 SENDRECV = MessageKind("sendrecv", True, True)
 ISEND, IRECV = MessageKind("isend", True, False), MessageKind("irecv", False, True)
-
-
-def prepared(calls: Calls, given: MessageCall) -> Prepared:
-    """Prepare to send, to receive, or both."""
-    calls.members.check_open()
-    return staging.prepared(calls, given, _prepared)
 
 
 def _prepared(calls: Calls, given: MessageCall) -> Prepared:
@@ -77,7 +76,7 @@ def _prepared(calls: Calls, given: MessageCall) -> Prepared:
     read = given._replace(x=source, out=target, stream=None, peers=peers, count=count)
     transfers = calls.remembered(_transfers, read)
     chosen = calls.streams.of(stream, x if kind.sends else out)
-    return Prepared(transfers, chosen, (x, out, given.count), out)
+    return Prepared(transfers, chosen, (x, out, given.count, stream), out)
 
 
 def start(
@@ -121,8 +120,7 @@ def start(
                     group.arrays.append((x, out, stream))
                     return out
     given = Invocation(kind, x, out, stream, peers=(dst, src), count=count)
-    with calls.thread.alone(kind.name):
-        return calls.transfer(kind.name, prepared(calls, given), key)
+    return calls.call(given, key)
 
 
 _RANKS = int, type(None)
@@ -149,8 +147,9 @@ def request(calls: Calls, given: MessageCall) -> Request:
     """Start an ``isend`` or ``irecv``, beside all other calls."""
     what = given.operation.name
     with calls.staging.apart():
-        call = prepared(calls, given)
-    requests, (handle, _) = requests_of(calls, what), call.stream
+        call = calls.prepared(given)
+    assert isinstance(call, Prepared)
+    requests, handle = requests_of(calls, what), call.stream
     calls.enqueuer.refuse_in_group(what)
     if not SIMULATED and streams.is_capturing(handle):
         raise ArgumentError(
@@ -166,12 +165,12 @@ def request(calls: Calls, given: MessageCall) -> Request:
         )
     messages = [*transfers.sends, *transfers.receives]
     if not messages:  # to or from no rank
-        calls.transfer(what, call)
+        calls.enqueue(what, call)
         done = end_of(handle)
     else:
         message = messages[0], bool(transfers.receives)
         bound = calls.agreement.made(what, calls.remembered, _bound, message)
-        launch = call.around(bound) or bound
+        launch = Series(*call.before, bound, *call.after)
         if calls.enqueuer.record is not None:
             about = calls.descriptions.messages(what, transfers)
             calls.enqueuer.record.note(about, handle)
@@ -289,7 +288,7 @@ class Group:
         if self.node is not None:
             for each in self.node.transfers[self._taken :]:
                 assert self.handle is not None
-                self._known.add(Prepared(each, (self.handle, None), (), None))
+                self._known.add(Prepared(each, self.handle, (), None))
             self._taken = len(self.node.transfers)
         self._known.kept += self.arrays
         self.arrays = []
@@ -300,17 +299,15 @@ class Group:
         pending, node = self.pending, self.node
         pending.add(call)
         plain = key is not None and not (call.before or call.after)
-        if node is None or not plain or self.handle not in (None, call.stream[0]):
+        if node is None or not plain or self.handle not in (None, call.stream):
             self.node = None
             return
-        self.handle = call.stream[0]
+        self.handle = call.stream
         self.node = _Node((*node.transfers, call.transfers))
         self._taken = len(self.node.transfers)
         self._calls.memory.put((node, key), self.node)
 
-    def append(
-        self, call: PackedCall, stream: HeldStream, keep: tuple[Any, ...]
-    ) -> None:
+    def append(self, call: PackedCall, stream: int, keep: tuple[Any, ...]) -> None:
         """Add a call that does not start together with messages."""
         pending = self.pending
         self.node = None
@@ -319,14 +316,14 @@ class Group:
 
 
 def start_group(
-    calls: Calls, found: Pending, stream: HeldStream | None = None, *keep: Any
+    calls: Calls, found: Pending, stream: int | None = None, *keep: Any
 ) -> None:
     """Enqueue the calls of a group, or add them to an open one.
 
     Args:
         calls: the communicator's calls.
         found: the calls of the group.
-        stream: the stream of all of them; None: that of each.
+        stream: the handle of the stream of all of them; None: that of each.
         keep: objects that must live until they are enqueued.
     """
     keep = (*found.kept, *keep)
@@ -334,15 +331,15 @@ def start_group(
     if found.stream is not None:
         call = prepared_group(calls, found, stream, keep)
         if calls.enqueuer.group is None:  # refuse it before anything is enqueued
-            calls.agreement.made("group", call.packed, calls.binder.messages, "group")
+            calls.agreement.made("group", calls.packed_messages, "group", call)
     try:
         if call is not None:
-            calls.transfer("group", call)
+            calls.enqueue("group", call)
         for packed, own in found.launches:
-            calls.run(packed, stream or own, None, *keep)
+            calls.enqueuer.run(packed, own if stream is None else stream, *keep)
     except BaseException as error:
         if calls.enqueuer.group is None:
-            handles = found.stream_handles if stream is None else {stream[0]}
+            handles = found.stream_handles if stream is None else {stream}
             calls.enqueuer.give_up(error, "group", *handles)
         raise
 
@@ -350,13 +347,14 @@ def start_group(
 def prepared_group(
     calls: Calls,
     found: Pending,
-    stream: HeldStream | None = None,
+    stream: int | None = None,
     keep: tuple[Any, ...] = (),
 ) -> Prepared:
     """Return the messages of a group that has some; see :func:`start_group`."""
     assert found.stream is not None
     before, after = tuple(found.before), tuple(found.after)
-    on, transfers = stream or found.stream, transfers_of(calls, found)
+    on = found.stream if stream is None else stream
+    transfers = transfers_of(calls, found)
     return Prepared(transfers, on, keep, None, before, after)
 
 

@@ -62,6 +62,7 @@ class Operation(NamedTuple):
         reduces: whether it has an operator; without one, it accepts any dtype.
         rooted: whether one rank is the root.
         at_root: whether only the root has an output.
+        collective: whether all ranks make the same calls.
     """
 
     name: str
@@ -73,6 +74,11 @@ class Operation(NamedTuple):
     reduces: bool
     rooted: bool
     at_root: bool
+    collective: bool = True
+
+    def prepare(self, calls: Any, given: "Invocation[Operation]") -> Any:
+        """Check and bind a call; see ``Calls.bound``."""
+        return calls.bound(given)
 
     @property
     def in_place(self) -> bool:

@@ -12,15 +12,14 @@ from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
 
-from numba_symm import entry
+from numba_symm import entry, streams
 from numba_symm.cache import Cache
 from numba_symm.collectives import messages
-from numba_symm.collectives.call_streams import HeldStream, owned
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.enqueueing import PackedCall
-from numba_symm.collectives.invocation import invocation_of
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.transfers import Pending, Prepared
+from numba_symm.collectives.transfers import Bound, Pending
 from numba_symm.errors import ArgumentError
 
 P = ParamSpec("P")
@@ -43,7 +42,7 @@ class Plan:
         name: str,
         words: str,
         start: Start | None,
-        stream: HeldStream | None,
+        stream: int | None,
         arrays: tuple[Any, ...],
         out: Any = None,
         compared: bool = True,
@@ -75,12 +74,12 @@ class Plan:
         call, chosen = self.call, self._stream
         if stream is not None:
             try:
-                chosen = owned(stream)
+                chosen = streams.handle_or_default(stream)
             except ArgumentError:
                 call = None  # what is called below raises it
         if call is not None and chosen is not None:
-            status = call.enqueue(chosen[0])
-            if status == entry.DONE or self._calls.made(status, call, *chosen, self):
+            status = call.enqueue(chosen)
+            if status == entry.DONE or self._calls.made(status, call, chosen, self):
                 return self._out
         return self._checked(stream)
 
@@ -108,11 +107,11 @@ class Plan:
     def _words(self, *_: object) -> str:
         return f"{self._name} of {self._call_words}"
 
-    def _chosen(self, stream: Any) -> HeldStream | None:
+    def _chosen(self, stream: Any) -> int | None:
         if stream is None:
             return self._stream
         try:
-            return owned(stream)
+            return streams.handle_or_default(stream)
         except ArgumentError as error:
             raise ArgumentError(
                 f"{self._name}: {error}; a plan keeps its arrays: copy into them, or "
@@ -139,39 +138,32 @@ class Planning:
         options: tuple[Any, ...],
     ) -> Plan:
         """Return the plan of an operation; the arguments are those of ``Calls``."""
-        calls, given = self._real, invocation_of(operation, x, out, stream, options)
-        with calls.thread.alone(operation.name):
-            call, out, chosen = calls.prepared(given)
-        return self.run(call, chosen, out, x, *given.args)
+        return self.call(Invocation(operation, x, out, stream, *options))
 
-    def run(self, call: PackedCall, stream: HeldStream, out: Any, *keep: Any) -> Plan:
-        """Return the plan of a call that was checked."""
-        calls, about = self._real, call.about
-        start = partial(calls.enqueuer.run, call)
-        kept = out, *keep
-        return Plan(calls, about.what, about.words, start, stream, kept, out, call=call)
+    def call(self, given: Invocation[Any], key: Any = None) -> Plan:
+        """Return the plan of a call; the arguments are those of ``Calls``."""
+        calls, what, call = self._real, given.operation.name, None
+        made = calls.prepared(given)
+        if isinstance(made, Bound):
+            call = made.call
+        elif made.transfers.complete:  # otherwise the plan is for a group
+            call = calls.agreement.made(what, calls.packed_messages, what, made)
+        bare = made._replace(keep=(), result=None)
 
-    def transfer(self, what: str, call: Prepared, key: Any = None) -> Plan:
-        """Return the plan of messages, or of a collective that consists of them."""
-        calls, packed = self._real, None
-        if call.transfers.complete:  # otherwise the plan is for a group
-            packed = calls.agreement.made(what, calls.packed_messages, what, call)
-        bare = call._replace(keep=(), result=None)
+        def start(stream: int, *keep: Any) -> None:
+            calls.enqueue(what, bare._replace(stream=stream, keep=keep))
 
-        def start(stream: HeldStream, *keep: Any) -> None:
-            calls.transfer(what, bare._replace(stream=stream, keep=keep))
-
-        words = call.transfers.words
+        words = made.words
         return Plan(
             calls,
             what,
             words or "messages",
             start,
-            stream=call.stream,
-            arrays=call.keep,
-            out=call.result,
+            stream=made.stream,
+            arrays=made.keep,
+            out=made.result,
             compared=bool(words),
-            call=packed,
+            call=call,
         )
 
 

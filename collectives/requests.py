@@ -18,7 +18,6 @@ from numba import cuda
 
 from numba_symm import streams, threads
 from numba_symm.collectives import kernel_set
-from numba_symm.collectives.call_streams import HeldStream, owned
 from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
 from numba_symm.collectives.protocols.credit import Message
@@ -64,7 +63,7 @@ class Request:
         what: str,
         done: Done,
         out: Any,
-        stream: HeldStream,
+        stream: int,
         settle: Callable[[], None],
     ):
         self._settle = settle
@@ -91,8 +90,8 @@ class Request:
             CollectiveError, ClosedError: as for any call.
         """
         self._members.check()
-        handle, _ = self._stream if stream is None else owned(stream)
-        self._done.wait(handle)
+        named = stream is not None
+        self._done.wait(streams.handle_or_default(stream) if named else self._stream)
         return self._out
 
     def test(self) -> bool:

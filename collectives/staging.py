@@ -17,14 +17,14 @@ import numpy as np
 
 from numba_symm import arrays, libraries, own_arrays, streams
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives.call_streams import CallStreams, HeldStream
+from numba_symm.collectives.call_streams import CallStreams
 from numba_symm.collectives.checks import are_apart, check_writable
-from numba_symm.collectives.enqueueing import Enqueuer, PackedCall
+from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import pack
 from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.protocols.binding import Enqueue, Series
-from numba_symm.collectives.transfers import Prepared
+from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.transfers import Bound, Prepared
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, GapsError
 from numba_symm.launch.devices import GPU
@@ -107,10 +107,6 @@ def _new(nbytes: int, stream: int, what: str, expected: str = _EXPECTED) -> Any:
     return own_arrays.empty((nbytes,), np.dtype(np.uint8), what)
 
 
-BoundCall = tuple[PackedCall, Any, HeldStream]
-"""A call, its output and its stream."""
-
-
 class Caller(Protocol):
     """The calls of a communicator, as strided arrays need them: ``Calls``."""
 
@@ -121,7 +117,7 @@ class Caller(Protocol):
 
     def remembered(self, work_out: Any, given: Any) -> Any: ...  # noqa: D102
 
-    def bound(self, given: Invocation[Operation]) -> BoundCall: ...  # noqa: D102
+    def bound(self, given: Invocation[Operation]) -> Bound: ...  # noqa: D102
 
 
 C = TypeVar("C", bound=Caller)
@@ -248,12 +244,6 @@ class Replaced:
             self.before.append(found.pack)
             self.after.append(found.unpack)
 
-    def around(self, launch: Enqueue | None) -> Enqueue | None:
-        """Return the launch with the copies around it."""
-        if launch is None:
-            return None
-        return Series(*self.before, launch, *self.after)
-
     def result(self, made: Any) -> Any:
         """Return what the call returns, of what it would with contiguous memory."""
         if self._out is None:  # it is of Numba's, because the contiguous input is
@@ -262,9 +252,21 @@ class Replaced:
 
 
 def bound(
-    calls: Caller, given: Invocation[Operation], out: Any, chosen: HeldStream
-) -> BoundCall:
-    """Do what ``Calls.bound`` does, if ``x``, or the output ``out``, has gaps."""
+    calls: Caller,
+    given: Invocation[Any],
+    out: Any,
+    stream: int,
+    bind: Callable[[Invocation[Any]], Bound],
+) -> Bound:
+    """Bind a call whose ``x``, or whose output ``out``, has gaps.
+
+    Args:
+        calls: the communicator's calls.
+        given: the call.
+        out: the output.
+        stream: the handle of its stream.
+        bind: binds calls of contiguous arrays.
+    """
     if calls.enqueuer.group is None:
         calls.staging.used = 0
     what = given.operation.name
@@ -276,14 +278,12 @@ def bound(
                 f"{what}: out[1]: expected an array apart from x and out[0], got "
                 "arrays that overlap; it may be one of args"
             )
-    dense = Replaced(calls, what, given.x, out, chosen[0])
-    call, made, _ = calls.bound(
-        given._replace(x=dense.x, out=dense.out, stream=chosen[0])
-    )
-    return (
-        calls.enqueuer.around(dense.before, call, dense.after),
-        dense.result(made),
-        chosen,
+    dense = Replaced(calls, what, given.x, out, stream)
+    made = bind(given._replace(x=dense.x, out=dense.out, stream=stream))
+    return made._replace(
+        call=calls.enqueuer.around(dense.before, made.call, dense.after),
+        keep=(*made.keep, given.x, out, given.stream),
+        result=dense.result(made.result),
     )
 
 
@@ -316,11 +316,10 @@ def prepared(
         if not has_gaps(x, what) and not has_gaps(out, what):
             raise
     chosen = calls.streams.of(stream, out if x is None else x)
-    dense = Replaced(calls, what, x, out, chosen[0], message=True)
-    call = prepare(calls, given._replace(x=dense.x, out=dense.out, stream=chosen[0]))
+    dense = Replaced(calls, what, x, out, chosen, message=True)
+    call = prepare(calls, given._replace(x=dense.x, out=dense.out, stream=chosen))
     return call._replace(
-        stream=chosen,
-        keep=(*call.keep, x, out),
+        keep=(*call.keep, x, out, stream),
         result=dense.result(call.result),
         before=(*dense.before, *call.before),
         after=(*call.after, *dense.after),

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from numba_symm import streams
-from numba_symm.collectives.call_streams import HeldStream
+from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import most_messages
 from numba_symm.errors import ArgumentError
-from numba_symm.record import Description
 
 OwnCopy = tuple[int, int, int]
 """A copy within this rank: target, source, bytes."""
@@ -40,12 +39,10 @@ class Transfers:
         fills: the counts that are known beforehand.
         words: the arguments on which the ranks of a collective must agree.
         itemsize: bytes of an element, if the ranks compare counts.
-        about: the description that was made of them, if one was.
         call: the packed call that was made of them, if one was.
     """
 
-    about: Description | None = None
-    call: Any = None
+    call: PackedCall | None = None
 
     def __init__(
         self,
@@ -64,8 +61,6 @@ class Transfers:
         self.fills = tuple(fills)
         self.words = words
         self.itemsize = itemsize
-        self._enqueue: Enqueue | None = None
-        self._is_packed = False
 
     @property
     def complete(self) -> bool:
@@ -73,7 +68,7 @@ class Transfers:
         return len(self.own[0]) == len(self.own[1])
 
     def packed(self, bind: BindMessages, what: str) -> Enqueue | None:
-        """Return the launch of the messages, or None if there are none. Packs once.
+        """Return the launch of the messages, or None if there are none.
 
         Args:
             bind: packs messages between ranks.
@@ -82,12 +77,6 @@ class Transfers:
         Raises:
             ArgumentError: the messages of this rank to itself do not match.
         """
-        if not self._is_packed:
-            self._enqueue = self._pack(bind, what)
-            self._is_packed = True
-        return self._enqueue
-
-    def _pack(self, bind: BindMessages, what: str) -> Enqueue | None:
         copies, fills = matched(*self.own, what) if any(self.own) else ([], [])
         calls: list[Enqueue] = [streams.Copy(*each) for each in (*self.copies, *copies)]
         calls += [streams.Fill(*each) for each in (*self.fills, *fills)]
@@ -137,34 +126,50 @@ def matched(
     return copies, fills
 
 
+class Bound(NamedTuple):
+    """A call that is not made of messages, ready to be enqueued.
+
+    Attributes:
+        call: the packed call.
+        stream: the handle of the stream to enqueue it on.
+        keep: what must live until then: arrays, and the stream.
+        result: the value that the call returns.
+    """
+
+    call: PackedCall
+    stream: int
+    keep: tuple[Any, ...]
+    result: Any
+
+    @property
+    def words(self) -> str:
+        """What must be equal on all ranks."""
+        return self.call.about.words
+
+
 class Prepared(NamedTuple):
     """A call made of messages, ready to be enqueued.
 
     Attributes:
         transfers: this rank's messages.
-        stream: the stream to enqueue them on.
-        keep: arrays that must live until then.
-        result: the value that the call returns.
+        stream: as in :class:`Bound`.
+        keep: as in :class:`Bound`.
+        result: as in :class:`Bound`.
         before: what is enqueued before the messages.
         after: what is enqueued after them.
     """
 
     transfers: Transfers
-    stream: HeldStream
+    stream: int
     keep: tuple[Any, ...]
     result: Any
     before: tuple[Enqueue, ...] = ()
     after: tuple[Enqueue, ...] = ()
 
-    def packed(self, bind: BindMessages, what: str) -> Enqueue | None:
-        """Return the launches, or None if there are none; see ``Transfers.packed``."""
-        return self.around(self.transfers.packed(bind, what))
-
-    def around(self, launch: Enqueue | None) -> Enqueue | None:
-        """Return a launch of the messages with what is before and after it."""
-        if launch is None or not (self.before or self.after):
-            return launch
-        return Series(*self.before, launch, *self.after)
+    @property
+    def words(self) -> str:
+        """What must be equal on all ranks; "" for messages of two ranks."""
+        return self.transfers.words
 
 
 class Pending:
@@ -182,8 +187,8 @@ class Pending:
         self.fills: list[Fill] = []
         self.before: list[Enqueue] = []
         self.after: list[Enqueue] = []
-        self.stream: HeldStream | None = None
-        self.launches: list[tuple[Any, HeldStream]] = []  # packed calls
+        self.stream: int | None = None
+        self.launches: list[tuple[PackedCall, int]] = []
         self.kept: list[Any] = []
         self._size = size
         self._sent, self._received = [0] * size, [0] * size  # by peer
@@ -191,19 +196,17 @@ class Pending:
     @property
     def stream_handles(self) -> set[int]:
         """Handles of all streams that the calls are on."""
-        streams = [stream for _, stream in self.launches]
-        return {handle for handle, _ in filter(None, [self.stream, *streams])}
+        own = {stream for _, stream in self.launches}
+        return own if self.stream is None else {self.stream, *own}
 
-    def check(
-        self, more: Transfers, stream: HeldStream
-    ) -> tuple[HeldStream, list[int], list[int]]:
+    def check(self, more: Transfers, stream: int) -> tuple[int, list[int], list[int]]:
         """Return the stream, and the numbers of messages of each peer with a call's.
 
         Raises:
             ArgumentError: another stream than before, or too many messages.
         """
-        stream = streams.named(stream[0]), stream[1]
-        if self.stream is not None and stream[0] != self.stream[0]:
+        stream = streams.named(stream)
+        if self.stream is not None and stream != self.stream:
             raise ArgumentError(
                 "group: expected one stream for its sends and receives, which start "
                 "together, got several; pass the same stream= to all of them"

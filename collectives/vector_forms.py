@@ -7,7 +7,6 @@ be grouped with other messages. Counts and displacements are those of MPI.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
@@ -23,18 +22,16 @@ from numba_symm.collectives.checks import (
 )
 from numba_symm.collectives.counts import (
     Range,
-    agree_on_counts,
     end_of,
     places_of,
     refuse_overlap,
     table_of,
 )
-from numba_symm.collectives.invocation import Invocation, invocation
-from numba_symm.collectives.operations import Operation
+from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.operations import REDUCE_SHARD
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.credit import Message
-from numba_symm.collectives.staging import BoundCall
-from numba_symm.collectives.transfers import OwnCopy, Prepared, Transfers
+from numba_symm.collectives.transfers import Bound, OwnCopy, Prepared, Transfers
 from numba_symm.errors import ArgumentError
 
 
@@ -74,47 +71,22 @@ class Form:
     counts: tuple[str, ...] = ()
     copies: bool = False
     on_gpu: bool = False
+    collective = True
+
+    def prepare(self, calls: Calls, given: "FormCall") -> Prepared:
+        """Prepare a call of arrays with or without gaps."""
+        tables = given.tables
+        given = self.check(calls, given)
+        call = staging.prepared(calls, given, _formed)
+        if self.on_gpu:
+            call = call._replace(keep=(*call.keep, tables))
+        if calls.agreement.debug and calls.enqueuer.group is not None:
+            # Before the ranks compare the call.
+            calls.enqueuer.group.pending.check(call.transfers, call.stream)
+        return call
 
 
 FormCall = Invocation[Form]
-
-
-def collected(calls: Calls, given: FormCall) -> Any:
-    """Make a collective that consists of messages."""
-    what = given.operation.name
-    calls.thread.begin(what)
-    try:
-        return calls.transfer(what, prepared(calls, given))
-    finally:
-        calls.thread.finish()
-
-
-def prepared(calls: Calls, given: FormCall) -> Prepared:
-    """Prepare a collective that consists of messages; in debug mode, compare it."""
-    what = given.operation.name
-
-    def then(call: Prepared) -> None:
-        agree_on_counts(calls.members.exchange, what, call.transfers)
-
-    prepare = partial(_checked, calls)
-    return calls.agreement.checked(what, _words, prepare, given, then)
-
-
-def _words(call: Prepared, _: FormCall) -> str:
-    return call.transfers.words
-
-
-def _checked(calls: Calls, given: FormCall) -> Prepared:
-    """Prepare a call of arrays with or without gaps."""
-    tables = given.tables
-    given = given.operation.check(calls, given)
-    call = staging.prepared(calls, given, _formed)
-    if given.operation.on_gpu:
-        call = call._replace(keep=(*call.keep, tables))
-    if calls.agreement.debug and calls.enqueuer.group is not None:
-        # Before the ranks compare the call.
-        calls.enqueuer.group.pending.check(call.transfers, call.stream)
-    return call
 
 
 def _formed(calls: Calls, given: FormCall) -> Prepared:
@@ -123,9 +95,9 @@ def _formed(calls: Calls, given: FormCall) -> Prepared:
     what = form.name
     if form.copies and out is x:
         chosen = calls.streams.of(stream, x)
-        copy, step = staging.copied(calls, x, what, chosen[0])
-        call = _formed(calls, given._replace(x=copy, stream=chosen[0]))
-        return call._replace(stream=chosen, before=(step,))
+        copy, step = staging.copied(calls, x, what, chosen)
+        call = _formed(calls, given._replace(x=copy, stream=chosen))
+        return call._replace(keep=(*call.keep, stream), before=(step,))
     lacks = form.at_root if given.root != calls.rank else ""
     source = None if lacks == "x" else arrays.view(x, what)
     chosen = calls.streams.of(stream, out if source is None else x)
@@ -137,10 +109,11 @@ def _formed(calls: Calls, given: FormCall) -> Prepared:
     if source is not None and out is None and lacks != "out":
         new = given._replace(x=source, stream=None)
         shape = calls.remembered(form.shape, new)
-        out = calls.new(x, source, shape, chosen[0], what)
+        out = calls.new(x, source, shape, chosen, what)
     target = None if lacks == "out" else arrays.view(out, f"{what}: out")
     read = given._replace(x=source, out=target, stream=None)
-    return Prepared(calls.remembered(form.transfers, read), chosen, (x, out), out)
+    transfers = calls.remembered(form.transfers, read)
+    return Prepared(transfers, chosen, (x, out, stream), out)
 
 
 def _with_tables(calls: Calls, given: FormCall) -> FormCall:
@@ -162,39 +135,25 @@ def _with_tables(calls: Calls, given: FormCall) -> FormCall:
     return given._replace(tables=tables)
 
 
-def reduce_scatter(calls: Calls, given: Invocation[Operation]) -> Any:
-    """Make a ``reduce_scatter_v``: one reduction for each rank's shard."""
-    what = given.operation.name
-    with calls.thread.alone(what):
-        call, out, chosen = shards(calls, given)
-        return calls.run(call, chosen, out, given.x)
+class Shards:
+    """The kind of ``reduce_scatter_v``: one reduction for each rank's shard."""
+
+    name = REDUCE_SHARD.name
+    collective = True
+
+    def prepare(self, calls: Calls, given: "Invocation[Shards]") -> Bound:
+        """Bind a call of arrays with or without gaps."""
+        _, x, out, stream = given[:4]
+        if staging.has_gaps(x, self.name) or staging.has_gaps(out, self.name):
+            chosen = calls.streams.of(stream, x)
+            return staging.bound(calls, given, out, chosen, partial(_shards, calls))
+        return _shards(calls, given)
 
 
-def shards(calls: Calls, given: Invocation[Operation]) -> BoundCall:
-    """Prepare a ``reduce_scatter_v``; in debug mode, the ranks agree first."""
-    what = given.operation.name
-    prepare = partial(_shards, calls)
-    return calls.agreement.checked(what, _words_of_shards, prepare, given)
-
-
-def _words_of_shards(made: BoundCall, _: object) -> str:
-    return made[0].about.words
-
-
-def _shards(calls: Calls, given: Invocation[Operation]) -> BoundCall:
+def _shards(calls: Calls, given: Invocation[Shards]) -> Bound:
     """Return the reductions of all shards."""
     operation, x, out, stream = given[:4]
     what = operation.name
-    if staging.has_gaps(x, what) or staging.has_gaps(out, what):
-        chosen = calls.streams.of(stream, x)
-        if calls.enqueuer.group is None:
-            calls.staging.used = 0
-        dense = staging.Replaced(calls, what, x, out, chosen[0])
-        call, made, _ = _shards(
-            calls, given._replace(x=dense.x, out=dense.out, stream=chosen[0])
-        )
-        call = calls.enqueuer.around(dense.before, call, dense.after)
-        return call, dense.result(made), chosen
     source = flat(calls, arrays.view(x, what), what)
     ((counts, _),) = given.tables
     places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
@@ -202,7 +161,7 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> BoundCall:
     first, count = places[calls.rank]
     chosen = calls.streams.of(stream, x)
     if out is None:
-        out = calls.new(x, source, (count,), chosen[0], what)
+        out = calls.new(x, source, (count,), chosen, what)
     target = flat(calls, arrays.view(out, f"{what}: out"), f"{what}: out", True)
     check_length(target, count, f"{what}: out", "counts[rank]")
     check_type(target, source, what)
@@ -215,12 +174,13 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> BoundCall:
         address = source.address + first * itemsize
         shard = source._replace(address=address, shape=(count,))
         into = target._replace(shape=(count,)) if root == calls.rank else None
-        reduction = invocation(operation, op=given.op, root=root)
+        reduction = Invocation(REDUCE_SHARD, op=given.op, root=root)
         parts += calls.packed(reduction, shard, into).parts
     op = dtypes.reduction(given.op, what)
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
     about = calls.descriptions.of(what, words, words)
-    return calls.enqueuer.pack(about, Series(*parts)), out, chosen
+    call = calls.enqueuer.pack(about, Series(*parts))
+    return Bound(call, chosen, (x, out, stream), out)
 
 
 def flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:
@@ -355,6 +315,7 @@ def _exchanged(calls: Calls, given: FormCall) -> Transfers:
     )
 
 
+REDUCE_SCATTER_V = Shards()
 _GATHERED = _with_tables, _gathered_shape, _gathered, "out"
 _SCATTERED = _with_tables, _scattered_shape, _scattered, "x"
 GATHER = Form("gather", *_GATHERED)

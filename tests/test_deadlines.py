@@ -245,7 +245,7 @@ def comes_when_the_others_have_left(world):
 
     given = Invocation(BROADCAST, x, out=x, algorithm="direct", root=0)
     # Enqueued in time, but started late.
-    packed, _, (stream, _) = comm._calls.bound(given)
+    packed, stream, *_ = comm._calls.bound(given)
     launch = Series(*packed.parts)
 
     def call():
@@ -279,7 +279,7 @@ def replays_behind_a_failure(world, algorithm):
     comm = ns.Communicator(world, timeout=0.5)
     x, y = input_of(comm), input_of(comm, 7)
     given = Invocation(ALL_REDUCE, x, out=y, algorithm=algorithm)
-    packed, _, (stream, _) = comm._calls.bound(given)
+    packed, stream, *_ = comm._calls.bound(given)
     launch = Series(*packed.parts)
     world.barrier()
     for rank in (0, AWAY):

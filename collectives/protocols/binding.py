@@ -161,6 +161,7 @@ def kernels_of(factory: Callable[P, Any], *arguments: Any) -> Callable[P, Kernel
     """
 
     @functools.cache
+    @functools.wraps(factory)
     def kernel(*constants: Hashable) -> Kernel:
         return make_kernel(factory, constants, arguments)
 

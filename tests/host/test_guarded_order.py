@@ -167,7 +167,7 @@ def test_dropped_memory_is_released_when_the_gpu_is_idle(gpu):
 def test_a_communicator_waits_for_the_stream_before_it_looks(gpu):
     gpu.take(communicator)
     comm = MagicMock(check=gpu.reads("check"))
-    comm._calls.streams.default.return_value = STREAM, None
+    comm._calls.streams.default.return_value = STREAM
     comm._calls.members.closed = False
     comm._calls.requests.settle = gpu.reads("settle")
     communicator.Communicator.synchronize(comm, STREAM)
@@ -183,7 +183,7 @@ def test_a_digest_is_read_after_its_kernel_has_run(gpu, monkeypatch):
     sums = MagicMock(copy_to_host=gpu.reads("read", np.ones((1, 4), np.int64)))
     monkeypatch.setattr(equality.own_arrays, "empty", lambda *_: sums)
     calls = MagicMock()
-    calls.streams.of.return_value = STREAM, None
+    calls.streams.of.return_value = STREAM
     calls.usable.side_effect = lambda view, what: view
     calls.enqueuer.run = lambda *_: gpu.work()
     calls.members.check = gpu.reads("check")

@@ -253,7 +253,7 @@ def test_a_call_is_recorded_before_its_launch(ranks, about, monkeypatch, capture
 
     enqueuer = enqueuer_of(monkeypatch, ranks[0], cuStreamIsCapturing=asked)
     call = enqueuer.pack(about, lambda _: seen.append(ranks[0].number))
-    enqueuer.run(call, (stream, None))
+    enqueuer.run(call, stream)
     assert seen == [0 if captured else 1]
     assert ranks[0].own.captures == captured
 
@@ -299,7 +299,7 @@ def test_calls_are_ranges_of_a_profiler(ranks, about, monkeypatch, attached, ins
     enqueuer = enqueuer_of(monkeypatch, ranks[0])
     with enqueuer.tagged("step 3"):
         call = enqueuer.pack(about, lambda _: seen.append("launch"))
-        enqueuer.run(call, (0, None))
+        enqueuer.run(call, 0)
     texts = ["step 3", str(about), "launch", "end", "end"]
     if not (attached and installed):
         texts = ["launch"]
