@@ -55,20 +55,87 @@ def coded(wire: str, *, prepared: bool) -> Callable[..., EnqueueOn]:
     return make
 
 
-def gather(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> EnqueueOn:
-    """Return a call of our gather."""
-    into = out if comm.rank == ROOT else None
-    return lambda stream: comm.gather(x, root=ROOT, out=into, stream=stream)
+def of_parts(
+    name: str, arguments: Callable[[Communicator, Any, Any, str], dict[str, Any]]
+) -> Callable[..., EnqueueOn]:
+    """Return a factory of calls of a gather, a scatter or a v form.
+
+    Args:
+        name: the name of our method.
+        arguments: returns its arguments, but the stream.
+    """
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> EnqueueOn:
+        given = arguments(comm, x, out, op)
+        call = functools.partial(getattr(comm, name), **given)
+        return lambda stream: call(stream=stream)
+
+    return make
 
 
-def scatter(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> EnqueueOn:
-    """Return a call of our scatter."""
-    whole = x if comm.rank == ROOT else None
-    return lambda stream: comm.scatter(whole, root=ROOT, out=out, stream=stream)
+def _at_root(comm: Communicator, array: Any) -> Any:
+    return array if comm.rank == ROOT else None
+
+
+def _equal(comm: Communicator, whole: Any) -> list[int]:
+    """Return the counts of equal ranges of an array, one for each rank."""
+    return [whole.size // comm.size] * comm.size
+
+
+gather = of_parts(
+    "gather",
+    lambda comm, x, out, op: {"x": x, "root": ROOT, "out": _at_root(comm, out)},
+)
+scatter = of_parts(
+    "scatter",
+    lambda comm, x, out, op: {"x": _at_root(comm, x), "root": ROOT, "out": out},
+)
+
+V_FORMS = {
+    "all_gather": of_parts(
+        "all_gather_v",
+        lambda comm, x, out, op: {"x": x, "counts": _equal(comm, out), "out": out},
+    ),
+    "reduce_scatter": of_parts(
+        "reduce_scatter_v",
+        lambda comm, x, out, op: {
+            "x": x,
+            "counts": _equal(comm, x),
+            "op": op,
+            "out": out,
+        },
+    ),
+    "all_to_all": of_parts(
+        "all_to_all_v",
+        lambda comm, x, out, op: {
+            "x": x,
+            "send_counts": _equal(comm, x),
+            "recv_counts": _equal(comm, x),
+            "out": out,
+        },
+    ),
+    "gather": of_parts(
+        "gather_v",
+        lambda comm, x, out, op: {
+            "x": x,
+            "counts": _equal(comm, out),
+            "root": ROOT,
+            "out": _at_root(comm, out),
+        },
+    ),
+    "scatter": of_parts(
+        "scatter_v",
+        lambda comm, x, out, op: {
+            "x": _at_root(comm, x),
+            "counts": _equal(comm, x),
+            "root": ROOT,
+            "out": out,
+        },
+    ),
+}
+"""Our calls of the v forms, by the operations that they generalize."""
 
 
 def messages(array: Any) -> list[Any]:
@@ -120,39 +187,31 @@ MOST_ROW = 16 << 10
 """The most bytes of a token in the measurement of experts."""
 
 
-def experts(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> EnqueueOn:
-    """Return a dispatch, and a combine of the received tokens as the results.
+def experts(*, stored: bool) -> Callable[..., EnqueueOn]:
+    """Return a factory of dispatches, and combines of the received tokens as results.
 
     Each rank has one expert, and the tokens of shard r of ``x`` are for rank r. So the
     bytes are those of an all-to-all there, and one back, which the algorithm
     ``all_to_all`` makes instead.
+
+    Args:
+        stored: whether the results are where ``combine`` need not copy them.
     """
-    if algorithm == "all_to_all":
-        return _there_and_back(comm, x, out)
-    made, given, into = _dispatch(comm, x, out)
 
-    def call(stream: int) -> None:
-        found = made.dispatch(*given, stream=stream)
-        made.combine(found.tokens, out=into, stream=stream)
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> EnqueueOn:
+        if algorithm == "all_to_all":
+            return _there_and_back(comm, x, out)
+        made, given, into = _dispatch(comm, x, out)
 
-    return call
+        def call(stream: int) -> None:
+            found = made.dispatch(*given, stream=stream)
+            made.combine(None if stored else found.tokens, out=into, stream=stream)
 
+        return call
 
-def experts_stored(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> EnqueueOn:
-    """Return the same, of results that are where ``combine`` need not copy them."""
-    if algorithm == "all_to_all":
-        return _there_and_back(comm, x, out)
-    made, given, into = _dispatch(comm, x, out)
-
-    def call(stream: int) -> None:
-        made.dispatch(*given, stream=stream)
-        made.combine(out=into, stream=stream)
-
-    return call
+    return make
 
 
 def _dispatch(comm: Communicator, x: Any, out: Any) -> tuple[Any, Any, Any]:
@@ -186,53 +245,3 @@ def _there_and_back(comm: Communicator, x: Any, out: Any) -> EnqueueOn:
         back(stream)
 
     return call
-
-
-def all_gather_v(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> EnqueueOn:
-    """Return a call of our all_gather_v."""
-    counts = _equal(comm, out)
-    return lambda stream: comm.all_gather_v(x, counts=counts, out=out, stream=stream)
-
-
-def reduce_scatter_v(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> EnqueueOn:
-    """Return a call of our reduce_scatter_v."""
-    counts = _equal(comm, x)
-    call = functools.partial(comm.reduce_scatter_v, x, counts=counts, op=op, out=out)
-    return lambda stream: call(stream=stream)
-
-
-def all_to_all_v(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> EnqueueOn:
-    """Return a call of our all_to_all_v."""
-    counts = _equal(comm, x)
-    return lambda stream: comm.all_to_all_v(
-        x, send_counts=counts, recv_counts=counts, out=out, stream=stream
-    )
-
-
-def gather_v(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> EnqueueOn:
-    """Return a call of our gather_v."""
-    counts, into = _equal(comm, out), out if comm.rank == ROOT else None
-    call = functools.partial(comm.gather_v, x, counts=counts, root=ROOT, out=into)
-    return lambda stream: call(stream=stream)
-
-
-def scatter_v(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> EnqueueOn:
-    """Return a call of our scatter_v."""
-    counts, whole = _equal(comm, x), x if comm.rank == ROOT else None
-    call = functools.partial(comm.scatter_v, whole, counts=counts, root=ROOT, out=out)
-    return lambda stream: call(stream=stream)
-
-
-def _equal(comm: Communicator, whole: Any) -> list[int]:
-    """Return the counts of equal ranges of an array, one for each rank."""
-    return [whole.size // comm.size] * comm.size

@@ -288,8 +288,8 @@ _EXPERTS = BenchOperation(
     bus=lambda ranks: 2 * (ranks - 1) / ranks,
     inputs=reducible,
     expected=lambda inputs, op, rank: [inputs[rank]],
-    plan=calls.experts,
-    call=calls.experts,
+    plan=calls.experts(stored=False),
+    call=calls.experts(stored=False),
     algorithms=("experts", "all_to_all"),
     apart=True,
     types=("float", "half", "bfloat16"),
@@ -301,19 +301,10 @@ OPERATIONS |= {
         _EXPERTS,
         name="experts_stored",
         expected=_nothing,
-        plan=calls.experts_stored,
-        call=calls.experts_stored,
+        plan=calls.experts(stored=True),
+        call=calls.experts(stored=True),
     ),
 }
-
-_V_FORMS = {
-    "all_gather": calls.all_gather_v,
-    "reduce_scatter": calls.reduce_scatter_v,
-    "all_to_all": calls.all_to_all_v,
-    "gather": calls.gather_v,
-    "scatter": calls.scatter_v,
-}
-"""Our calls of the v forms, by the operations that they generalize."""
 
 OPERATIONS |= {
     f"{name}_v": replace(
@@ -324,7 +315,7 @@ OPERATIONS |= {
         algorithms=(),
         apart=True,
     )
-    for name, call in _V_FORMS.items()
+    for name, call in calls.V_FORMS.items()
 }
 
 

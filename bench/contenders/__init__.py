@@ -14,7 +14,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numba import cuda
+
 from numba_symm.bench.calls import EnqueueOn
+from numba_symm.bench.operations import OPERATIONS, BenchOperation
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
 
@@ -99,6 +103,37 @@ class Contender(Protocol):
 def no_context(stream: int) -> AbstractContextManager[Any]:
     """Return an empty context, for contenders whose calls take a stream argument."""
     return nullcontext()
+
+
+class OnDevice:
+    """A contender on ordinary device memory, whose calls take a stream argument."""
+
+    current: Callable[[int], AbstractContextManager[Any]] = staticmethod(no_context)
+
+    @property
+    def captures(self) -> bool:
+        """Whether graphs can capture the calls."""
+        return True
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a new array of bytes."""
+        return cuda.device_array(nbytes, np.uint8)
+
+    def close(self) -> None:
+        """Do nothing: what it has ends with the process or with the communicator."""
+
+
+class OfEveryOperation(OnDevice):
+    """A contender that has one method for all operations."""
+
+    def __getattr__(self, name: str) -> Callable[[Any, Any, str], Ways]:
+        if name not in OPERATIONS:
+            raise AttributeError(name)
+        return functools.partial(self.ways, OPERATIONS[name])
+
+    def ways(self, operation: BenchOperation, x: Any, out: Any, op: str) -> Ways:
+        """Return the ways of an operation."""
+        raise NotImplementedError
 
 
 def load(

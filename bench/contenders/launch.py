@@ -4,15 +4,11 @@ It has no results. Its times are the unit in which calls on one GPU are compared
 """
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from numba import cuda
-
 from numba_symm import driver
-from numba_symm.bench.contenders import Way, Ways, need_gpus, no_context
-from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.contenders import OfEveryOperation, Way, Ways, need_gpus
+from numba_symm.bench.operations import BenchOperation
 
 PTX = """
 .version 7.0
@@ -29,12 +25,11 @@ def make(comm: Any, ranks: Any) -> "EmptyKernel":
     return EmptyKernel()
 
 
-class EmptyKernel:
+class EmptyKernel(OfEveryOperation):
     """The driver's cuLaunchKernel, through ctypes."""
 
     name = "launch"
     version = "an empty kernel of one thread"
-    captures = True
 
     def __init__(self) -> None:
         module = driver.call("cuModuleLoadData", PTX.encode() + b"\0")
@@ -50,19 +45,6 @@ class EmptyKernel:
             checked=False,
         )
 
-    def allocate(self, nbytes: int) -> Any:
-        """Return a new array of bytes, which the kernel does not use."""
-        return cuda.device_array(nbytes, np.uint8)
-
-    current = staticmethod(no_context)
-
-    def __getattr__(self, name: str) -> Callable[[Any, Any, str], Ways]:
-        if name not in OPERATIONS:
-            raise AttributeError(name)
-        return self._launched
-
-    def _launched(self, x: Any, out: Any, op: str) -> Ways:
+    def ways(self, operation: BenchOperation, x: Any, out: Any, op: str) -> Ways:
+        """Return the launch."""
         return {"": self._way}
-
-    def close(self) -> None:
-        """Do nothing: the kernel is unloaded with the process."""

@@ -5,18 +5,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from numba_symm.bench.calls import ROOT, messages
 from numba_symm.bench.contenders import (
     Missing,
+    OnDevice,
     Way,
     Ways,
     from_first_rank,
     imported,
     need_a_gpu_each,
     need_gpus,
-    no_context,
 )
 
 CURE = "pip install nccl4py, and nvidia-nccl-cu13 (or nvidia-nccl-cu12) for NCCL itself"
@@ -35,70 +34,21 @@ def make(comm: Any, ranks: Any) -> "Nccl":
     return Nccl(ranks)
 
 
-class Nccl:
-    """NCCL on memory from cudaMalloc."""
+Message = tuple[Any, int]
+"""An array and a peer."""
 
-    name = "nccl"
-    captures = True
+
+class OfMessages(OnDevice):
+    """NCCL on memory from cudaMalloc; what it has no call for is a group of messages.
+
+    Args:
+        ranks: the mpi4py communicator.
+    """
+
+    _comm: Any
 
     def __init__(self, ranks: Any):
-        self._core = core = imported("nccl.core", CURE)
-        versions = core.get_version()
-        self.version = f"NCCL {versions.libnccl.version}, nccl4py {versions.nccl4py}"
         self._rank, self._size = ranks.rank, ranks.size
-        unique = from_first_rank(ranks, core.get_unique_id)
-        self._comm = core.Communicator.init(ranks.size, ranks.rank, unique)
-
-    def allocate(self, nbytes: int) -> Any:
-        """Return a new array of bytes."""
-        return cuda.device_array(nbytes, np.uint8)
-
-    current = staticmethod(no_context)
-
-    def all_reduce(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of an all-reduce."""
-        reduction = getattr(self._core.NcclRedOp, op.upper())
-        enqueue = partial(self._comm.allreduce, _named(x), _named(out), reduction)
-        return {"": Way(lambda stream: enqueue(stream=stream))}
-
-    def all_gather(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of an all-gather."""
-        enqueue = partial(self._comm.allgather, _named(x), _named(out))
-        return {"": Way(lambda stream: enqueue(stream=stream))}
-
-    def reduce_scatter(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a reduce-scatter."""
-        reduction = getattr(self._core.NcclRedOp, op.upper())
-        enqueue = partial(self._comm.reduce_scatter, _named(x), _named(out), reduction)
-        return {"": Way(lambda stream: enqueue(stream=stream))}
-
-    def all_to_all(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of an all-to-all."""
-        if x is out:
-            return {"": "NCCL has no all-to-all in place"}
-        enqueue = partial(self._comm.alltoall, _named(x), _named(out))
-        return {"": Way(lambda stream: enqueue(stream=stream))}
-
-    def broadcast(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a broadcast."""
-        enqueue = partial(self._comm.broadcast, _named(x), _named(out), ROOT)
-        return {"": Way(lambda stream: enqueue(stream=stream))}
-
-    def reduce(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a reduction to the root."""
-        reduction = getattr(self._core.NcclRedOp, op.upper())
-        enqueue = partial(self._comm.reduce, _named(x), _named(out), reduction, ROOT)
-        return {"": Way(lambda stream: enqueue(stream=stream))}
-
-    def gather(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a gather."""
-        enqueue = partial(self._comm.gather, _named(x), _named(out), ROOT)
-        return {"": Way(lambda stream: enqueue(stream=stream))}
-
-    def scatter(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a scatter."""
-        enqueue = partial(self._comm.scatter, _named(x), _named(out), ROOT)
-        return {"": Way(lambda stream: enqueue(stream=stream))}
 
     def sendrecv(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of sends to the right and recvs from the left."""
@@ -107,28 +57,99 @@ class Nccl:
         return self._exchange(sends, [(each, left) for each in messages(out)])
 
     def all_gather_v(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of an all-gather with counts: sends and recvs."""
+        """Return the one way of an all-gather with counts."""
         sends = [(x, peer) for peer in range(self._size)]
         return self._exchange(sends, self._ranges(out))
 
     def all_to_all_v(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of an all-to-all with counts: sends and recvs."""
+        """Return the one way of an all-to-all with counts."""
         return self._exchange(self._ranges(x), self._ranges(out))
 
     def gather_v(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a gather with counts: sends and recvs."""
+        """Return the one way of a gather with counts."""
         recvs = self._ranges(out) if self._rank == ROOT else []
         return self._exchange([(x, ROOT)], recvs)
 
     def scatter_v(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a scatter with counts: sends and recvs."""
+        """Return the one way of a scatter with counts."""
         sends = self._ranges(x) if self._rank == ROOT else []
         return self._exchange(sends, [(out, ROOT)])
 
+    def _ranges(self, whole: Any) -> list[Message]:
+        """Return equal ranges of an array, each with its rank."""
+        count = whole.size // self._size
+        return [
+            (whole[rank * count : (rank + 1) * count], rank)
+            for rank in range(self._size)
+        ]
+
+    def _exchange(self, sends: list[Message], recvs: list[Message]) -> Ways:
+        """Return the one way of a group of messages."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Destroy the communicator."""
+        self._comm.destroy()
+
+
+class Nccl(OfMessages):
+    """NCCL through nccl4py."""
+
+    name = "nccl"
+
+    def __init__(self, ranks: Any):
+        super().__init__(ranks)
+        self._core = core = imported("nccl.core", CURE)
+        versions = core.get_version()
+        self.version = f"NCCL {versions.libnccl.version}, nccl4py {versions.nccl4py}"
+        unique = from_first_rank(ranks, core.get_unique_id)
+        self._comm = core.Communicator.init(ranks.size, ranks.rank, unique)
+
+    def all_reduce(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-reduce."""
+        return self._way(self._comm.allreduce, x, out, self._op(op))
+
+    def all_gather(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-gather."""
+        return self._way(self._comm.allgather, x, out)
+
+    def reduce_scatter(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a reduce-scatter."""
+        return self._way(self._comm.reduce_scatter, x, out, self._op(op))
+
+    def all_to_all(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-to-all."""
+        if x is out:
+            return {"": "NCCL has no all-to-all in place"}
+        return self._way(self._comm.alltoall, x, out)
+
+    def broadcast(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a broadcast."""
+        return self._way(self._comm.broadcast, x, out, ROOT)
+
+    def reduce(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a reduction to the root."""
+        return self._way(self._comm.reduce, x, out, self._op(op), ROOT)
+
+    def gather(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a gather."""
+        return self._way(self._comm.gather, x, out, ROOT)
+
+    def scatter(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a scatter."""
+        return self._way(self._comm.scatter, x, out, ROOT)
+
+    def _op(self, op: str) -> Any:
+        return getattr(self._core.NcclRedOp, op.upper())
+
+    def _way(self, function: Any, x: Any, out: Any, *more: Any) -> Ways:
+        """Return the way of a call with the arguments that all of them have."""
+        enqueue = partial(function, _named(x), _named(out), *more)
+        return {"": Way(lambda stream: enqueue(stream=stream))}
+
     def reduce_scatter_v(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of a reduce-scatter with counts: reductions."""
-        reduction = getattr(self._core.NcclRedOp, op.upper())
-        target = _named(out)
+        reduction, target = self._op(op), _named(out)
         parts = [(_named(part), rank) for part, rank in self._ranges(x)]
 
         def enqueue(stream: int) -> None:
@@ -138,18 +159,7 @@ class Nccl:
 
         return {"": Way(enqueue)}
 
-    def _ranges(self, whole: Any) -> list[tuple[Any, int]]:
-        """Return equal ranges of an array, each with its rank."""
-        count = whole.size // self._size
-        return [
-            (whole[rank * count : (rank + 1) * count], rank)
-            for rank in range(self._size)
-        ]
-
-    def _exchange(
-        self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]
-    ) -> Ways:
-        """Return the one way of a group of messages, each with its peer."""
+    def _exchange(self, sends: list[Message], recvs: list[Message]) -> Ways:
         sources = [(_named(array), peer) for array, peer in sends]
         targets = [(_named(array), peer) for array, peer in recvs]
 
@@ -161,10 +171,6 @@ class Nccl:
                     self._comm.recv(target, peer, stream=stream)
 
         return {"": Way(enqueue)}
-
-    def close(self) -> None:
-        """Destroy the communicator."""
-        self._comm.destroy()
 
 
 def _named(array: Any) -> Any:

@@ -6,10 +6,7 @@ It takes addresses, so a call costs the host less than one of nccl4py.
 from functools import partial
 from typing import Any
 
-import numpy as np
-from numba import cuda
-
-from numba_symm.bench.calls import ROOT, messages
+from numba_symm.bench.calls import ROOT
 from numba_symm.bench.contenders import (
     Missing,
     Way,
@@ -18,13 +15,10 @@ from numba_symm.bench.contenders import (
     imported,
     need_a_gpu_each,
     need_gpus,
-    no_context,
 )
+from numba_symm.bench.contenders.nccl import Message, OfMessages
 
 CURE = "pip install cupy-cuda13x, and nvidia-nccl-cu13 for NCCL itself"
-
-Message = tuple[Any, int]
-"""An array and a peer."""
 
 
 def _nccl() -> Any:
@@ -48,27 +42,20 @@ def make(comm: Any, ranks: Any) -> "NcclCupy":
     return NcclCupy(ranks)
 
 
-class NcclCupy:
-    """NCCL on memory from cudaMalloc."""
+class NcclCupy(OfMessages):
+    """NCCL through CuPy."""
 
     name = "nccl-cupy"
-    captures = True
 
     def __init__(self, ranks: Any):
+        super().__init__(ranks)
         cupy = imported("cupy", CURE)
         self._nccl = nccl = _nccl()
         number = nccl.get_version()
         version = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
         self.version = f"NCCL {version}, CuPy {cupy.__version__}"
-        self._rank, self._size = ranks.rank, ranks.size
         unique = from_first_rank(ranks, nccl.get_unique_id)
         self._comm = nccl.NcclCommunicator(ranks.size, unique, ranks.rank)
-
-    def allocate(self, nbytes: int) -> Any:
-        """Return a new array of bytes."""
-        return cuda.device_array(nbytes, np.uint8)
-
-    current = staticmethod(no_context)
 
     def all_reduce(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of an all-reduce."""
@@ -94,13 +81,7 @@ class NcclCupy:
         """Return the one way of an all-to-all: a group of messages."""
         if x is out:
             return {"": "NCCL has no all-to-all in place"}
-        return self._exchange(self._shards(x), self._shards(out))
-
-    def sendrecv(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of sends to the right and recvs from the left."""
-        right, left = (self._rank + 1) % self._size, (self._rank - 1) % self._size
-        sends = [(each, right) for each in messages(x)]
-        return self._exchange(sends, [(each, left) for each in messages(out)])
+        return self._exchange(self._ranges(x), self._ranges(out))
 
     def _op(self, op: str) -> Any:
         found = getattr(self._nccl, f"NCCL_{op.upper()}", None)
@@ -121,15 +102,7 @@ class NcclCupy:
         call = partial(function, first, second, count, self._type(x), *more)
         return {"": Way(call)}
 
-    def _shards(self, whole: Any) -> list[Message]:
-        count = whole.size // self._size
-        return [
-            (whole[rank * count : (rank + 1) * count], rank)
-            for rank in range(self._size)
-        ]
-
     def _exchange(self, sends: list[Message], recvs: list[Message]) -> Ways:
-        """Return the one way of a group of messages."""
         nccl, comm = self._nccl, self._comm
         calls = [
             partial(function, _address(array), array.size, self._type(array), peer)
@@ -144,10 +117,6 @@ class NcclCupy:
             nccl.groupEnd()
 
         return {"": Way(enqueue)}
-
-    def close(self) -> None:
-        """Destroy the communicator."""
-        self._comm.destroy()
 
 
 def _address(array: Any) -> int:

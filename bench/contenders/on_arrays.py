@@ -4,7 +4,6 @@ Their times, less those of calls on symmetric arrays, are what it costs to read 
 and streams of these libraries.
 """
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,11 +11,11 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numba_symm.bench.contenders import Way, Ways
-from numba_symm.bench.operations import OPERATIONS, BenchOperation
+from numba_symm.bench.contenders import OfEveryOperation, Way, Ways
+from numba_symm.bench.operations import BenchOperation
 
 
-class OnArrays:
+class OnArrays(OfEveryOperation):
     """Our plain calls on another library's arrays and on its current stream.
 
     Args:
@@ -48,16 +47,8 @@ class OnArrays:
         """Return a new array of bytes, which keeps the library's array."""
         return cuda.as_cuda_array(self._empty(nbytes))
 
-    def __getattr__(self, name: str) -> Callable[[Any, Any, str], Ways]:
-        if name not in OPERATIONS:
-            raise AttributeError(name)
-        return functools.partial(self._ways, OPERATIONS[name])
-
-    def _ways(self, operation: BenchOperation, x: Any, out: Any, op: str) -> Ways:
+    def ways(self, operation: BenchOperation, x: Any, out: Any, op: str) -> Ways:
         """Return the plain call, which finds the stream by its arrays."""
         x, out = (self._shown(each.view(np.uint8), each.dtype) for each in (x, out))
         call: Callable[[Any], object] = operation.call(self._comm, x, out, op, None)
         return {"": Way(lambda stream: call(None), in_place=operation.in_place)}
-
-    def close(self) -> None:
-        """Do nothing: the caller closes the communicator."""

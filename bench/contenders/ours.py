@@ -1,16 +1,14 @@
 """numba_symm itself: plans, and plain calls for comparison."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from numba_symm.bench import traffic
 from numba_symm.bench.calls import EnqueueOn
-from numba_symm.bench.contenders import Launched, Way, Ways, no_context
-from numba_symm.bench.operations import OPERATIONS, BenchOperation
+from numba_symm.bench.contenders import Launched, OfEveryOperation, Way, Ways
+from numba_symm.bench.operations import BenchOperation
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.environment import SIMULATED
@@ -32,7 +30,7 @@ def _launched(each: Bound) -> Launched:
     }
 
 
-class Ours:
+class Ours(OfEveryOperation):
     """Our collectives.
 
     Args:
@@ -69,17 +67,10 @@ class Ours:
         return traffic.sent(self._comm)
 
     def allocate(self, nbytes: int) -> Any:
-        """Return a new array of bytes. Collective."""
+        """Return a new array of bytes: symmetric memory, unless ``plain``."""
         if self._plain:
-            return cuda.device_array(nbytes, np.uint8)
+            return super().allocate(nbytes)
         return self._comm.empty(nbytes, np.uint8)
-
-    current = staticmethod(no_context)
-
-    def __getattr__(self, name: str) -> Callable[[Any, Any, str], Ways]:
-        if name not in OPERATIONS:
-            raise AttributeError(name)
-        return functools.partial(self.ways, OPERATIONS[name])
 
     def ways(self, operation: BenchOperation, x: Any, out: Any, op: str) -> Ways:
         """Return the ways of an operation: plans, and the plain call."""
@@ -102,6 +93,3 @@ class Ours:
         for name in self._others:
             ways[name] = way(operation.plan, name)
         return ways
-
-    def close(self) -> None:
-        """Do nothing: the caller closes the communicator."""
