@@ -22,7 +22,7 @@ import numpy as np
 from numba_symm.bench import data
 from numba_symm.bench.data import Tiled
 from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS, TYPES, BenchOperation
-from numba_symm.bench.report import Record, verdict
+from numba_symm.bench.report import Record, table, verdict
 from numba_symm.bench.sweep import stride
 from numba_symm.collectives.communicator import Communicator
 
@@ -257,24 +257,19 @@ def report(name: str, first: First, calls: Sequence[Record]) -> list[str]:
     titles = ("operation", "calls", "total (ms)", f"over {SLOW:.0f} ms", "slowest (ms)")
     widths = (16, 8, 14, 14, 14)
     parts = ", ".join(f"{part} {taken:.1f}" for part, taken in first._asdict().items())
-    lines = [
+    title = (
         f"# From Communicator(...) to the end of the first {name}: "
         f"{first.total:.1f} ms ({parts})"
-    ]
-
-    def line(first: str, cells: Sequence[str]) -> None:
-        pairs = zip(cells, widths, strict=True)
-        lines.append(first + "".join(cell.rjust(width) for cell, width in pairs))
-
-    line("#", titles)
+    )
+    lines = []
     for operation in dict.fromkeys(each["operation"] for each in calls):
         group = [each for each in calls if each["operation"] == operation]
         found = summary(group)
-        cells = (len(group), f"{found['total']:.1f}", found["over"])
-        line(" ", (operation, *map(str, cells), f"{found['slowest']:.1f}"))
+        cells = [operation, str(len(group)), f"{found['total']:.1f}"]
+        lines.append([*cells, str(found["over"]), f"{found['slowest']:.1f}"])
     found = summary(calls)
     return [
-        *lines,
+        *table(title, widths, titles, lines),
         f"# {len(calls)} calls: {found['total']:.1f} ms, over {SLOW:.0f} ms: "
         f"{found['over']}",
         f"# The slowest: {found['slowest']:.1f} ms, {found['which']}",

@@ -21,6 +21,20 @@ SMALL = 4 << 20
 NOTHING = "-"
 
 
+def aligned(first: str, cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return a line of a table whose cells end in columns."""
+    pairs = zip(cells, widths, strict=True)
+    return (first + "".join(cell.rjust(width) for cell, width in pairs)).rstrip()
+
+
+def table(
+    title: str, widths: Sequence[int], names: Sequence[str], rows: list[list[str]]
+) -> list[str]:
+    """Return the lines of a table with a title and the names of its columns."""
+    lines = [aligned(" ", cells, widths) for cells in rows]
+    return [title, aligned("#", names, widths), *lines]
+
+
 def written(file: Path) -> str:
     """Return the line for a file that the run has written."""
     return f"# written to {file}"
@@ -144,8 +158,7 @@ class Report:
 
     def _line(self, first: str, cells: Sequence[str]) -> str:
         widths = [12, 12, 9, 7, *self._block * len(self._places)]
-        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        return (first + "".join(padded)).rstrip()
+        return aligned(first, cells, widths)
 
     def eager(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of eager calls: until enqueued / until done."""
@@ -157,13 +170,7 @@ class Report:
         )
         names = [label(*way) for way in ways]
         widths = [12, 9, 7, *(max(20, len(name) + 2) for name in names)]
-        lines = ["# Eager, microseconds a call until it is enqueued / done"]
-
-        def line(first: str, cells: Sequence[str]) -> None:
-            pairs = zip(cells, widths, strict=True)
-            lines.append(first + "".join(cell.rjust(width) for cell, width in pairs))
-
-        line("#", ["size", "type", "redop", *names])
+        lines = []
         for records in rows:
             head = records[0]
             by_way = {
@@ -173,18 +180,15 @@ class Report:
             }
             cells = [_message(head)[0], head["type"], head["op"]]
             cells += [_issue_and_done(by_way.get(way)) for way in ways]
-            line(" ", cells)
-        return lines
+            lines.append(cells)
+        title = "# Eager, microseconds a call until it is enqueued / done"
+        return table(title, widths, ["size", "type", "redop", *names], lines)
 
     def between(
         self, rows: Sequence[Sequence[Record]], parts: Sequence[Sequence[int]]
     ) -> list[str]:
         """Return the table of the bytes of our calls that cross between islands."""
-        lines = [
-            "# Bytes that all ranks of a call send to other islands; needed: what a "
-            "hierarchical algorithm sends",
-            self._crossing("#", ["size", "type", "redop", "sent", "needed", "ratio"]),
-        ]
+        lines = []
         for records in rows:
             ours = best(records, NAME)
             if ours is None:
@@ -193,24 +197,18 @@ class Report:
             ratio = f"{sent / least:.2f}" if least else NOTHING
             cells = [_message(ours)[0], ours["type"], ours["op"]]
             cells += [str(sent), str(least), ratio]
-            lines.append(self._crossing(" ", cells))
-        return lines
+            lines.append(cells)
+        title = (
+            "# Bytes that all ranks of a call send to other islands; needed: what a "
+            "hierarchical algorithm sends"
+        )
+        names = ["size", "type", "redop", "sent", "needed", "ratio"]
+        return table(title, [12, 9, 7, 16, 16, 8], names, lines)
 
     def launches(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of how kernels are launched, out of place."""
-        lines = [
-            "# Layout: multiprocessors: the most that the kernel's blocks occupy; "
-            "early: it may start before the kernel before it ends"
-        ]
-        widths = [12, 9, 7, 31, 50, 9, 17, 7]
-
-        def line(first: str, cells: Sequence[str]) -> None:
-            pairs = zip(cells, widths, strict=True)
-            lines.append(first + "".join(cell.rjust(width) for cell, width in pairs))
-
-        names = ["way", "kernel", "blocks", "multiprocessors", "early"]
+        lines = []
         starts = {True: "yes", False: "no", None: NOTHING}
-        line("#", ["size", "type", "redop", *names])
         for records in rows:
             for each in records:
                 if each["in_place"]:
@@ -220,34 +218,31 @@ class Report:
                 for one in each.get("launches", ()):
                     cells = [one["kernel"][:48], str(one["blocks"])]
                     cells.append(str(one["multiprocessors"]))
-                    line(" ", [*head, *cells, starts[one["early"]]])
-        return lines if len(lines) > 2 else []
-
-    def _crossing(self, first: str, cells: Sequence[str]) -> str:
-        widths = [12, 9, 7, 16, 16, 8]
-        pairs = zip(cells, widths, strict=True)
-        return first + "".join(cell.rjust(width) for cell, width in pairs)
+                    lines.append([*head, *cells, starts[one["early"]]])
+        title = (
+            "# Layout: multiprocessors: the most that the kernel's blocks occupy; "
+            "early: it may start before the kernel before it ends"
+        )
+        names = ["way", "kernel", "blocks", "multiprocessors", "early"]
+        names[:0] = "size", "type", "redop"
+        widths = [12, 9, 7, 31, 50, 9, 17, 7]
+        return table(title, widths, names, lines) if lines else []
 
     def messages(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of each rank's messages: rate, and both directions."""
         columns = [NAME, *self._contenders]
         widths = [12, 9, *(max(20, len(name) + 2) for name in columns)]
-        lines = [
-            "# Messages that each rank sends, in millions a second / GB/s of both "
-            "directions"
-        ]
-
-        def line(first: str, cells: Sequence[str]) -> None:
-            pairs = zip(cells, widths, strict=True)
-            lines.append(first + "".join(cell.rjust(width) for cell, width in pairs))
-
-        line("#", ["size", "window", *columns])
+        lines = []
         for records in rows:
             head = records[0]
             found = (best(records, column) for column in columns)
             rates = [NOTHING if each is None else _rate(each) for each in found]
-            line(" ", [_message(head)[0], str(head["messages"]), *rates])
-        return lines
+            lines.append([_message(head)[0], str(head["messages"]), *rates])
+        title = (
+            "# Messages that each rank sends, in millions a second / GB/s of both "
+            "directions"
+        )
+        return table(title, widths, ["size", "window", *columns], lines)
 
     def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the lines below the rows: wrong elements, means, spread, skipped."""
@@ -325,8 +320,7 @@ class WaysReport:
         raise NotImplementedError
 
     def _line(self, first: str, cells: Sequence[str]) -> str:
-        pairs = zip(cells, self._WIDTHS, strict=True)
-        return (first + "".join(cell.rjust(width) for cell, width in pairs)).rstrip()
+        return aligned(first, cells, self._WIDTHS)
 
     def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the lines below the rows: wrong elements, and what was skipped."""
