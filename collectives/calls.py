@@ -218,7 +218,7 @@ class Calls:
         if given.epilogue is not None and isinstance(out, tuple):
             return self._of_two(given)
         source = arrays.fields(x, what)
-        chosen = self.streams.of(stream, x)
+        self.staging.stream = chosen = self.streams.of(stream, x)
         has_output = True
         if operation.rooted:
             root = check_rank(given.root, self.size, f"{what}: root")
@@ -235,8 +235,8 @@ class Calls:
             target = source if out is x else arrays.fields(out, f"{what}: out")
             gaps = gaps or target[3] is None
         if gaps:
-            return staging.bound(self, given, out, chosen, self.bound)
-        call = self.packed(given, source, target, chosen)
+            return staging.bound(self, given, out, self.bound)
+        call = self.packed(given, source, target)
         return Bound(call, chosen, (x, out, stream, *given.args), out)
 
     def _of_two(self, given: Invocation[Operation]) -> Bound:
@@ -256,7 +256,6 @@ class Calls:
         given: Invocation[Operation],
         source: Fields,
         target: Fields | None,
-        stream: int = 0,
     ) -> PackedCall:
         """Return the packed call, remembered or new.
 
@@ -264,7 +263,6 @@ class Calls:
             given: the call, whose root was checked.
             source: its input.
             target: its output; None on a rank that has none.
-            stream: the handle of its stream.
         """
         operation = given.operation
         what = operation.name
@@ -299,7 +297,7 @@ class Calls:
         if call is not None:
             self.members.check()  # after a failure, do not compile a kernel
             with loads.of(what):
-                launch = self._launch(given, name, call, read, written, stream)
+                launch = self._launch(given, name, call, read, written)
         about = self.descriptions.operation(given, read, name)
         made = self.enqueuer.pack(about, launch)
         self.memory.put(key, made)
@@ -312,7 +310,6 @@ class Calls:
         call: Call,
         x: ArrayView,
         out: ArrayView | None,
-        stream: int,
     ) -> Enqueue:
         """Bind a checked call of these arrays."""
         if given.wire is None and given.epilogue is None:
@@ -334,7 +331,7 @@ class Calls:
         if kept + coded:
             which = "epilogue=" if given.wire is None else "wire="
             what = f"{given.operation.name}: {which}"
-            room = self.staging.scratch(kept + coded, stream, what)
+            room = self.staging.scratch(kept + coded, what)
         reduced = replace(call, target=room) if kept else call
         if given.wire is None:
             launch = self.binder.operation(given.operation, algorithm, reduced)

@@ -891,8 +891,7 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(GATHER, x, out, stream, root=root)
-        return self._calls.call(given)
+        return self._calls.call(Invocation(GATHER, x, out, stream, root=root))
 
     def gather_v(
         self,
@@ -926,10 +925,9 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(
-            GATHER_V, x, out, stream, root=root, tables=((counts, displs),)
+        return self._calls.call(
+            Invocation(GATHER_V, x, out, stream, root=root, tables=((counts, displs),))
         )
-        return self._calls.call(given)
 
     def scatter(
         self,
@@ -961,8 +959,7 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(SCATTER, x, out, stream, root=root)
-        return self._calls.call(given)
+        return self._calls.call(Invocation(SCATTER, x, out, stream, root=root))
 
     def scatter_v(
         self,
@@ -998,10 +995,9 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(
-            SCATTER_V, x, out, stream, root=root, tables=((counts, displs),)
+        return self._calls.call(
+            Invocation(SCATTER_V, x, out, stream, root=root, tables=((counts, displs),))
         )
-        return self._calls.call(given)
 
     def all_gather_v(
         self,
@@ -1133,10 +1129,11 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(
-            NEIGHBOR_ALL_GATHER, x, out, stream, peers=(destinations, sources)
+        return self._calls.call(
+            Invocation(
+                NEIGHBOR_ALL_GATHER, x, out, stream, peers=(destinations, sources)
+            )
         )
-        return self._calls.call(given)
 
     def neighbor_all_to_all(
         self,
@@ -1166,10 +1163,11 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(
-            NEIGHBOR_ALL_TO_ALL, x, out, stream, peers=(destinations, sources)
+        return self._calls.call(
+            Invocation(
+                NEIGHBOR_ALL_TO_ALL, x, out, stream, peers=(destinations, sources)
+            )
         )
-        return self._calls.call(given)
 
     def send(
         self,

@@ -49,8 +49,8 @@ class Digests:
         if view.order == "C":
             view = calls.usable(view, what)
         else:
-            calls.staging.used = 0
-            found = staging.stage(calls, x, what, self._stream, False, False)
+            calls.staging.used, calls.staging.stream = 0, self._stream
+            found = staging.stage(calls, x, what, False, False)
             self._run(found.pack, x)
             view, self._keep = arrays.view(found.array, what), found
         self.view: ArrayView = view

@@ -13,7 +13,7 @@ import numpy as np
 from numba_symm import arrays, dtypes, libraries, loads, own_arrays
 from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView, Fields
-from numba_symm.cache import UNKNOWN, Cache
+from numba_symm.cache import UNKNOWN
 from numba_symm.collectives import expert_wires, kernel_set, wires
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import (
@@ -138,7 +138,6 @@ class Experts:
         calls.members.backend.fill(self._scratch, nbytes, no_place)
         self._codes = self._scratch + nbytes
         self._tokens: int | None = None  # of the last dispatch
-        self._plans = Cache(64)
         # Ranks that call different objects would store in different memory.
         self._words = words = f"object {calls.experts_made}, {sizes.words}"
         self._about = {
@@ -275,12 +274,12 @@ class Experts:
         ids = arrays.fields(expert_ids, "dispatch: expert_ids")
         if weights is not None:
             factors = arrays.fields(weights, "dispatch: weights")
-        key = what, rows, ids, factors, wire, calls.heap.generation  # checked below
-        known: tuple[PackedCall, int] = self._plans.get(key)
+        key = what, self._words, rows, ids, factors, wire  # all that is checked below
+        known: tuple[PackedCall, int] = calls.memory.get(key)
         if known is UNKNOWN:
             launch, tokens = self._new_dispatch(rows, ids, factors, wire)
             known = calls.enqueuer.pack(self._about[what], launch), tokens
-            self._plans.put(key, known)
+            calls.memory.put(key, known)
         return known, calls.streams.of(stream, x)
 
     def _new_dispatch(
@@ -387,12 +386,12 @@ class Experts:
             like = self._results(source)
             out = calls.new(results, like, (tokens, sizes.hidden), chosen, what)
         target = arrays.fields(out, "combine: out")
-        key = what, source, target, tokens, calls.heap.generation  # checked below
-        call: PackedCall = self._plans.get(key)
+        key = what, self._words, source, target, tokens  # all that is checked below
+        call: PackedCall = calls.memory.get(key)
         if call is UNKNOWN:
             launch = self._new_sum(source, target, tokens)
             call = calls.enqueuer.pack(self._about[what], launch)
-            self._plans.put(key, call)
+            calls.memory.put(key, call)
         return call, out, chosen
 
     def _results(self, results: Fields) -> ArrayView:

@@ -143,11 +143,6 @@ ESTIMATES: Mapping[str, tuple[str, ...]] = {
 """The algorithms, by operation, whose sizes from 5 ranks on were not measured."""
 
 
-def is_estimate(name: str, algorithm: str, size: int) -> bool:
-    """Return whether ``ON_GPUS`` chooses the algorithm by an estimated size."""
-    return size > 4 and algorithm in ESTIMATES.get(name, ())
-
-
 def _simulated(step: Step) -> Step:
     """Return the step with limits for the simulator, where each vector takes long."""
     limits = {

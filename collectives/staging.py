@@ -11,24 +11,23 @@ closed, because graphs may contain its address.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from numba_symm import arrays, libraries, own_arrays, streams
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives.call_streams import CallStreams
 from numba_symm.collectives.checks import are_apart, check_writable
-from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import pack
-from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.transfers import Bound, Prepared
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, GapsError
-from numba_symm.launch.devices import GPU
 from numba_symm.own_arrays import Memory
+
+if TYPE_CHECKING:
+    from numba_symm.collectives.calls import Calls
 
 _LINE = 256  # bytes: an array in the memory begins on a multiple
 
@@ -38,7 +37,10 @@ class Staging:
 
     Attributes:
         used: bytes of the latest memory that the call, or the open group, uses.
+        stream: the handle of the call's stream.
     """
+
+    stream = streams.LEGACY_DEFAULT
 
     def __init__(self) -> None:
         self._rooms: list[Any] = []  # the latest one is the largest
@@ -55,30 +57,27 @@ class Staging:
         finally:
             self._apart = before
 
-    def take(
-        self, nbytes: int, stream: int, what: str, message: bool
-    ) -> tuple[int, Any]:
+    def take(self, nbytes: int, what: str, message: bool) -> tuple[int, Any]:
         """Return the address of memory, and the object that owns it.
 
         Args:
             nbytes: its size.
-            stream: the handle of the call's stream.
             what: the call.
             message: whether the call may start together with others.
         """
         if self._apart and message:
-            room = _new(nbytes, stream, what)
+            room = _new(nbytes, self.stream, what)
             return arrays.view(room, what).address, room
         whole = self._rooms[-1].size if self._rooms else 0
         if not self._rooms or self.used + nbytes > whole:  # nbytes may be 0
-            self._rooms.append(_new(max(nbytes, 2 * whole), stream, what))
+            self._rooms.append(_new(max(nbytes, 2 * whole), self.stream, what))
             self.used = 0
         room = self._rooms[-1]
         address = arrays.view(room, what).address + self.used
         self.used += -(-nbytes // _LINE) * _LINE
         return address, room
 
-    def scratch(self, nbytes: int, stream: int, what: str) -> int:
+    def scratch(self, nbytes: int, what: str) -> int:
         """Return the address of memory within a call, for other data than arrays.
 
         The arguments are those of :meth:`take`. Each call uses it from its start.
@@ -89,7 +88,7 @@ class Staging:
                 "a call of a size that has been made before, while a stream is being "
                 "captured into a graph"
             )
-            self._scratch.append(_new(max(nbytes, most), stream, what, expected))
+            self._scratch.append(_new(max(nbytes, most), self.stream, what, expected))
         return arrays.view(self._scratch[-1], what).address
 
 
@@ -105,32 +104,6 @@ def _new(nbytes: int, stream: int, what: str, expected: str = _EXPECTED) -> Any:
             f"{what}: expected {expected}; make such a call before the capture"
         )
     return own_arrays.empty((nbytes,), np.dtype(np.uint8), what)
-
-
-class Caller(Protocol):
-    """The calls of a communicator, as strided arrays need them: ``Calls``."""
-
-    gpu: GPU
-    staging: Staging
-    streams: CallStreams
-    enqueuer: Enqueuer
-
-    def remembered(self, work_out: Any, given: Any) -> Any: ...  # noqa: D102
-
-    def bound(self, given: Invocation[Operation]) -> Bound: ...  # noqa: D102
-
-
-C = TypeVar("C", bound=Caller)
-
-
-class Named(Protocol):
-    """What has the name of the communicator's method."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-
-
-K = TypeVar("K", bound=Named)
 
 
 class Staged(NamedTuple):
@@ -158,7 +131,7 @@ def has_gaps(array: Any, what: str) -> bool:
 
 
 def stage(
-    calls: Caller, array: Any, what: str, stream: int, written: bool, message: bool
+    calls: "Calls", array: Any, what: str, written: bool, message: bool
 ) -> Staged:
     """Return what replaces a strided array.
 
@@ -166,7 +139,6 @@ def stage(
         calls: the communicator's calls.
         array: the array.
         what: the call, and the argument.
-        stream: the handle of the call's stream.
         written: whether the call writes it.
         message: whether the call consists of messages.
     """
@@ -181,7 +153,7 @@ def stage(
                 f"{what}: expected an array whose elements are apart, got one that is "
                 f"broadcast, of shape {view.shape} and strides {strides}"
             )
-    address, owner = calls.staging.take(view.nbytes, stream, what, message)
+    address, owner = calls.staging.take(view.nbytes, what, message)
     copies = [
         calls.remembered(_copy, (view, strides, address, packing))
         for packing in (True, False)
@@ -191,18 +163,18 @@ def stage(
 
 
 def _copy(
-    calls: Caller, given: tuple[ArrayView, tuple[int, ...], int, bool]
+    calls: "Calls", given: tuple[ArrayView, tuple[int, ...], int, bool]
 ) -> Enqueue:
     view, strides, address, packing = given
     size = view.dtype.itemsize
     return pack.bind(address, view.address, view.shape, strides, size, packing)
 
 
-def copied(calls: Caller, x: Any, what: str, stream: int) -> tuple[Any, Enqueue]:
+def copied(calls: "Calls", x: Any, what: str) -> tuple[Any, Enqueue]:
     """Return an array for a copy of one without gaps, and what makes the copy."""
     view = arrays.dense(arrays.view(x, what), what)
     arrays.check_device(view, calls.gpu.ordinal, what)
-    address, owner = calls.staging.take(view.nbytes, stream, what, message=True)
+    address, owner = calls.staging.take(view.nbytes, what, message=True)
     copy = Memory(address, view.nbytes, owner).array(view.shape, view.dtype)
     return copy, streams.Copy(address, view.address, view.nbytes)
 
@@ -219,11 +191,10 @@ class Replaced:
 
     def __init__(
         self,
-        calls: Caller,
+        calls: "Calls",
         what: str,
         x: Any,
         out: Any,
-        stream: int,
         message: bool = False,
     ):
         self._x, self._out = x, out
@@ -232,14 +203,14 @@ class Replaced:
         self.after: list[Enqueue] = []
         same = out is x
         if has_gaps(x, what):
-            found = stage(calls, x, what, stream, same, message)
+            found = stage(calls, x, what, same, message)
             self.x = found.array
             self.before.append(found.pack)
             if same:
                 self.out = found.array
                 self.after.append(found.unpack)
         if not same and has_gaps(out, what):
-            found = stage(calls, out, f"{what}: out", stream, True, message)
+            found = stage(calls, out, f"{what}: out", True, message)
             self.out = found.array
             self.before.append(found.pack)
             self.after.append(found.unpack)
@@ -252,10 +223,9 @@ class Replaced:
 
 
 def bound(
-    calls: Caller,
+    calls: "Calls",
     given: Invocation[Any],
     out: Any,
-    stream: int,
     bind: Callable[[Invocation[Any]], Bound],
 ) -> Bound:
     """Bind a call whose ``x``, or whose output ``out``, has gaps.
@@ -264,7 +234,6 @@ def bound(
         calls: the communicator's calls.
         given: the call.
         out: the output.
-        stream: the handle of its stream.
         bind: binds calls of contiguous arrays.
     """
     if calls.enqueuer.group is None:
@@ -278,8 +247,9 @@ def bound(
                 f"{what}: out[1]: expected an array apart from x and out[0], got "
                 "arrays that overlap; it may be one of args"
             )
-    dense = Replaced(calls, what, given.x, out, stream)
-    made = bind(given._replace(x=dense.x, out=dense.out, stream=stream))
+    dense = Replaced(calls, what, given.x, out)
+    on = calls.staging.stream
+    made = bind(given._replace(x=dense.x, out=dense.out, stream=on))
     return made._replace(
         call=calls.enqueuer.around(dense.before, made.call, dense.after),
         keep=(*made.keep, given.x, out, given.stream),
@@ -298,7 +268,9 @@ def _extent(array: Any, what: str) -> ArrayView:
 
 
 def prepared(
-    calls: C, given: Invocation[K], prepare: Callable[[C, Invocation[K]], Prepared]
+    calls: "Calls",
+    given: Invocation[Any],
+    prepare: Callable[["Calls", Invocation[Any]], Prepared],
 ) -> Prepared:
     """Return ``prepare(calls, given)``; strided arrays are replaced.
 
@@ -315,8 +287,8 @@ def prepared(
     except GapsError:  # to look for gaps beforehand takes longer
         if not has_gaps(x, what) and not has_gaps(out, what):
             raise
-    chosen = calls.streams.of(stream, out if x is None else x)
-    dense = Replaced(calls, what, x, out, chosen, message=True)
+    calls.staging.stream = chosen = calls.streams.of(stream, out if x is None else x)
+    dense = Replaced(calls, what, x, out, message=True)
     call = prepare(calls, given._replace(x=dense.x, out=dense.out, stream=chosen))
     return call._replace(
         keep=(*call.keep, x, out, stream),

@@ -94,8 +94,8 @@ def _formed(calls: Calls, given: FormCall) -> Prepared:
     form, x, out, stream = given[:4]
     what = form.name
     if form.copies and out is x:
-        chosen = calls.streams.of(stream, x)
-        copy, step = staging.copied(calls, x, what, chosen)
+        calls.staging.stream = chosen = calls.streams.of(stream, x)
+        copy, step = staging.copied(calls, x, what)
         call = _formed(calls, given._replace(x=copy, stream=chosen))
         return call._replace(keep=(*call.keep, stream), before=(step,))
     lacks = form.at_root if given.root != calls.rank else ""
@@ -145,8 +145,8 @@ class Shards:
         """Bind a call of arrays with or without gaps."""
         _, x, out, stream = given[:4]
         if staging.has_gaps(x, self.name) or staging.has_gaps(out, self.name):
-            chosen = calls.streams.of(stream, x)
-            return staging.bound(calls, given, out, chosen, partial(_shards, calls))
+            calls.staging.stream = calls.streams.of(stream, x)
+            return staging.bound(calls, given, out, partial(_shards, calls))
         return _shards(calls, given)
 
 

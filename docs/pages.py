@@ -99,7 +99,8 @@ def _chosen(operation, size, element):
         most = (
             "above" if last is None else f"to {_human(last * operation.shards(size))}"
         )
-        guess = r" \*" * select.is_estimate(operation.limits_of, name, size)
+        estimates = select.ESTIMATES.get(operation.limits_of, ())
+        guess = r" \*" * (size > 4 and name in estimates)
         lines.append(f"{most}: `{name}`{guess}")
         first = None if last is None else last + 1
     return "<br>".join(lines)

@@ -40,6 +40,7 @@ import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from numba import cuda
@@ -258,24 +259,16 @@ class _Move(NamedTuple):
     kernel: binding.Enqueue
 
 
-class _NoSide:
-    """A substitute for the side stream of a rank without copies.
+_NO_SIDE = SimpleNamespace(
+    stream=0,
+    joined=nullcontext,
+    **dict.fromkeys(("follow", "mark", "lead"), lambda *_: None),
+)
+"""A substitute for the side stream of a rank without copies.
 
-    In a capture, a stream without work of its own gathers dependencies on all that it
-    has followed, and passes them on to all that it leads.
-    """
-
-    stream = 0
-    joined = staticmethod(nullcontext)
-
-    def follow(self, stream: int, event: int) -> None:
-        pass
-
-    def mark(self, event: int) -> None:
-        pass
-
-    def lead(self, stream: int, event: int) -> None:
-        pass
+In a capture, a stream without work of its own gathers dependencies on all that it has
+followed, and passes them on to all that it leads.
+"""
 
 
 class Moves:
@@ -298,7 +291,7 @@ class Moves:
         """Enqueue them; what follows on ``stream`` follows all of them."""
         moves = self._moves
         copying = any(move.copies for move in moves)
-        side: Any = self._order.side if copying else _NoSide()
+        side: Any = self._order.side if copying else _NO_SIDE
         with side.joined(stream):
             side.follow(stream, SETS)  # explore: begin
             for i in range(SETS):

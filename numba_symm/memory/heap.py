@@ -76,10 +76,8 @@ class Heap:
     collective: every rank calls them with equal sizes, in the same order.
 
     Attributes:
-        generation: changes whenever :meth:`place` may return another result for the
-            same memory than before. A packed call has addresses that it returned, so
-            the call is valid for one generation.
-        changed: is called when it has changed.
+        changed: is called whenever :meth:`place` may return another result for the same
+            memory than before. Packed calls have addresses that it returned.
     """
 
     def __init__(self, members: Members):
@@ -92,7 +90,6 @@ class Heap:
         self._dropped: set[int] = set()
         self._misses = Misses()
         self._count = 0
-        self.generation = 0
         self.changed: Callable[[], None] = lambda: None
         self._arenas: list[_Entry] = []
         self._free_pads: list[_Pad] = []
@@ -186,7 +183,6 @@ class Heap:
         return entry
 
     def _forget_places(self) -> None:
-        self.generation += 1
         self.changed()
         self._misses.clear()
 

@@ -45,7 +45,7 @@ def test_arrays_of_a_call_are_apart_aligned_and_within_their_rooms(steps):
             if begins:
                 memory.used = 0
                 taken.clear()
-            address, room = memory.take(nbytes, STREAM, "test", message=True)
+            address, room = memory.take(nbytes, "test", message=True)
             assert address % LINE == 0
             assert room.address <= address
             assert address + nbytes <= room.address + room.size
@@ -58,7 +58,7 @@ def test_arrays_of_a_call_are_apart_aligned_and_within_their_rooms(steps):
                 made = len(rooms.made)
                 memory.used = 0
                 for _, nbytes in taken:
-                    memory.take(nbytes, STREAM, "test", message=True)
+                    memory.take(nbytes, "test", message=True)
             assert len(rooms.made) == made
 
 
@@ -72,21 +72,23 @@ def test_no_memory_is_allocated_while_a_stream_is_captured(monkeypatch):
     captured = set()
     monkeypatch.setattr(streams, "is_capturing", lambda stream: stream in captured)
     memory = Staging()
-    memory.take(100, STREAM, "first", message=False)
-    first = memory.scratch(100, STREAM, "first")
+    memory.stream = STREAM
+    memory.take(100, "first", message=False)
+    first = memory.scratch(100, "first")
     captured.add(STREAM)
     memory.used = 0
-    memory.take(100, STREAM, "again", message=False)
-    assert memory.scratch(50, STREAM, "again") == first
+    memory.take(100, "again", message=False)
+    assert memory.scratch(50, "again") == first
     for take in (
-        lambda: memory.take(1, STREAM, "more", message=False),
-        lambda: memory.scratch(101, STREAM, "more"),
+        lambda: memory.take(1, "more", message=False),
+        lambda: memory.scratch(101, "more"),
     ):
         with pytest.raises(
             ArgumentError, match=r"more: .* make such a call before the"
         ):
             take()
-    memory.take(1, STREAM + 1, "another stream", message=False)
+    memory.stream = STREAM + 1
+    memory.take(1, "another stream", message=False)
 
 
 @settings(deadline=None)
