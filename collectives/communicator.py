@@ -78,11 +78,8 @@ def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(method)
     def alone(*args: P.args, **options: P.kwargs) -> T:
         calls: Calls = args[0]._calls  # type: ignore[attr-defined]
-        calls.thread.begin(method.__name__)
-        try:
+        with calls.thread.alone(method.__name__):
             return method(*args, **options)
-        finally:
-            calls.thread.finish()
 
     return alone
 

@@ -173,14 +173,10 @@ def opened(calls: Calls) -> None:
     members = calls.members
     if not SIMULATED:
         _load_ahead(calls)
-    held = (
-        members,
-        calls.heap,
-        calls.enqueuer.graphs,
-        calls.requests,
-        streams.current_context(),
+    calls.when_dropped = weakref.finalize(
+        *(calls, _drop, repr(calls), members, calls.heap, calls.enqueuer.graphs),
+        *(calls.requests, streams.current_context()),
     )
-    calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
     calls.when_dropped.atexit = False  # the end of the process frees it
     _in_use[members] = members.backend.name
     _open.add(calls)

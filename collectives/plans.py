@@ -91,8 +91,7 @@ class Plan:
                 f"{self._name}: expected a plan whose with block has ended, got one "
                 "before its end, or after an exception; call it after the block"
             )
-        calls.thread.begin(self._name)
-        try:
+        with calls.thread.alone(self._name):
             if self._compared and calls.agreement.debug:
                 checked = calls.agreement.checked
                 chosen = checked("a plan", self._words, self._chosen, stream)
@@ -100,8 +99,6 @@ class Plan:
                 calls.members.check()
                 chosen = self._chosen(stream)
             start(chosen, self)
-        finally:
-            calls.thread.finish()
         return self._out
 
     def _words(self, *_: object) -> str:

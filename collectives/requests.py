@@ -349,7 +349,7 @@ class _Worker(threading.Thread):
             except BaseException as error:
                 failed(error)
             finally:
-                done.end.set_result(None)
+                done.set_result(None)
 
         self._todo.put(call)
         return done
@@ -360,17 +360,12 @@ class _Worker(threading.Thread):
         self.join()
 
 
-class _Simulated:
+class _Simulated(Future[None]):
     """The end of a launch in the simulator."""
 
-    def __init__(self) -> None:
-        self.end: Future[None] = Future()
-
-    def query(self) -> bool:
-        return self.end.done()
+    query = Future.done
 
     def wait(self, stream: Any = None) -> None:
-        self.end.result()
+        self.result()
 
-    def synchronize(self) -> None:
-        self.end.result()
+    synchronize = wait

@@ -167,8 +167,12 @@ def write(gpu: str, size: int, choices: Choices) -> None:
         }
         for name, choice in choices.items()
     }
+    replace(place, content)
+
+
+def replace(place: Path, content: Any) -> None:
+    """Replace a file by a whole one: other processes may read the old one."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when it is complete, because other processes may read the old one.
     handle, path = tempfile.mkstemp(dir=place.parent)
     with os.fdopen(handle, "w") as written:
         json.dump(content, written, indent=1)

@@ -6,7 +6,6 @@ arrays. Symmetric memory is numba_symm's own; an array of CuPy or torch only vie
 """
 
 import functools
-import math
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -18,6 +17,7 @@ from numba_symm import arrays
 from numba_symm.arguments import shown
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError
+from numba_symm.numba_arrays import dense_strides
 from numba_symm.own_arrays import Memory
 
 
@@ -69,7 +69,8 @@ def _cupy(cupy: Any) -> Library:
 @functools.cache
 def _torch(torch: Any) -> Library:
     def empty(like: Any, shape: tuple[int, ...], order: str, stream: int) -> Any:
-        strides = _strides(shape, order)
+        lengths = tuple(max(length, 1) for length in shape)
+        strides = dense_strides(lengths, 1, order)
         options = {"dtype": like.dtype, "device": like.device}
         current = torch._C._cuda_getCurrentRawStream(like.get_device())
         if stream == current:
@@ -84,7 +85,7 @@ def _torch(torch: Any) -> Library:
         if not memory.nbytes:
             return torch.empty(shape, dtype=kind, device="cuda")
         # Bytes, because the interface has no name for some types.
-        found = torch.as_tensor(_Exported(memory), device="cuda")
+        found = torch.as_tensor(memory, device="cuda")
         return found.view(kind).view(shape)
 
     def knows(dtype: np.dtype[Any]) -> bool:
@@ -101,27 +102,6 @@ class _ExternalStream:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle  # the protocol's version, and the stream
-
-
-class _Exported:
-    """Bytes of memory, for libraries that read ``__cuda_array_interface__``."""
-
-    def __init__(self, memory: Memory):
-        self._memory = memory
-        self.__cuda_array_interface__ = {
-            "data": (memory.address, False),
-            "shape": (memory.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-
-def _strides(shape: tuple[int, ...], order: str) -> tuple[int, ...]:
-    """Return the strides of an array without gaps, in elements."""
-    lengths = [max(length, 1) for length in shape]
-    if order == "F":
-        return tuple(math.prod(lengths[:axis]) for axis in range(len(shape)))
-    return tuple(math.prod(lengths[axis + 1 :]) for axis in range(len(shape)))
 
 
 _MAKERS = {"cupy": ("ndarray", _cupy), "torch": ("Tensor", _torch)}

@@ -4,6 +4,7 @@ In the simulator, arrays are those of Numba's simulator, over host memory.
 """
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ class Memory:
         self.nbytes = nbytes
         self.owner = owner
 
-    def _interface(self) -> dict[str, Any]:
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
         return {
             "data": (self.address, False),
             "shape": (self.nbytes,),
@@ -41,17 +43,12 @@ class Memory:
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if SIMULATED:
-            flat = np.asarray(_HostView(self))[offset : offset + nbytes]
+            view = SimpleNamespace(  # to which NumPy's array holds a reference
+                memory=self, __array_interface__=self.__cuda_array_interface__
+            )
+            flat = np.asarray(view)[offset : offset + nbytes]
             return _simulator_array(flat.view(dtype).reshape(shape))
         return _device_array(self, shape, dtype, offset)
-
-
-class _HostView:
-    """The array interface of host memory; NumPy's array holds a reference to it."""
-
-    def __init__(self, memory: Memory):
-        self.memory = memory
-        self.__array_interface__ = memory._interface()
 
 
 def _simulator_array(array: Any) -> Any:

@@ -6,6 +6,7 @@ from numba import cuda
 
 from numba_symm.bench.contenders import Ways, need_a_gpu_each
 from numba_symm.bench.contenders.nccl import Nccl, check
+from numba_symm.own_arrays import Memory
 
 __all__ = ["NcclSymm", "check", "make"]
 
@@ -28,7 +29,7 @@ class NcclSymm(Nccl):
         window = self._comm.register_window(buffer, flag)
         if not window.is_valid:
             raise RuntimeError("NCCL registers no symmetric windows here")
-        return cuda.as_cuda_array(_Bytes(buffer, nbytes))
+        return cuda.as_cuda_array(Memory(int(buffer.handle), nbytes, buffer))
 
     def broadcast(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of a broadcast, unless this NCCL may never end it."""
@@ -37,16 +38,3 @@ class NcclSymm(Nccl):
             text = "may never end a broadcast on windows (2.28.9 did not, 2.32.3 did)"
             return {"": f"NCCL {version} {text}"}
         return super().broadcast(x, out, op)
-
-
-class _Bytes:
-    """A buffer of cuda.core as an array of bytes; holds a reference to the buffer."""
-
-    def __init__(self, buffer: Any, nbytes: int):
-        self._buffer = buffer
-        self.__cuda_array_interface__ = {
-            "data": (int(buffer.handle), False),
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }

@@ -7,8 +7,6 @@ for each other.
 
 import dataclasses
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,9 +88,4 @@ def write(gpu: str, engine: str, starts: Starts) -> None:
     except (OSError, *tuned.UNUSABLE):
         pass  # there is none, or it is replaced
     content["engines"] = engines | {engine: starts._asdict()}
-    place.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when it is complete, because other processes may read the old one.
-    handle, path = tempfile.mkstemp(dir=place.parent)
-    with os.fdopen(handle, "w") as written:
-        json.dump(content, written, indent=1)
-    Path(path).replace(place)
+    tuned.replace(place, content)

@@ -101,18 +101,23 @@ def map_block(handle: Any, nbytes: int, ordinal: int) -> tuple[int, ExitStack]:
         The address, and a stack that unmaps the block when it is closed. It does not
         wait for kernels, so their work on the block must be done before.
     """
-    cuda = _binding()
     with ExitStack() as undo:
         address = driver.call("cuMemAddressReserve", nbytes, 0, 0, 0)
         undo.callback(driver.call, "cuMemAddressFree", address, nbytes)
         driver.call("cuMemMap", address, nbytes, 0, handle, 0)
         undo.callback(driver.call, "cuMemUnmap", address, nbytes)
-        access = cuda.CUmemAccessDesc()
-        access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = ordinal
-        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        driver.call("cuMemSetAccess", address, nbytes, [access], 1)
+        driver.call("cuMemSetAccess", address, nbytes, [access_of(ordinal)], 1)
         return int(address), undo.pop_all()
+
+
+def access_of(ordinal: int) -> Any:
+    """Return the driver's description of a GPU's access: it reads and writes."""
+    cuda = _binding()
+    access = cuda.CUmemAccessDesc()
+    access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = ordinal
+    access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return access
 
 
 def _binding() -> Any:

@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "-n",
         dest="ranks",
-        type=_positive,
+        type=launcher.positive,
         required=True,
         metavar="RANKS",
         help="how many ranks to start",
@@ -171,7 +171,7 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "-n",
         dest="ranks",
-        type=_positive,
+        type=launcher.positive,
         metavar="RANKS",
         help="default: the number of GPUs",
     )
@@ -208,7 +208,7 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument(
         "-n",
         dest="ranks",
-        type=_positive,
+        type=launcher.positive,
         metavar="RANKS",
         help="default: the number of GPUs",
     )
@@ -234,7 +234,7 @@ def _add_status(commands: Any) -> None:
     status.add_argument(
         "pid",
         nargs="?",
-        type=_positive,
+        type=launcher.positive,
         metavar="PID",
         help="a process of the job: a rank, mpirun, or `numba-symm run`",
     )
@@ -368,12 +368,6 @@ def _soak(argv: Sequence[str]) -> int:
         )
     goal = soak.goal(options, number, simulation_needed(number, ask=options.simulate))
     return soak.run(goal, options.json, Console())
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:

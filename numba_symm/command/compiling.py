@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 
 from numba_symm import code_cache, environment, loads
 from numba_symm.collectives import kernel_set, lifetime, select, tuned
+from numba_symm.command.launcher import positive
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.kernels import Kernel
@@ -113,13 +114,13 @@ def parser() -> argparse.ArgumentParser:
         (
             "--multiprocessors",
             "N",
-            _positive,
+            positive,
             f"multiprocessors of a GPU; default: this node's, or {MULTIPROCESSORS}",
         ),
     ):
         several = {"nargs": "+", "action": "extend", "metavar": metavar}
         add(option, type=_one(parse), help=text, **several)
-    add("--jobs", metavar="N", type=_positive, default=cores, help="default: all cores")
+    add("--jobs", metavar="N", type=positive, default=cores, help="default: all cores")
     words = "compile nothing; print the number of kernels, and how long they take"
     add("--dry-run", action="store_true", help=words)
     return made
@@ -140,12 +141,6 @@ def _one(parse: Callable[[str], Any]) -> Callable[[str], Any]:
         return parse(text)
 
     return value
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)
 
 
 def _ranks(text: str) -> int:

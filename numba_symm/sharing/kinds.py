@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from numba_symm import backends, driver
-from numba_symm.backends import Mapping, ipc
+from numba_symm.backends import Mapping, ipc, vmm
 from numba_symm.backends.host import HostBackend
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError, DriverError
@@ -275,12 +275,8 @@ def _import_pool(
         pool = driver.call("cuMemPoolImportFromShareableHandle", fd, kind, 0)
     if own:
         return pool
-    access = binding.CUmemAccessDesc()
-    access.location.type = binding.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    access.location.id = ordinal
-    access.flags = binding.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
     try:
-        driver.call("cuMemPoolSetAccess", pool, [access], 1)
+        driver.call("cuMemPoolSetAccess", pool, [vmm.access_of(ordinal)], 1)
     except BaseException:
         driver.call("cuMemPoolDestroy", pool)
         raise

@@ -121,7 +121,8 @@ def test_an_array_keeps_the_memory_it_views(backend):
     backend.free(block)
     del block
     gc.collect()
-    interface = type("View", (), {"__array_interface__": memory._interface()})()
+    fields = {"__array_interface__": memory.__cuda_array_interface__}
+    interface = type("View", (), fields)()
     array = np.asarray(interface).view(np.int64)
     array[1] = 7
     assert array[:2].tolist() == [0, 7]

@@ -164,7 +164,7 @@ def test_arrays_over_memory_keep_it(cupy, torch):
     found = library.over(memory, (3, 4), np.dtype(np.float32))
     exported, address = found.source
     assert (found.shape, found.dtype, address) == ((3, 4), "torch.float32", 4096)
-    assert exported._memory is memory
+    assert exported is memory
     nothing = library.over(Memory(4096, 0, None), (0, 4), np.dtype(np.float32))
     assert (nothing.shape, nothing.source) == ((0, 4), None)
 
