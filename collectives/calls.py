@@ -25,7 +25,7 @@ from numba_symm.collectives.invocation import NONE, OPTIONS, ROOT, Invocation
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
 from numba_symm.collectives.requests import Requests
-from numba_symm.collectives.transfers import Bound, Prepared
+from numba_symm.collectives.transfers import BoundCall, Prepared
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.members import Members
@@ -35,7 +35,7 @@ from numba_symm.streams import StreamOrder
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
-Ready = Bound | Prepared
+Ready = BoundCall | Prepared
 """A call that was checked."""
 
 MAX_PLANS = 1024
@@ -199,7 +199,7 @@ class Calls:
             The result of the call.
         """
         self.members.check()
-        if isinstance(made, Bound):
+        if isinstance(made, BoundCall):
             call = made.call
         elif self.enqueuer.group is not None:
             self.enqueuer.group.add(made, key)
@@ -211,7 +211,7 @@ class Calls:
         self.enqueuer.run(call, made.stream, made.result, *made.keep)
         return made.result
 
-    def bound(self, given: Invocation[Operation]) -> Bound:
+    def bound(self, given: Invocation[Operation]) -> BoundCall:
         """Check and bind a call of an operation."""
         operation, x, out, stream = given[:4]
         what = operation.name
@@ -237,9 +237,9 @@ class Calls:
         if gaps:
             return staging.bound(self, given, out, self.bound)
         call = self.packed(given, source, target)
-        return Bound(call, chosen, (x, out, stream, *given.args), out)
+        return BoundCall(call, chosen, (x, out, stream, *given.args), out)
 
-    def _of_two(self, given: Invocation[Operation]) -> Bound:
+    def _of_two(self, given: Invocation[Operation]) -> BoundCall:
         """Do what ``bound`` does for a call with two outputs."""
         if len(given.out) != 2 or given.out[1] is None:
             raise ArgumentError(
@@ -416,7 +416,7 @@ class Barrier:
     name = "barrier"
     collective = True
 
-    def prepare(self, calls: Calls, given: "Invocation[Barrier]") -> Bound:
+    def prepare(self, calls: Calls, given: "Invocation[Barrier]") -> BoundCall:
         """Bind a barrier once."""
         what, chosen = self.name, calls.streams.default(given.stream)
         call = calls.memory.get(what)
@@ -425,7 +425,7 @@ class Barrier:
             with loads.of(what):
                 call = calls.enqueuer.pack(about, calls.binder.barrier())
             calls.memory.put(what, call)
-        return Bound(call, chosen, (given.stream,), None)
+        return BoundCall(call, chosen, (given.stream,), None)
 
 
 BARRIER = Barrier()

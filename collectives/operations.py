@@ -151,8 +151,11 @@ class Operation(NamedTuple):
             if isinstance(op, str) and op in dtypes.LOCATED:
                 element, op, count = pairs.reduced(source, op, self.name)
             else:
-                element = _reducible(source.dtype, op, gpu, self.name)
-                count = source.size
+                element, count = dtypes.element(source.dtype, self.name), source.size
+                dtypes.check(op, element, self.name)
+                if not SIMULATED:
+                    found = gpu.compute_capability, gpu.name, self.name
+                    dtypes.check_capability(element, *found)
             count //= shards
         else:
             element, count = dtypes.moved(source.dtype, source.size // shards)
@@ -239,15 +242,6 @@ def compiling(constants: Sequence[Any], what: str) -> Iterator[None]:
                     f"{kind.accumulate.name}, got op={op}: {error}"
                 ) from error
         raise
-
-
-def _reducible(dtype: Any, op: Op, gpu: GPU, what: str) -> Element:
-    """Return the element type, or refuse one that the operator or the GPU lacks."""
-    element = dtypes.element(dtype, what)
-    dtypes.check(op, element, what)
-    if not SIMULATED:
-        dtypes.check_capability(element, gpu.compute_capability, gpu.name, what)
-    return element
 
 
 def _same_shape(x: ArrayView, size: int) -> tuple[int, ...]:
@@ -362,13 +356,12 @@ def _exchanged_directly(kind: Exchange) -> Algorithm:
     return _direct(bind, kind.operation)._replace(in_place=not kind.sends_shards)
 
 
-def _two_shot() -> dict[str, Algorithm]:
-    return {
-        f"two_shot_{transport}": _mailed(
-            "two_shot", transport, waits.TWO_SHOT, partial(two_shot.bind, transport)
-        )
-        for transport in TWO_SHOT
-    }
+_TWO_SHOT = {
+    f"two_shot_{transport}": _mailed(
+        "two_shot", transport, waits.TWO_SHOT, partial(two_shot.bind, transport)
+    )
+    for transport in TWO_SHOT
+}
 
 
 def _chunked_reduce(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
@@ -388,7 +381,7 @@ ALL_REDUCE = _operation(
     Output.REDUCED,
     _same_shape,
     {
-        **_two_shot(),
+        **_TWO_SHOT,
         GENERAL: Algorithm(chunked_all_reduce.bind, (waits.CHUNKED,), "chunked"),
         "copy_engine": Algorithm(
             partial(copied_reductions.bind_all_reduce, barrier.bind),
@@ -431,7 +424,7 @@ REDUCE = _operation(
     Output.AT_ROOT,
     _same_shape,
     {
-        **_two_shot(),
+        **_TWO_SHOT,
         GENERAL: Algorithm(
             _chunked_reduce,
             (waits.CHUNKED_REDUCE, waits.CHUNKED, waits.of_operation("reduce")),

@@ -19,7 +19,7 @@ from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.transfers import Bound, Pending
+from numba_symm.collectives.transfers import BoundCall, Pending
 from numba_symm.errors import ArgumentError
 
 P = ParamSpec("P")
@@ -141,7 +141,7 @@ class Planning:
         """Return the plan of a call; the arguments are those of ``Calls``."""
         calls, what, call = self._real, given.operation.name, None
         made = calls.prepared(given)
-        if isinstance(made, Bound):
+        if isinstance(made, BoundCall):
             call = made.call
         elif made.transfers.complete:  # otherwise the plan is for a group
             call = calls.agreement.made(what, calls.packed_messages, what, made)

@@ -11,23 +11,23 @@ closed, because graphs may contain its address.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from numba_symm import arrays, libraries, own_arrays, streams
 from numba_symm.arrays import ArrayView
+from numba_symm.collectives.call_streams import CallStreams
 from numba_symm.collectives.checks import are_apart, check_writable
+from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import pack
 from numba_symm.collectives.protocols.binding import Enqueue
-from numba_symm.collectives.transfers import Bound, Prepared
+from numba_symm.collectives.transfers import BoundCall, Prepared
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, GapsError
+from numba_symm.launch.devices import GPU
 from numba_symm.own_arrays import Memory
-
-if TYPE_CHECKING:
-    from numba_symm.collectives.calls import Calls
 
 _LINE = 256  # bytes: an array in the memory begins on a multiple
 
@@ -106,6 +106,17 @@ def _new(nbytes: int, stream: int, what: str, expected: str = _EXPECTED) -> Any:
     return own_arrays.empty((nbytes,), np.dtype(np.uint8), what)
 
 
+class Caller(Protocol):
+    """The calls of a communicator, as strided arrays need them: ``Calls``."""
+
+    gpu: GPU
+    staging: Staging
+    streams: CallStreams
+    enqueuer: Enqueuer
+
+    def remembered(self, work_out: Any, given: Any) -> Any: ...  # noqa: D102
+
+
 class Staged(NamedTuple):
     """The contiguous memory that replaces a strided array in a call.
 
@@ -130,9 +141,7 @@ def has_gaps(array: Any, what: str) -> bool:
         return False
 
 
-def stage(
-    calls: "Calls", array: Any, what: str, written: bool, message: bool
-) -> Staged:
+def stage(calls: Caller, array: Any, what: str, written: bool, message: bool) -> Staged:
     """Return what replaces a strided array.
 
     Args:
@@ -163,14 +172,14 @@ def stage(
 
 
 def _copy(
-    calls: "Calls", given: tuple[ArrayView, tuple[int, ...], int, bool]
+    calls: Caller, given: tuple[ArrayView, tuple[int, ...], int, bool]
 ) -> Enqueue:
     view, strides, address, packing = given
     size = view.dtype.itemsize
     return pack.bind(address, view.address, view.shape, strides, size, packing)
 
 
-def copied(calls: "Calls", x: Any, what: str) -> tuple[Any, Enqueue]:
+def copied(calls: Caller, x: Any, what: str) -> tuple[Any, Enqueue]:
     """Return an array for a copy of one without gaps, and what makes the copy."""
     view = arrays.dense(arrays.view(x, what), what)
     arrays.check_device(view, calls.gpu.ordinal, what)
@@ -191,7 +200,7 @@ class Replaced:
 
     def __init__(
         self,
-        calls: "Calls",
+        calls: Caller,
         what: str,
         x: Any,
         out: Any,
@@ -223,11 +232,11 @@ class Replaced:
 
 
 def bound(
-    calls: "Calls",
+    calls: Caller,
     given: Invocation[Any],
     out: Any,
-    bind: Callable[[Invocation[Any]], Bound],
-) -> Bound:
+    bind: Callable[[Invocation[Any]], BoundCall],
+) -> BoundCall:
     """Bind a call whose ``x``, or whose output ``out``, has gaps.
 
     Args:
@@ -268,9 +277,9 @@ def _extent(array: Any, what: str) -> ArrayView:
 
 
 def prepared(
-    calls: "Calls",
+    calls: Caller,
     given: Invocation[Any],
-    prepare: Callable[["Calls", Invocation[Any]], Prepared],
+    prepare: Callable[[Any, Invocation[Any]], Prepared],
 ) -> Prepared:
     """Return ``prepare(calls, given)``; strided arrays are replaced.
 

@@ -126,7 +126,7 @@ def matched(
     return copies, fills
 
 
-class Bound(NamedTuple):
+class BoundCall(NamedTuple):
     """A call that is not made of messages, ready to be enqueued.
 
     Attributes:
@@ -152,9 +152,9 @@ class Prepared(NamedTuple):
 
     Attributes:
         transfers: this rank's messages.
-        stream: as in :class:`Bound`.
-        keep: as in :class:`Bound`.
-        result: as in :class:`Bound`.
+        stream: as in :class:`BoundCall`.
+        keep: as in :class:`BoundCall`.
+        result: as in :class:`BoundCall`.
         before: what is enqueued before the messages.
         after: what is enqueued after them.
     """

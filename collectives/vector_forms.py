@@ -31,7 +31,7 @@ from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import REDUCE_SHARD
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.credit import Message
-from numba_symm.collectives.transfers import Bound, OwnCopy, Prepared, Transfers
+from numba_symm.collectives.transfers import BoundCall, OwnCopy, Prepared, Transfers
 from numba_symm.errors import ArgumentError
 
 
@@ -141,7 +141,7 @@ class Shards:
     name = REDUCE_SHARD.name
     collective = True
 
-    def prepare(self, calls: Calls, given: "Invocation[Shards]") -> Bound:
+    def prepare(self, calls: Calls, given: "Invocation[Shards]") -> BoundCall:
         """Bind a call of arrays with or without gaps."""
         _, x, out, stream = given[:4]
         if staging.has_gaps(x, self.name) or staging.has_gaps(out, self.name):
@@ -150,7 +150,7 @@ class Shards:
         return _shards(calls, given)
 
 
-def _shards(calls: Calls, given: Invocation[Shards]) -> Bound:
+def _shards(calls: Calls, given: Invocation[Shards]) -> BoundCall:
     """Return the reductions of all shards."""
     operation, x, out, stream = given[:4]
     what = operation.name
@@ -180,7 +180,7 @@ def _shards(calls: Calls, given: Invocation[Shards]) -> Bound:
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
     about = calls.descriptions.of(what, words, words)
     call = calls.enqueuer.pack(about, Series(*parts))
-    return Bound(call, chosen, (x, out, stream), out)
+    return BoundCall(call, chosen, (x, out, stream), out)
 
 
 def flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:
