@@ -1039,8 +1039,8 @@ class Communicator(OthersNames):
         """
         from numba_symm.collectives import counted_forms
 
-        given = counted_forms.gathering(x, counts, displs, capacity, out, stream)
-        return self._calls.call(given)
+        form, tables = counted_forms.gathering(counts, displs, capacity)
+        return self._calls.call(Invocation(form, x, out, stream, tables=tables))
 
     def all_to_all_v(
         self,
@@ -1089,11 +1089,11 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        tables = (send_counts, send_displs), (recv_counts, recv_displs)
         from numba_symm.collectives import counted_forms
 
-        given = counted_forms.exchanging(x, *tables, capacity, out, stream)
-        return self._calls.call(given)
+        sent, received = (send_counts, send_displs), (recv_counts, recv_displs)
+        form, tables = counted_forms.exchanging(sent, received, capacity)
+        return self._calls.call(Invocation(form, x, out, stream, tables=tables))
 
     def neighbor_all_gather(
         self,

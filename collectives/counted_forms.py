@@ -18,7 +18,6 @@ from numba_symm.collectives.checks import (
     check_writable,
 )
 from numba_symm.collectives.counts import places_of, refuse_overlap, table_of
-from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.protocols.credit import Message, Span
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.collectives.vector_forms import (
@@ -184,21 +183,15 @@ ALL_GATHER_COUNTED = Form(
 )
 
 
-def gathering(
-    x: Any, counts: Any, displs: Any, capacity: Any, out: Any, stream: Any
-) -> FormCall:
-    """Return a call of ``all_gather_v``, with counts on the host or on the GPU."""
+def gathering(counts: Any, displs: Any, capacity: Any) -> tuple[Form, Any]:
+    """Return ``all_gather_v`` with counts on the host or on the GPU, and its tables."""
     if capacity is None:
-        return Invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
-    tables = (counts, None), (None, displs), capacity
-    return Invocation(ALL_GATHER_COUNTED, x, out, stream, tables=tables)
+        return ALL_GATHER_V, ((counts, displs),)
+    return ALL_GATHER_COUNTED, ((counts, None), (None, displs), capacity)
 
 
-def exchanging(
-    x: Any, sent: Any, received: Any, capacity: Any, out: Any, stream: Any
-) -> FormCall:
-    """Return a call of ``all_to_all_v``, with counts on the host or on the GPU."""
+def exchanging(sent: Any, received: Any, capacity: Any) -> tuple[Form, Any]:
+    """Return ``all_to_all_v`` with counts on the host or on the GPU, and its tables."""
     if capacity is None:
-        return Invocation(ALL_TO_ALL_V, x, out, stream, tables=(sent, received))
-    tables = sent, received, capacity
-    return Invocation(ALL_TO_ALL_COUNTED, x, out, stream, tables=tables)
+        return ALL_TO_ALL_V, (sent, received)
+    return ALL_TO_ALL_COUNTED, (sent, received, capacity)

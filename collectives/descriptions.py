@@ -1,9 +1,9 @@
 """The description of a call, for the record and for debug mode."""
 
+import functools
 from collections.abc import Sequence
 
 from numba_symm.arrays import ArrayView
-from numba_symm.cache import Cache
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.credit import Message
@@ -16,23 +16,17 @@ class Descriptions:
     """The descriptions of a communicator's calls; equal calls have the same one.
 
     Args:
-        most: how many are kept, at least.
+        most: how many are kept.
         algorithms: whether the table's algorithms make the calls: on one island, of two
             ranks or more.
+
+    Attributes:
+        of: returns a description; see its class.
     """
 
     def __init__(self, most: int, algorithms: bool):
-        self._known = Cache(most)
+        self.of = functools.lru_cache(most)(Description)
         self._algorithms = algorithms
-
-    def of(self, what: str, words: str = "", key: str = "") -> Description:
-        """Return a description; see its class."""
-        known = self._known.get((what, words, key))
-        if isinstance(known, Description):
-            return known
-        made = Description(what, words, key)
-        self._known.put((what, words, key), made)
-        return made
 
     def operation(
         self, given: Invocation[Operation], x: ArrayView, algorithm: str

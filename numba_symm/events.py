@@ -31,16 +31,6 @@ _PRIORITIES = 1 << 31  # the range of C's int; a GPU has a few priorities
 _BLOCKING, _NO_TIMING, _INTERPROCESS = 1, 2, 4  # CU_EVENT_*
 
 
-def _is_done(query: str, handle: Any) -> bool:
-    try:
-        driver.call(query, handle)
-    except DriverError as error:
-        if "CUDA_ERROR_NOT_READY" in str(error):
-            return False
-        raise
-    return True
-
-
 def current_device() -> Any:
     """Return the thread's current device of cuda.core; Numba makes one current.
 
@@ -156,7 +146,7 @@ class Event:
 
     def query(self) -> bool:
         """Return whether all work before the latest ``record`` is done."""
-        return SIMULATED or _is_done("cuEventQuery", self._handle)
+        return SIMULATED or streams.is_done(self._handle, "cuEventQuery")
 
     def synchronize(self) -> None:
         """Wait on the host until all work before the latest ``record`` is done."""
@@ -315,7 +305,7 @@ class Stream:
 
     def query(self) -> bool:
         """Return whether all work of the stream is done."""
-        return SIMULATED or _is_done("cuStreamQuery", self.handle)
+        return SIMULATED or streams.is_done(self.handle)
 
     def synchronize(self) -> None:
         """Wait on the host until all work of the stream is done."""

@@ -451,11 +451,11 @@ def synchronize(stream: int) -> None:
     driver.call("cuStreamSynchronize", stream)
 
 
-def is_done(stream: int) -> bool:
-    """Return whether all work of the stream is done. Never waits."""
-    status = driver.function("cuStreamQuery")(stream)[0]
+def is_done(handle: Any, query: str = "cuStreamQuery") -> bool:
+    """Return whether all work of a stream is done, or what else is asked. Never waits."""
+    status = driver.function(query)(handle)[0]
     if status not in (0, _NOT_READY):
-        raise driver.failure("cuStreamQuery", status)
+        raise driver.failure(query, status)
     return bool(status == 0)
 
 

@@ -23,7 +23,7 @@ DRIVER = re.compile(r"cu.*(Synchronize|WaitEvent|EventRecord|Query|Async)")
 
 WAITS = {
     *("synchronize", "synchronize_device", "settle", "wait", "record", "follow"),
-    *("mark", "lead", "joined", "defer_cleanup", "_join", "_record", "_is_done"),
+    *("mark", "lead", "joined", "defer_cleanup", "_join", "_record", "is_done"),
 }
 """The package's functions that do so."""
 
