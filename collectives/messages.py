@@ -22,9 +22,6 @@ from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.requests import Request, Requests, end_of
 from numba_symm.collectives.transfers import (
-    Fill,
-    Own,
-    OwnCopy,
     Pending,
     Prepared,
     Transfers,
@@ -352,7 +349,8 @@ def prepared_group(
 ) -> Prepared:
     """Return the messages of a group that has some; see :func:`start_group`."""
     assert found.stream is not None
-    before, after = tuple(found.before), tuple(found.after)
+    before = tuple(step for each in found.calls for step in each.before)
+    after = tuple(step for each in found.calls for step in each.after)
     on = found.stream if stream is None else stream
     transfers = transfers_of(calls, found)
     return Prepared(transfers, on, keep, None, before, after)
@@ -360,27 +358,17 @@ def prepared_group(
 
 def transfers_of(calls: Calls, found: Pending) -> Transfers:
     """Return the messages of a group."""
-    return calls.remembered(
-        _grouped,
-        (
-            tuple(found.sends),
-            tuple(found.receives),
-            tuple(found.copies),
-            tuple(found.fills),
-            (tuple(found.own[0]), tuple(found.own[1])),
-        ),
-    )
+    return calls.remembered(_grouped, tuple(each.transfers for each in found.calls))
 
 
-Grouped = tuple[
-    tuple[Message, ...], tuple[Message, ...], tuple[OwnCopy, ...], tuple[Fill, ...], Own
-]
-"""What ``Transfers`` has of a group: sends, receives, copies, fills, own."""
+def _grouped(calls: Calls, several: tuple[Transfers, ...]) -> Transfers:
+    def all_of(name: str) -> list[Any]:
+        return [each for one in several for each in getattr(one, name)]
 
-
-def _grouped(calls: Calls, given: Grouped) -> Transfers:
-    sends, receives, copies, fills, own = given
-    return Transfers(sends, receives, copies, fills=fills, own=own)
+    sends, receives, copies = map(all_of, ("sends", "receives", "copies"))
+    own = [[each for one in several for each in one.own[end]] for end in (0, 1)]
+    fills = all_of("fills")
+    return Transfers(sends, receives, copies, fills=fills, own=(own[0], own[1]))
 
 
 def _transfers(calls: Calls, given: MessageCall) -> Transfers:

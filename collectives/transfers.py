@@ -180,13 +180,7 @@ class Pending:
     """
 
     def __init__(self, size: int) -> None:
-        self.sends: list[Message] = []
-        self.receives: list[Message] = []
-        self.own: tuple[list[Message], list[Message]] = [], []
-        self.copies: list[OwnCopy] = []
-        self.fills: list[Fill] = []
-        self.before: list[Enqueue] = []
-        self.after: list[Enqueue] = []
+        self.calls: list[Prepared] = []
         self.stream: int | None = None
         self.launches: list[tuple[PackedCall, int]] = []
         self.kept: list[Any] = []
@@ -211,25 +205,19 @@ class Pending:
                 "group: expected one stream for its sends and receives, which start "
                 "together, got several; pass the same stream= to all of them"
             )
+        several = *(call.transfers for call in self.calls), more
         # One message that may be shorter makes all of them take more arguments.
-        counted = any(each.count_at for each in (*self.receives, *more.receives))
+        counted = any(each.count_at for one in several for each in one.receives)
         most = most_messages(self._size, counted)
         sent = _counted(self._sent, more.sends, most)
         return stream, sent, _counted(self._received, more.receives, most)
 
     def add(self, call: Prepared) -> None:
         """Add a call's messages; raise what :meth:`check` raises."""
-        more = call.transfers
-        self.stream, self._sent, self._received = self.check(more, call.stream)
+        checked = self.check(call.transfers, call.stream)
+        self.stream, self._sent, self._received = checked
+        self.calls.append(call)
         self.kept += call.keep
-        self.before += call.before
-        self.after += call.after
-        self.sends += more.sends
-        self.receives += more.receives
-        for mine, others in zip(self.own, more.own, strict=True):
-            mine += others
-        self.copies += more.copies
-        self.fills += more.fills
 
 
 def _counted(before: list[int], messages: Sequence[Message], most: int) -> list[int]:

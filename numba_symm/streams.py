@@ -452,7 +452,7 @@ def synchronize(stream: int) -> None:
 
 
 def is_done(handle: Any, query: str = "cuStreamQuery") -> bool:
-    """Return whether all work of a stream is done, or what else is asked. Never waits."""
+    """Return whether a stream's work, or what a query asks, is done. Never waits."""
     status = driver.function(query)(handle)[0]
     if status not in (0, _NOT_READY):
         raise driver.failure(query, status)
