@@ -17,62 +17,63 @@ ROOT = 0
 """The root of rooted operations."""
 
 
-def collective(operation: Operation, *, prepared: bool) -> Callable[..., EnqueueOn]:
-    """Return a factory of calls of an operation of the library's table."""
+Arguments = Callable[[Communicator, Any, Any, str, str | None], dict[str, Any]]
+"""Returns the arguments of a call, but the stream, by name."""
+
+
+def factory(
+    name: str, arguments: Arguments, prepared: bool = False
+) -> Callable[..., EnqueueOn]:
+    """Return a factory of calls of our method of that name, or of its plans."""
 
     def make(
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
     ) -> EnqueueOn:
-        given: dict[str, Any] = {"algorithm": algorithm}
+        return made(comm, name, arguments(comm, x, out, op, algorithm), prepared)
+
+    return make
+
+
+def made(
+    comm: Communicator, name: str, given: dict[str, Any], prepared: bool
+) -> EnqueueOn:
+    """Return a call of our method of that name, or its plan."""
+    if prepared:
+        plan: EnqueueOn = getattr(comm, f"{name}_init")(**given)
+        return plan
+    call = functools.partial(getattr(comm, name), **given)
+    return lambda stream: call(stream=stream)
+
+
+def collective(operation: Operation, *, prepared: bool) -> Callable[..., EnqueueOn]:
+    """Return a factory of calls of an operation of the library's table."""
+
+    def arguments(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> dict[str, Any]:
+        given = {"x": out if operation.in_place else x, "algorithm": algorithm}
         if operation.reduces:
             given["op"] = op
         if operation.rooted:
             given["root"] = ROOT
         if not operation.in_place:
-            given["out"] = None if operation.at_root and comm.rank != ROOT else out
-        array = out if operation.in_place else x
-        if prepared:
-            plan: EnqueueOn = getattr(comm, f"{operation.name}_init")(array, **given)
-            return plan
-        call = functools.partial(getattr(comm, operation.name), array, **given)
-        return lambda stream: call(stream=stream)
+            given["out"] = _at_root(comm, out) if operation.at_root else out
+        return given
 
-    return make
+    return factory(operation.name, arguments, prepared)
 
 
 def coded(wire: str, *, prepared: bool) -> Callable[..., EnqueueOn]:
     """Return a factory of quantized all-reduces; its algorithm "plain" is without."""
-
-    def make(
-        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-    ) -> EnqueueOn:
-        given = {"out": out, "wire": None if algorithm == "plain" else wire}
-        if prepared:
-            plan: EnqueueOn = comm.all_reduce_init(x, **given)
-            return plan
-        return lambda stream: comm.all_reduce(x, stream=stream, **given)
-
-    return make
-
-
-def of_parts(
-    name: str, arguments: Callable[[Communicator, Any, Any, str], dict[str, Any]]
-) -> Callable[..., EnqueueOn]:
-    """Return a factory of calls of a gather, a scatter or a v form.
-
-    Args:
-        name: the name of our method.
-        arguments: returns its arguments, but the stream.
-    """
-
-    def make(
-        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-    ) -> EnqueueOn:
-        given = arguments(comm, x, out, op)
-        call = functools.partial(getattr(comm, name), **given)
-        return lambda stream: call(stream=stream)
-
-    return make
+    return factory(
+        "all_reduce",
+        lambda comm, x, out, op, algorithm: {
+            "x": x,
+            "out": out,
+            "wire": None if algorithm == "plain" else wire,
+        },
+        prepared,
+    )
 
 
 def _at_root(comm: Communicator, array: Any) -> Any:
@@ -84,50 +85,50 @@ def _equal(comm: Communicator, whole: Any) -> list[int]:
     return [whole.size // comm.size] * comm.size
 
 
-gather = of_parts(
+gather = factory(
     "gather",
-    lambda comm, x, out, op: {"x": x, "root": ROOT, "out": _at_root(comm, out)},
+    lambda comm, x, out, op, _: {"x": x, "root": ROOT, "out": _at_root(comm, out)},
 )
-scatter = of_parts(
+scatter = factory(
     "scatter",
-    lambda comm, x, out, op: {"x": _at_root(comm, x), "root": ROOT, "out": out},
+    lambda comm, x, out, op, _: {"x": _at_root(comm, x), "root": ROOT, "out": out},
 )
 
 V_FORMS = {
-    "all_gather": of_parts(
+    "all_gather": factory(
         "all_gather_v",
-        lambda comm, x, out, op: {"x": x, "counts": _equal(comm, out), "out": out},
+        lambda comm, x, out, op, _: {"x": x, "counts": _equal(comm, out), "out": out},
     ),
-    "reduce_scatter": of_parts(
+    "reduce_scatter": factory(
         "reduce_scatter_v",
-        lambda comm, x, out, op: {
+        lambda comm, x, out, op, _: {
             "x": x,
             "counts": _equal(comm, x),
             "op": op,
             "out": out,
         },
     ),
-    "all_to_all": of_parts(
+    "all_to_all": factory(
         "all_to_all_v",
-        lambda comm, x, out, op: {
+        lambda comm, x, out, op, _: {
             "x": x,
             "send_counts": _equal(comm, x),
             "recv_counts": _equal(comm, x),
             "out": out,
         },
     ),
-    "gather": of_parts(
+    "gather": factory(
         "gather_v",
-        lambda comm, x, out, op: {
+        lambda comm, x, out, op, _: {
             "x": x,
             "counts": _equal(comm, out),
             "root": ROOT,
             "out": _at_root(comm, out),
         },
     ),
-    "scatter": of_parts(
+    "scatter": factory(
         "scatter_v",
-        lambda comm, x, out, op: {
+        lambda comm, x, out, op, _: {
             "x": _at_root(comm, x),
             "counts": _equal(comm, x),
             "root": ROOT,
@@ -176,12 +177,7 @@ def _group(
     return call
 
 
-def barrier(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> EnqueueOn:
-    """Return a call of our barrier."""
-    return lambda stream: comm.barrier(stream=stream)
-
+barrier = factory("barrier", lambda *_: {})
 
 MOST_ROW = 16 << 10
 """The most bytes of a token in the measurement of experts."""

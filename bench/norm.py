@@ -4,7 +4,6 @@ They are an epilogue of the call, or a kernel of the benchmark's after a plain c
 Residuals are zeros and weights ones, so that results are exact for inputs of ±1.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from numba_symm.bench import calls
 from numba_symm.bench.calls import EnqueueOn
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
@@ -74,14 +74,11 @@ def rms_norm(*, prepared: bool) -> Callable[..., EnqueueOn]:
             _filled(shape, x.dtype, value)
             for shape, value in ((rows, 0), ((width,), 1), (rows, 0))
         )
-        given: dict[str, Any] = {"out": out}
+        given: dict[str, Any] = {"x": x, "out": out}
         if algorithm != "two_calls":
-            given = {"out": (out, kept), "epilogue": normalized, "row_sum": squared}
+            given |= {"out": (out, kept), "epilogue": normalized, "row_sum": squared}
             given["args"] = residual, weight, width
-        if prepared:
-            reduce: EnqueueOn = comm.all_reduce_init(x, **given)
-        else:
-            reduce = functools.partial(_call, comm, x, given)
+        reduce = calls.made(comm, "all_reduce", given, prepared)
         if algorithm != "two_calls":
             return reduce
 
@@ -93,10 +90,6 @@ def rms_norm(*, prepared: bool) -> Callable[..., EnqueueOn]:
         return both
 
     return make
-
-
-def _call(comm: Communicator, x: Any, given: dict[str, Any], stream: int) -> Any:
-    return comm.all_reduce(x, stream=stream, **given)
 
 
 def _filled(shape: tuple[int, ...], dtype: Any, value: int) -> Any:

@@ -165,21 +165,9 @@ def _of_none(like: Tiled, op: str) -> Tiled:
     return Tiled(pattern, 0, like.count)
 
 
-def _gathered(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
-    return list(inputs) if rank == ROOT else []
-
-
 def _part(whole: Tiled, rank: int, ranks: int) -> Tiled:
     count = whole.count // ranks
     return Tiled(whole.pattern, whole.start + rank * count, count)
-
-
-def _roots_part(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
-    return [_part(inputs[ROOT], rank, len(inputs))]
-
-
-def _lefts(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
-    return [inputs[rank - 1]]
 
 
 def _parts(count: int, ranks: int) -> tuple[int, int]:
@@ -241,7 +229,7 @@ OPERATIONS = {
         shapes=_parts,
         bus=lambda ranks: (ranks - 1) / ranks,
         inputs=reducible,
-        expected=_gathered,
+        expected=lambda inputs, op, rank: list(inputs) if rank == ROOT else [],
         plan=calls.gather,
         call=calls.gather,
         algorithms=(),
@@ -251,7 +239,7 @@ OPERATIONS = {
         shapes=lambda count, ranks: _parts(count, ranks)[::-1],
         bus=lambda ranks: (ranks - 1) / ranks,
         inputs=reducible,
-        expected=_roots_part,
+        expected=lambda inputs, op, rank: [_part(inputs[ROOT], rank, len(inputs))],
         plan=calls.scatter,
         call=calls.scatter,
         algorithms=(),
@@ -261,7 +249,7 @@ OPERATIONS = {
         shapes=lambda count, ranks: (count, count),
         bus=lambda ranks: 1,
         inputs=reducible,
-        expected=_lefts,
+        expected=lambda inputs, op, rank: [inputs[rank - 1]],
         plan=calls.sendrecv,
         call=calls.sendrecv,
         algorithms=("sendrecv", "group"),

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -229,7 +229,7 @@ def refuse(comm: ns.Communicator, failure: PlannedFailure) -> str:
         rank = 0  # it alone makes the board's file; other memory is the GPU's
     make = (lambda: _allocate(comm)) if kind == "out of memory" else comm.dup
     try:
-        with _limited(kind) if comm.rank == rank else _unlimited():
+        with _limited(kind) if comm.rank == rank else nullcontext():
             made = make()
     except CollectiveError:
         raise
@@ -261,11 +261,6 @@ def _allocate(comm: ns.Communicator) -> Any:
     Device().set_current()
     _, total = driver.call("cuMemGetInfo")
     return comm.zeros(2 * int(total), "u1")
-
-
-@contextmanager
-def _unlimited() -> Iterator[None]:
-    yield
 
 
 @contextmanager
