@@ -20,8 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_symm.bench import data
-from numba_symm.bench.data import Tiled
-from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS, TYPES, BenchOperation
+from numba_symm.bench.operations import (
+    NO_REDUCTION,
+    OPERATIONS,
+    TYPES,
+    BenchOperation,
+    Contents,
+)
 from numba_symm.bench.report import Record, table, verdict
 from numba_symm.bench.sweep import stride
 from numba_symm.collectives.communicator import Communicator
@@ -196,8 +201,7 @@ class ColdCalls:
         self._comm = comm
         self._ranks = ranks
         self._stream = stream
-        self._random = np.random.default_rng(options.seed)
-        self._patterns: dict[tuple[str, str], Any] = {}
+        self._contents = Contents(np.random.default_rng(options.seed), comm)
         self._cases = cases(options, comm.size)
         rooms = zip(*(case.sides for case in self._cases), strict=True)
         self._memory = [allocate(stride(max(room))) for room in rooms]
@@ -215,12 +219,13 @@ class ColdCalls:
         source, target = (memory[:nbytes] for memory, nbytes in pairs)
         if case.operation.in_place:
             source = target
-        contents, expected = self._contents(case)
+        op = _reduction(case.operation)
+        given = case.operation, case.type, op, case.counts[0]
+        contents, expected = self._contents.of(*given)
         data.poison(target)
         data.fill(source, contents)
         data.arrived()
         x, out = source.view(case.dtype), target.view(case.dtype)
-        op = _reduction(case.operation)
         call = case.operation.call(self._comm, x, out, op, None)
         self._ranks.Barrier()
         start = time.perf_counter()
@@ -233,17 +238,6 @@ class ColdCalls:
         times, wrongs = zip(*everyone, strict=True)
         total = int(sum(wrongs)) if self._check else None
         return {"milliseconds": max(times), "wrong": total}
-
-    def _contents(self, case: ColdCase) -> tuple[Tiled, list[Tiled]]:
-        """Return this rank's input and its expected output."""
-        operation, op = case.operation, _reduction(case.operation)
-        if (case.type, op) not in self._patterns:
-            made = operation.inputs(self._random, self._comm.size, op, case.dtype)
-            self._patterns[case.type, op] = made
-        patterns = self._patterns[case.type, op]
-        everyone = [Tiled(each, 0, case.counts[0]) for each in patterns]
-        rank = self._comm.rank
-        return everyone[rank], operation.expected(everyone, op, rank)
 
 
 def report(name: str, first: First, calls: Sequence[Record]) -> list[str]:

@@ -358,3 +358,27 @@ OPERATIONS["rms_norm"] = replace(
     reductions=("sum",),
     types=("half", "bfloat16", "float"),
 )
+
+
+class Contents:
+    """The inputs and outputs of calls; the patterns of each type are drawn once.
+
+    Args:
+        random: draws them, the same on all ranks.
+        comm: the ranks.
+    """
+
+    def __init__(self, random: np.random.Generator, comm: Communicator):
+        self._random, self._comm = random, comm
+        self._patterns: dict[tuple[str, str], Array] = {}
+
+    def of(
+        self, operation: BenchOperation, type_: str, op: str, count: int, start: int = 0
+    ) -> tuple[Tiled, list[Tiled]]:
+        """Return this rank's input of ``count`` elements, and its expected output."""
+        key, rank, size = (type_, op), self._comm.rank, self._comm.size
+        if key not in self._patterns:
+            made = operation.inputs(self._random, size, op, TYPES[type_])
+            self._patterns[key] = made
+        everyone = [Tiled(each, start, count) for each in self._patterns[key]]
+        return everyone[rank], operation.expected(everyone, op, rank)

@@ -15,8 +15,8 @@ import numpy as np
 
 from numba_symm.bench import data
 from numba_symm.bench.calls import EnqueueOn
-from numba_symm.bench.data import PERIOD, Tiled
-from numba_symm.bench.operations import TYPES, BenchOperation
+from numba_symm.bench.data import PERIOD
+from numba_symm.bench.operations import TYPES, BenchOperation, Contents
 from numba_symm.bench.sweep import stride
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
@@ -102,7 +102,7 @@ class Shuffle:
         self._options = options
         self._random = np.random.default_rng(options.seed)
         self._algorithms = (None, *(options.algorithms or operation.algorithms))
-        self._patterns: dict[tuple[str, str], Any] = {}
+        self._contents = Contents(self._random, comm)
         largest = max(
             max(operation.shapes(options.last // itemsize + MISALIGNED, comm.size))
             * itemsize
@@ -156,7 +156,8 @@ class Shuffle:
         for drawn in batch:
             source, target = (self._view(drawn, side, starts[side]) for side in (0, 1))
             starts = [a + b for a, b in zip(starts, drawn.needs, strict=True)]
-            contents, expected = self._contents(drawn)
+            given = drawn.type, drawn.op, drawn.counts[0], drawn.start
+            contents, expected = self._contents.of(self._operation, *given)
             if drawn.in_place:
                 source = target
             else:
@@ -175,17 +176,6 @@ class Shuffle:
     def _view(self, drawn: Drawn, side: int, start: int) -> Any:
         first = start + drawn.shifts[side] * drawn.itemsize
         return self._memory[side][first : first + drawn.counts[side] * drawn.itemsize]
-
-    def _contents(self, drawn: Drawn) -> tuple[Tiled, list[Tiled]]:
-        """Return this rank's input and its expected output."""
-        kind, size = (drawn.op, TYPES[drawn.type]), self._comm.size
-        if (drawn.type, drawn.op) not in self._patterns:
-            made = self._operation.inputs(self._random, size, *kind)
-            self._patterns[drawn.type, drawn.op] = made
-        patterns = self._patterns[drawn.type, drawn.op]
-        everyone = [Tiled(each, drawn.start, drawn.counts[0]) for each in patterns]
-        expected = self._operation.expected(everyone, drawn.op, self._comm.rank)
-        return everyone[self._comm.rank], expected
 
     def _call(self, drawn: Drawn, source: Any, target: Any) -> EnqueueOn:
         dtype = TYPES[drawn.type]
