@@ -6,7 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from numba_symm import (
     arguments,
@@ -73,42 +73,57 @@ class Options(NamedTuple):
     requests: Any
 
 
-def begin(make: Callable[[ExitStack], Island], options: Options) -> Calls:
-    """Return the calls of a new communicator of one island. Collective.
+M = TypeVar("M", bound=Members)
+
+
+def begin(
+    make: Callable[[ExitStack], M],
+    options: Options,
+    build: "Callable[[M, Heap, Settings, ExitStack], Calls]",
+) -> Calls:
+    """Return the calls of a new communicator. Collective.
 
     Args:
-        make: makes the island; see :class:`Members` for its argument.
+        make: makes the ranks; see :class:`Members` for its argument.
         options: the options.
+        build: makes the calls of one island, or of several.
     """
     with Undo() as undo:
         members = make(undo)
         heap = Heap(members)
         undo.callback(heap.close_locally)
-        settings = agreed_settings(members, options)
-        whole = limit = settings.limit
-        if settings.requests:
-            limit = _left_by_requests(limit, members.world.size)
-        order, end, memory = joined(heap, limit)
-        undo.callback(order.close)
-        calls = Calls(members, heap, order, end, options.stream, settings.debug, memory)
-        if settings.requests:
-            nbytes = channels(members.world.size, True).end
-            memory, workspace = heap.allocate(nbytes, "workspace of requests")
-            calls.requests = Requests(end, workspace.addresses, memory, whole)
+        calls = build(members, heap, agreed_settings(members, options), undo)
         opened(calls)
         undo.pop_all()  # to drop ``calls`` would report an interrupt from now on
     return calls
 
 
+def of_one(island: Island, heap: Heap, settings: "Settings", undo: ExitStack) -> Calls:
+    """Return the calls of one island. Collective."""
+    stream, debug, requests, whole = settings
+    limit, size = whole, island.world.size
+    if requests:
+        limit = _left_by_requests(limit, size)
+    order, end, memory = joined(heap, limit, undo)
+    calls = Calls(island, heap, order, end, stream, debug, memory)
+    if requests:
+        nbytes = channels(size, True).end
+        memory, workspace = heap.allocate(nbytes, "workspace of requests")
+        calls.requests = Requests(end, workspace.addresses, memory, whole)
+    return calls
+
+
 class Settings(NamedTuple):
-    """The settings of a communicator, which are equal on all ranks.
+    """The settings of a communicator, which all but ``stream`` are equal on all ranks.
 
     Attributes:
+        stream: the stream of calls, as the caller of the constructor passed it.
         debug: whether the ranks compare their calls.
         requests: whether messages may run beside all other calls.
         limit: the most multiprocessors of a GPU, of all ranks' limits the least.
     """
 
+    stream: Any
     debug: bool
     requests: bool
     limit: int
@@ -129,11 +144,11 @@ def agreed_settings(members: Members, options: Options) -> Settings:
         given = f"multiprocessors={asked}, debug={debug}, requests={requests}"
         each.mine, each.usual = limit, given
     exchange.refuse_different(each.usuals, "Communicator")
-    return Settings(debug, requests, min(each.all))
+    return Settings(options.stream, debug, requests, min(each.all))
 
 
 def joined(
-    heap: Heap, limit: int, more: int = 0
+    heap: Heap, limit: int, undo: ExitStack, more: int = 0
 ) -> tuple[StreamOrder, Endpoint, own_arrays.Memory]:
     """Return an island's order of streams, this rank's end, and its workspace.
 
@@ -142,6 +157,7 @@ def joined(
     Args:
         heap: the symmetric memory of the island.
         limit: the most multiprocessors that kernels occupy.
+        undo: closes the order after a failure.
         more: bytes of other memory, after the workspace.
     """
     from numba_symm.collectives import tuned
@@ -149,6 +165,7 @@ def joined(
     island = heap.island
     size, rank = island.world.size, island.world.rank
     order = StreamOrder(copied_reductions.EVENTS)
+    undo.callback(order.close)
     memory, workspace = heap.allocate(layout(size).nbytes + more, "workspace")
     with island.exchange.agreed("preparing the workspace"):
         _fill_sentinels(island, workspace.addresses[rank])
@@ -253,7 +270,7 @@ def join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) ->
     def make(undo: ExitStack) -> Island:
         return Island(comm, undo, device, timeout, part=True, parent=parent)
 
-    return begin(make, options_of(calls))
+    return begin(make, options_of(calls), of_one)
 
 
 def options_of(calls: Calls) -> Options:

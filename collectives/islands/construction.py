@@ -146,7 +146,9 @@ def made_of(
     with _claimed(mine):
         try:
             return lifetime.begin(
-                lambda undo: Island(mine, undo, device, timeout), options
+                lambda undo: Island(mine, undo, device, timeout),
+                options,
+                lifetime.of_one,
             )
         except Apart as error:
             seen = error.seen

@@ -1,7 +1,7 @@
 """The construction of communicators of several islands."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 from numba_symm.collectives import lifetime
@@ -10,14 +10,13 @@ from numba_symm.collectives.islands import measured, sizes
 from numba_symm.collectives.islands.binder import IslandsBinder
 from numba_symm.collectives.islands.site import ALIGNED, Site, padded
 from numba_symm.collectives.islands.sizes import Sizes
-from numba_symm.collectives.lifetime import Options
+from numba_symm.collectives.lifetime import Options, Settings
 from numba_symm.collectives.protocols.workspace import layout
 from numba_symm.errors import ArgumentError
 from numba_symm.islands import Islands
 from numba_symm.launch.division import Parts, described
 from numba_symm.launch.nodes import NodeKey
 from numba_symm.launch.tagged import TaggedComm
-from numba_symm.launch.undo import Undo
 from numba_symm.memory.heap import Heap
 
 
@@ -33,7 +32,9 @@ def begin(
     Collective. ``seen`` is what :class:`Apart` has.
     """
     given = device, timeout
-    calls = _begin(lambda undo: Islands(comm, undo, *given, seen=seen), options)
+    calls = lifetime.begin(
+        lambda undo: Islands(comm, undo, *given, seen=seen), options, _of_several
+    )
     assert isinstance(calls.members, Islands)
     return calls, calls.members.shown
 
@@ -48,46 +49,35 @@ def join(calls: Calls, comm: TaggedComm, members: Sequence[int], parts: Parts) -
             comm, undo, device, timeout, part=True, parts=parts, parent=parent
         )
 
-    return _begin(make, lifetime.options_of(calls))
+    return lifetime.begin(make, lifetime.options_of(calls), _of_several)
 
 
-def _begin(make: Callable[[ExitStack], Islands], options: Options) -> Calls:
-    """Return the calls of a new communicator of several islands. Collective."""
-    with Undo() as undo:
-        islands = make(undo)
-        inner = islands.inner
-        settings = lifetime.agreed_settings(islands, options)
-        _refuse_too_many(len(islands.parts), sizes.DEFAULT)
-        if settings.requests:
-            raise ArgumentError(
-                "Communicator: expected one island for requests=True, got the islands "
-                f"{described(islands.parts, islands.nodes)}; pass requests=False, and "
-                "use send, recv and group"
-            )
-        islands.connect(settings.limit)
-        limits = measured.agreed(
-            islands.exchange, islands.gpu.name, islands.engine.name, sizes.DEFAULT
+def _of_several(
+    islands: Islands, heap: Heap, settings: Settings, undo: ExitStack
+) -> Calls:
+    """Return the calls of several islands. Collective."""
+    inner, world = islands.inner, islands.world
+    _refuse_too_many(len(islands.parts), sizes.DEFAULT)
+    if settings.requests:
+        raise ArgumentError(
+            "Communicator: expected one island for requests=True, got the islands "
+            f"{described(islands.parts, islands.nodes)}; pass requests=False, and "
+            "use send, recv and group"
         )
-        heap = Heap(islands)
-        undo.callback(heap.close_locally)
-        start = padded(layout(inner.world.size).nbytes)
-        with islands.within("Communicator"):
-            more = (
-                start
-                - layout(inner.world.size).nbytes
-                + ALIGNED
-                + sizes.DEFAULT.staging
-            )
-            order, end, memory = lifetime.joined(heap, settings.limit, more)
-        staging = padded(memory.address + start)
-        world = islands.world
-        whole = dataclasses.replace(end, rank=world.rank, size=world.size)
-        stream, debug = options.stream, settings.debug
-        calls = Calls(islands, heap, order, whole, stream, debug, memory)
-        site = Site(islands, end, staging, sizes=limits)
-        calls.binder = IslandsBinder(site)
-        lifetime.opened(calls)
-        undo.pop_all()
+    islands.connect(settings.limit)
+    limits = measured.agreed(
+        islands.exchange, islands.gpu.name, islands.engine.name, sizes.DEFAULT
+    )
+    nbytes = layout(inner.world.size).nbytes
+    start = padded(nbytes)
+    more = start - nbytes + ALIGNED + sizes.DEFAULT.staging
+    with islands.within("Communicator"):
+        order, end, memory = lifetime.joined(heap, settings.limit, undo, more)
+    whole = dataclasses.replace(end, rank=world.rank, size=world.size)
+    given = settings.stream, settings.debug, memory
+    calls = Calls(islands, heap, order, whole, *given)
+    site = Site(islands, end, padded(memory.address + start), sizes=limits)
+    calls.binder = IslandsBinder(site)
     return calls
 
 
