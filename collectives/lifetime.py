@@ -101,9 +101,8 @@ def begin(
 def of_one(island: Island, heap: Heap, settings: "Settings", undo: ExitStack) -> Calls:
     """Return the calls of one island. Collective."""
     stream, debug, requests, whole = settings
-    limit, size = whole, island.world.size
-    if requests:
-        limit = _left_by_requests(limit, size)
+    size = island.world.size
+    limit = _left_by_requests(whole, size) if requests else whole
     order, end, memory = joined(heap, limit, undo)
     calls = Calls(island, heap, order, end, stream, debug, memory)
     if requests:
@@ -190,10 +189,8 @@ def opened(calls: Calls) -> None:
     members = calls.members
     if not SIMULATED:
         _load_ahead(calls)
-    calls.when_dropped = weakref.finalize(
-        *(calls, _drop, repr(calls), members, calls.heap, calls.enqueuer.graphs),
-        *(calls.requests, streams.current_context()),
-    )
+    held = calls.heap, calls.enqueuer.graphs, calls.requests, streams.current_context()
+    calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), members, *held)
     calls.when_dropped.atexit = False  # the end of the process frees it
     _in_use[members] = members.backend.name
     _open.add(calls)
@@ -422,11 +419,7 @@ def _left_by_requests(limit: int, size: int) -> int:
 
 
 def _multiprocessors(asked: int | None) -> int:
-    """Return how many of this GPU's multiprocessors the communicator may occupy.
-
-    Args:
-        asked: how many the user has asked for, if any.
-    """
+    """Return as many of this GPU's multiprocessors as ``asked``; None: the default."""
     if SIMULATED:
         return MAX_BLOCKS // HELD if asked is None else asked
     from cuda.core import Device
@@ -441,14 +434,7 @@ def _multiprocessors(asked: int | None) -> int:
     return asked
 
 
-def _drop(
-    name: str,
-    members: Members,
-    heap: Heap,
-    made: graphs.Graphs,
-    requests: Requests | None,
-    context: Any,
-) -> None:
+def _drop(name: str, members: Members, *held: Any) -> None:
     """Release a communicator that was dropped; report that to the other ranks.
 
     The garbage collector may call this in any thread, at any moment. Unmapping is
@@ -459,7 +445,7 @@ def _drop(
         steps.callback(warnings.warn, f"{name} was not closed", ResourceWarning)
         steps.callback(_in_use.pop, members, None)
         steps.callback(setattr, members, "closed", True)
-        steps.callback(deferred.defer, _undo, members, heap, made, requests, context)
+        steps.callback(deferred.defer, _undo, members, *held)
         steps.callback(members.abandon, DROPPED)
 
 

@@ -343,16 +343,13 @@ class Stream:
 
 def _join(waiting: int, awaited: int) -> None:
     """Make a stream wait for the work so far of another one, of any device."""
-    driver.call("cuCtxPushCurrent", driver.call("cuStreamGetCtx", awaited))
-    try:
+    with streams.on_context(driver.call("cuStreamGetCtx", awaited)):
         event = driver.call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
         try:
             driver.call("cuEventRecord", event, awaited)
             driver.call("cuStreamWaitEvent", waiting, event, 0)
         finally:
             driver.call("cuEventDestroy", event)  # the driver does so on completion
-    finally:
-        driver.call("cuCtxPopCurrent")
 
 
 def _checked_device(device: int, count: int) -> int:
@@ -384,11 +381,8 @@ def _current(device: Any) -> Iterator[None]:
 def on_device_of(stream: int, ordinal: int) -> Iterator[None]:
     """Make a stream's device current; for the default streams, GPU ``ordinal``."""
     if stream > 2:  # 0, 1 and 2 are the default streams of the current device
-        driver.call("cuCtxPushCurrent", driver.call("cuStreamGetCtx", stream))
-        try:
+        with streams.on_context(driver.call("cuStreamGetCtx", stream)):
             ordinal = int(driver.call("cuCtxGetDevice"))
-        finally:
-            driver.call("cuCtxPopCurrent")
     from cuda.core import Device
 
     with _current(Device(ordinal)):

@@ -12,11 +12,10 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
-from numba_symm import driver, streams
+from numba_symm import streams
 from numba_symm.backends import Mapping
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ClosedError, SymmError
@@ -276,7 +275,7 @@ class Reference:
         self._counters: CounterFile | None = None
         self._stream = stream  # kept, so that no other stream gets its handle
         self._process = os.getpid()
-        self._context = None if SIMULATED else driver.call("cuCtxGetCurrent")
+        self._context = streams.current_context()
 
     def take(self, counters: CounterFile) -> None:
         """Take it. Under the guard."""
@@ -369,17 +368,9 @@ class Reference:
                 return
         self._counters.give_back(self._open, unused=self.failed)
 
-    @contextmanager
-    def in_context(self) -> Iterator[None]:
+    def in_context(self) -> AbstractContextManager[None]:
         """Make the array's GPU current within the block."""
-        if self._context is None:
-            yield
-            return
-        driver.call("cuCtxPushCurrent", self._context)
-        try:
-            yield
-        finally:
-            driver.call("cuCtxPopCurrent")
+        return streams.on_context(self._context)
 
 
 consumer = Consumer()
