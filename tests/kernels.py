@@ -12,7 +12,7 @@ from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.kernels import PACKAGE, _device_files, bound
 
-MAKERS = {"Kernel", "make_kernel"}  # their first argument is a factory
+MAKERS = {"Kernel", "make_kernel", "kernels_of"}  # their first argument is a factory
 
 
 def named(factory):

@@ -180,7 +180,7 @@ def test_every_kernel_is_explored(monkeypatch):
             holds(scenario(device_code()), ranks, ENOUGH)
     missing = every_kernel() - launched
     assert not missing, f"no scenario launches {missing}: add one"
-    of_workspace = every_kernel("make_kernel")
+    of_workspace = every_kernel("make_kernel", "kernels_of")
     assert len(of_workspace) > 10
     missing = of_workspace - early
     assert not missing, f"no scenario launches {missing} early: add one"
