@@ -232,7 +232,7 @@ class Enqueuer:
                 with self.order.eager(stream):
                     self._resume(status, call, stream)
             elif status:
-                raise _failure(status)
+                raise failure_of(status)
         except BaseException as error:
             if self._members.engine is not None:
                 self._members.engine.keep(self._memory, *keep)
@@ -250,7 +250,7 @@ class Enqueuer:
             call.python[step](stream)
             status = call.enqueue(stream, entry.FIRST + step + 1)
         if status:
-            raise _failure(status)
+            raise failure_of(status)
 
     @contextmanager
     def tagged(self, text: str) -> Iterator[None]:
@@ -294,7 +294,7 @@ class Enqueuer:
         self._memory = None
 
 
-def _failure(status: int) -> BaseException:
+def failure_of(status: int) -> BaseException:
     """Return the error for a step that has failed."""
     own = driver_table.raised()
     return own or driver.failure(driver_table.WHERE[status >> 16], status & 0xFFFF)

@@ -329,8 +329,8 @@ def _read_simulated(array: Any, what: str) -> Fields:
     return address, shape, dtype, order, not flags.writeable
 
 
-_SIMULATED = _ArrayClass(_read_simulated, None, _own_strides)
-_UNREADABLE = _SIMULATED._replace(read=_refuse_simulated)
+_SIMULATED = _ArrayClass(_read_simulated, None, _own_strides, always=True)
+_UNREADABLE = _SIMULATED._replace(read=_refuse_simulated, always=False)
 
 
 def is_simulated(array: Any) -> bool:

@@ -105,7 +105,7 @@ _I64, _I32 = ir.IntType(64), ir.IntType(32)
 _ANY = ir.IntType(8).as_pointer()
 
 
-class _Emitter:
+class Emitter:
     """Emits instructions on words of 8 bytes by address."""
 
     def __init__(self, module: ir.Module, name: str, result: Any, *args: Any):
@@ -114,15 +114,19 @@ class _Emitter:
         self.b = ir.IRBuilder(self.function.append_basic_block())
 
     def at(self, base: Any, offset: int, kind: Any = _I64) -> Any:
+        """Return a pointer."""
         return self.b.inttoptr(self.b.add(base, _I64(offset)), kind.as_pointer())
 
     def load(self, base: Any, offset: int = 0, kind: Any = _I64) -> Any:
+        """Load a word."""
         return self.b.load(self.at(base, offset, kind))
 
     def store(self, value: Any, base: Any, offset: int = 0) -> None:
+        """Store a word."""
         self.b.store(value, self.at(base, offset))
 
     def is_(self, relation: str, a: Any, b: int) -> Any:
+        """Compare a word with a number."""
         return self.b.icmp_signed(relation, a, _I64(b))
 
     def python(self, name: str, result: Any, *args: Any) -> Any:
@@ -130,6 +134,16 @@ class _Emitter:
         kind = ir.FunctionType(result, [each.type for each in args])
         found = self.module.globals.get(name) or ir.Function(self.module, kind, name)
         return self.b.call(found, args)
+
+    def number(self, value: Any) -> Any:
+        """Return the number of an int; raise an error for another one."""
+        found = self.python("PyLong_AsUnsignedLongLong", _I64, value)
+        with self.b.if_then(self.is_("==", found, -1), likely=False):
+            error = self.python("PyErr_Occurred", _ANY)
+            missing = self.b.icmp_unsigned("!=", error, _ANY(None))
+            with self.b.if_then(missing):
+                self.b.ret(_ANY(None))
+        return found
 
     def me(self) -> Any:
         """Return a number that no other thread has had. A thread's ident may recur."""
@@ -149,7 +163,7 @@ def _emit_note(module: ir.Module) -> None:
     The number is the entry's first word and part of its last one, so that a reader sees
     whether it is whole.
     """
-    e = _Emitter(module, "note", ir.VoidType(), *4 * [_I64])
+    e = Emitter(module, "note", ir.VoidType(), *4 * [_I64])
     b, (book, about, digest, stream) = e.b, e.function.args
     clock = b.alloca(_I64, 2)
     address = b.ptrtoint(clock, _I64)
@@ -184,7 +198,7 @@ def _emit_claim(module: ir.Module) -> None:
     It returns DONE, or BUSY if another thread is in a call. Otherwise SLOW: the thread
     is admitted, but calls are not plain.
     """
-    e = _Emitter(module, "claim", _I64, _I64)
+    e = Emitter(module, "claim", _I64, _I64)
     b, (gate,) = e.b, e.function.args
     me, word = e.me(), e.at(gate, Gate.thread.offset)
     found = b.cmpxchg(word, _I64(0), me, "acquire", "monotonic")
@@ -197,26 +211,26 @@ def _emit_claim(module: ir.Module) -> None:
 
 def _emit_ready(module: ir.Module) -> None:
     """Emit ``ready(gate)``: note that the GPU is current in this thread."""
-    e = _Emitter(module, "ready", ir.VoidType(), _I64)
+    e = Emitter(module, "ready", ir.VoidType(), _I64)
     e.store(e.me(), e.function.args[0], Gate.ready.offset)
     e.b.ret_void()
 
 
-class _Enqueue(_Emitter):
+class _Enqueue(Emitter):
     """Emits ``enqueue(stream, mode=PLAIN) -> status``, with a packed call as self."""
 
     def __init__(self, module: ir.Module):
         super().__init__(module, "enqueue", _ANY, _ANY, _ANY.as_pointer(), _I64)
         b, (block, args, count) = self.b, self.function.args
         self.call = b.ptrtoint(self.python("PyByteArray_AsString", _ANY, block), _I64)
-        self.stream = self._number(b.load(args))
+        self.stream = self.number(b.load(args))
         self.status, self.step = b.alloca(_I64), b.alloca(_I64)
         mode = b.alloca(_I64)
         b.store(_I64(DONE), self.status)
         b.store(_I64(0), self.step)
         b.store(_I64(PLAIN), mode)
         with b.if_then(self.is_(">", count, 1), likely=False):
-            b.store(self._number(b.load(b.gep(args, [_I64(1)]))), mode)
+            b.store(self.number(b.load(b.gep(args, [_I64(1)]))), mode)
         self.mode = b.load(mode)
         self.gate = self.of_call("gate")
         self._admit()
@@ -225,16 +239,6 @@ class _Enqueue(_Emitter):
         with b.if_then(self.is_(">=", self.mode, FIRST), likely=False):
             b.store(b.sub(self.mode, _I64(FIRST)), self.step)
         self._enqueue()
-
-    def _number(self, value: Any) -> Any:
-        """Return the number of an int; raise an error for another one."""
-        found = self.python("PyLong_AsUnsignedLongLong", _I64, value)
-        with self.b.if_then(self.is_("==", found, -1), likely=False):
-            error = self.python("PyErr_Occurred", _ANY)
-            missing = self.b.icmp_unsigned("!=", error, _ANY(None))
-            with self.b.if_then(missing):
-                self.b.ret(_ANY(None))
-        return found
 
     def of_call(self, field: str) -> Any:
         return self.load(self.call, getattr(Head, field).offset)
@@ -398,12 +402,18 @@ _PYTHON = (
     *("PyByteArray_AsString", "PyLong_AsUnsignedLongLong", "PyLong_FromLong"),
     *("PyThreadState_Get", "PyThreadState_GetID", "PyErr_Occurred"),
     *("PyEval_SaveThread", "PyEval_RestoreThread"),
+    *("PyBytes_FromStringAndSize", "PyList_Append", "Py_DecRef"),
 )
 
 
 @functools.cache
 def _engine() -> Any:
     """Return LLVM's engine, which keeps the machine code."""
+    return engine_of(_emit_note, _emit_claim, _emit_ready, _Enqueue)
+
+
+def engine_of(*emitters: Callable[[ir.Module], object]) -> Any:
+    """Return an engine with the functions that these emit."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     # Also where the interpreter does not export them.
@@ -411,7 +421,7 @@ def _engine() -> Any:
         llvm.add_symbol(name, address_of(getattr(ctypes.pythonapi, name)))
     llvm.add_symbol("clock_gettime", address_of(ctypes.CDLL(None).clock_gettime))
     module = ir.Module("numba_symm")
-    for emit in (_emit_note, _emit_claim, _emit_ready, _Enqueue):
+    for emit in emitters:
         emit(module)
     machine = llvm.Target.from_default_triple().create_target_machine(opt=2)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), machine)
@@ -448,14 +458,19 @@ class _Def(ctypes.Structure):
 _FASTCALL = 0x80  # METH_FASTCALL
 
 
+def definition(engine: Any, name: str) -> Any:
+    """Return CPython's description of a function, which must live as long as it."""
+    return _Def(name.encode(), engine.get_function_address(name), _FASTCALL)
+
+
 @functools.cache
-def _definition() -> _Def:
-    return _Def(b"enqueue", _engine().get_function_address("enqueue"), _FASTCALL)
+def _definition() -> Any:
+    return definition(_engine(), "enqueue")
 
 
-_new_function = ctypes.pythonapi.PyCFunction_NewEx
-_new_function.restype = ctypes.py_object
-_new_function.argtypes = ctypes.c_void_p, ctypes.py_object, ctypes.py_object
+new_function = ctypes.pythonapi.PyCFunction_NewEx
+new_function.restype = ctypes.py_object
+new_function.argtypes = ctypes.c_void_p, ctypes.py_object, ctypes.py_object
 
 Enqueue = Callable[..., int]
 """``enqueue(stream, mode=PLAIN)`` of a packed call: returns a status."""
@@ -487,7 +502,7 @@ def function_of(block: bytearray, owned: object) -> Enqueue:
 
     The block must keep its size.
     """
-    made: Enqueue = _new_function(ctypes.addressof(_definition()), block, owned)
+    made: Enqueue = new_function(ctypes.addressof(_definition()), block, owned)
     return made
 
 

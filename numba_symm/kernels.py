@@ -299,6 +299,14 @@ class Launch:
         """The step for the compiled function; this object owns what it reads."""
         return ((entry.LAUNCH, ctypes.addressof(self._config), *self._words),)
 
+    def give(self, blocks: int, *args: int) -> None:
+        """Replace the number of thread blocks and the arguments of later launches."""
+        self._blocks, self._args = blocks, args
+        self._config.grid[0] = blocks
+        if not SIMULATED:
+            for value, given in zip(self._packed.values, args, strict=True):
+                value.value = given
+
     def simulate(self) -> None:
         """Run the kernel in the simulator."""
         _simulate(self._kernel, self._blocks, self._held, self._args)

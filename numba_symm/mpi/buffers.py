@@ -19,6 +19,7 @@ from mpi4py import MPI
 from numba_symm import arrays
 from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView
+from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.mpi import addresses, datatypes
 from numba_symm.mpi.datatypes import ItemLayout
 from numba_symm.mpi.errors import refusal
@@ -200,36 +201,41 @@ def message(spec: Any, blocks: int = 0) -> Items:
         blocks: into how many equal parts the items are divided, of which ``count`` is
             one; 0 or 1: they are not.
     """
+    key, array = key_of(spec)
+    if key is not None:
+        found = _known.get((key, blocks))
+        if found is not UNKNOWN:
+            return Items(array, *found)
     array, count, displ, datatype = parts(spec)
-    given = _fields(array, datatype)
-    if _is_remembered(count, displ, datatype):
-        code = None if datatype is None else datatype.handle
-        return Items(array, *_remembered(given, count, displ, code, blocks))
-    return Items(array, *_items(given, count, displ, datatype, blocks))
+    made = _items(_fields(array, datatype), count, displ, datatype, blocks)
+    if key is not None:
+        _known.put((key, blocks), made)
+    return Items(array, *made)
+
+
+def key_of(spec: Any) -> tuple[Any, Any]:
+    """Return what tells a plain specification from others, and its array.
+
+    A plain one is an array of the GPU, alone or with a type of MPI, whose items depend
+    on nothing else. The key of others is None.
+    """
+    array, handle = spec, None
+    if type(spec) in _SEQUENCE and len(spec) == 2:
+        array, datatype = spec
+        if not (isinstance(datatype, MPI.Datatype) and datatype.is_predefined):
+            return None, array  # a derived type may be freed
+        handle = datatype.handle
+    kind = arrays.KINDS.get(type(array))
+    if kind is None or not (kind.always or getattr(array, "is_cuda", False)):
+        return None, array
+    return (kind.read(array, "message"), handle), array
 
 
 _Items = tuple[ArrayView, int, int, ItemLayout]
 """The fields of a :class:`Items` without its array."""
 
-
-def _is_remembered(count: Any, displ: Any, datatype: Any) -> bool:
-    """Return whether these always mean the same; a derived type may be freed."""
-    return (
-        (count is None or type(count) is int)
-        and (displ is None or type(displ) is int)
-        and (
-            datatype is None
-            or (isinstance(datatype, MPI.Datatype) and datatype.is_predefined)
-        )
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _remembered(
-    given: arrays.Fields, count: Any, displ: Any, code: int | None, blocks: int
-) -> _Items:
-    datatype = None if code is None else MPI.Datatype.fromhandle(code)
-    return _items(given, count, displ, datatype, blocks)
+_known = Cache(1024)
+"""Those of plain specifications, by key and number of blocks."""
 
 
 def _items(

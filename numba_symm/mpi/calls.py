@@ -12,7 +12,7 @@ from numba_symm.mpi.reading import translated
 PAUSE = 20e-6
 """Seconds between two looks for what other ranks do."""
 
-_BUSY = 200  # looks without a pause
+BUSY = 200  # looks without a pause
 
 
 def waited(look: Callable[[], Any], check: Callable[[], None]) -> Any:
@@ -28,7 +28,7 @@ def waited(look: Callable[[], Any], check: Callable[[], None]) -> Any:
         progress.advance()
         check()
         looks += 1
-        if looks > _BUSY:
+        if looks > BUSY:
             time.sleep(PAUSE)
     return found
 
@@ -66,9 +66,8 @@ class StartedCall:
         """Return whether the call is done, and describe it if so. Never wait."""
         raise NotImplementedError
 
-    def _progress(self) -> bool:
-        """Start what can be started now; return whether all was. Never wait."""
-        return True
+    def _await_start(self) -> None:
+        """Wait until what the call copies is being copied."""
 
     def _withdraw(self) -> None:
         """End after an exception: a receive without a message, a send with a copy."""
@@ -76,6 +75,9 @@ class StartedCall:
     @translated
     def Wait(self, status: MPI.Status | None = None) -> bool:
         """Wait until the arrays of the call may be used."""
+        return self._complete(status)
+
+    def _complete(self, status: MPI.Status | None) -> bool:
         if self._ended is not None:
             self._tell(status)
         elif self._active:

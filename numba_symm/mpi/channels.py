@@ -1,4 +1,4 @@
-"""Communicators of this library's own messages: envelopes, receipts and data."""
+"""Communicators of this library's own messages: envelopes, and data for MPI."""
 
 import math
 import operator
@@ -12,13 +12,9 @@ from mpi4py import MPI
 from numba_symm import environment
 from numba_symm.launch import duplicates, waiting
 from numba_symm.launch.waiting import Wait, begin
-from numba_symm.mpi.rooms import Room
-
-SMALL = 1 << 16
-"""Bytes of a message whose receipt may be sent later, with those of other messages."""
 
 MOST = 16
-"""The number of messages in one receipt, at most."""
+"""Messages that are kept before any is looked at."""
 
 
 def apart(host: Any, number: int, look: Callable[[], bool]) -> list[Any]:
@@ -155,45 +151,46 @@ class Channel:
 _done = operator.methodcaller("Test")
 
 
-class Receipts(Channel):
-    """Receipts, after which the sender of a message reuses the message's memory.
+_PART = 1 << 30  # bytes of data in one message of MPI, whose counts are C's int
 
-    Attributes:
-        unread: the memory of this rank's messages without a receipt, by number.
+
+class Data(Channel):
+    """The data of messages to other islands, as messages of MPI.
+
+    Args:
+        comm: as for :class:`Channel`.
+        tags: the number of tags. That of data is the number of its message.
     """
 
-    def __init__(self, comm: Any):
+    def __init__(self, comm: Any, tags: int):
         super().__init__(comm)
-        self.unread: dict[int, Room | None] = {}
-        self._owed: dict[int, list[int]] = {}
-        # A sender may wait for receipts, so they are not kept for much of its limit.
-        limit = environment.message_limit()
-        self._small = min(SMALL, limit // (4 * MOST)) if limit else SMALL
+        self._tags = tags
 
-    def owe(self, source: int, number: int, nbytes: int) -> None:
-        """Send a receipt for a message, now or with those of later messages."""
-        owed = self._owed.setdefault(source, [])
-        owed.append(number)
-        if nbytes > self._small or len(owed) >= MOST:
-            self._give(source)
+    def send_parts(self, data: Any, dest: int, number: int) -> list[MPI.Request]:
+        """Send the data of a message of this rank; return the requests."""
+        tag = number % self._tags
+        return [self.send([part, MPI.BYTE], dest, tag) for part in _parts(data)]
 
-    def give_all(self) -> None:
-        """Send the receipts of all messages."""
-        for source in list(self._owed):
-            self._give(source)
+    def refuse_parts(self, nbytes: int, dest: int, number: int) -> None:
+        """Send empty parts instead of data, so that the receiver raises."""
+        tag, empty = number % self._tags, np.empty(0, np.uint8)
+        for _ in range(0, nbytes, _PART):
+            self.send([empty, MPI.BYTE], dest, tag)
 
-    def _give(self, source: int) -> None:
-        numbers = self._owed.pop(source)  # first: an interrupt must not send them again
-        self.send(np.array(numbers, np.int64), source)
+    def receive_parts(self, envelope: Any, data: Any, requests: list[Any]) -> None:
+        """Start to receive the parts of data that are not being received yet."""
+        tag = envelope.number % self._tags
+        for part in _parts(data)[len(requests) :]:
+            self.receive(requests, [part, MPI.BYTE], envelope.source, tag)
 
-    def take(self) -> list[tuple[int, Room | None]]:
-        """Return the messages whose receipts have arrived: numbers and memory."""
-        found: list[tuple[int, Room | None]] = []
+    def drop(self) -> None:
+        """Receive the data of messages without a receive."""
         status = MPI.Status()
-        while self.comm.Iprobe(tag=0, status=status):  # others are of set-up calls
-            numbers = np.empty(status.Get_count(MPI.INT64_T), np.int64)
-            requests: list[MPI.Request] = []
-            self.receive(requests, numbers, status.source)
-            requests[0].Wait()
-            found += [(each, self.unread.pop(each)) for each in numbers.tolist()]
-        return found
+        while self.comm.Iprobe(status=status):
+            data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self.receive([], [data, MPI.BYTE], status.source, status.tag)
+
+
+def _parts(data: Any) -> list[Any]:
+    """Return the parts of data that one message of MPI each may have."""
+    return [data[start : start + _PART] for start in range(0, data.size, _PART)]

@@ -17,7 +17,6 @@ from numba_symm.mpi import (
     messages,
     progress,
     reductions,
-    rooms,
     wraps,
 )
 from numba_symm.mpi.buffers import of_host
@@ -27,6 +26,7 @@ from numba_symm.mpi.life import Life
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.p2p import Messages
 from numba_symm.mpi.reading import translated
+from numba_symm.mpi.words import Words
 from numba_symm.streams import SideStream
 
 
@@ -76,25 +76,33 @@ class Device(Messages):
         """The communicator of mpi4py, whose methods take host arrays only."""
         origin = self.host
         if parent is not None:
-            allocator, islands = parent.post.allocator, parent.post.islands
-            numbers = _numbers(origin, parent.host)
+            post, numbers = parent.post, _numbers(origin, parent.host)
             life.descend(parent._life, numbers)
-            islands = [islands[number] for number in numbers]
+            words = post.words
+            islands = [post.islands[number] for number in numbers]
+            places = [post.places[number] for number in numbers]
         else:  # before MPI duplicates anything, because it may fail
-            allocator = self.communicator.allocator
-            parts = enumerate(self.communicator.islands)
-            of = {rank: number for number, part in parts for rank in part}
-            islands = [of[rank] for rank in range(self.size)]
+            parts = self.communicator.islands
+            where = {
+                rank: (number, place)
+                for number, part in enumerate(parts)
+                for place, rank in enumerate(part)
+            }
+            islands = [where[rank][0] for rank in range(self.size)]
+            places = [where[rank][1] for rank in range(self.size)]
             # If this fails, all ranks make another communicator before they repeat
             # this. So they then duplicate the same one, although some may not have
             # begun to duplicate this one.
-            own = inside(self.communicator).ranks.comm
-            assert isinstance(own, TaggedComm)  # because ``host`` is mpi4py's
-            origin = own.mpi
+            ranks = inside(self.communicator).ranks
+            assert isinstance(ranks.comm, TaggedComm)  # because ``host`` is mpi4py's
+            origin = ranks.comm.mpi
+            with ranks.set_up("Comm"):
+                words = Words(ranks, self.communicator.allocator)
         self.post = Post(
             origin,
-            allocator,
+            words,
             islands,
+            places,
             stream=options.get("stream"),
             check=life.check,
             failed=life.has_failed,
@@ -161,8 +169,7 @@ class Device(Messages):
         made._begin(self._options, self.synchronizes, owned, self)
         made._given = self._given
         life = self._life
-        with made.post.set_up("Comm") as exchange:
-            failed = exchange.all_gather(life.failure is not None, "failures")
+        failed = made.post.open(life.failure is not None)
         # If a rank knows of a failure of the parent, its failures count on no rank,
         # because a rank that raises would leave others waiting.
         if not any(failed):
@@ -396,7 +403,6 @@ def _close_all() -> None:
 
 def _close_open() -> None:
     messages.settle_all()
-    rooms.give_back_all()
     for comm in reversed(list(_open)):
         try:
             comm._close()  # waits for all ranks of the communicator

@@ -126,8 +126,7 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
             cls._plain(comm)  # mpi4py's error, if it has another topology
         made = MPI.Comm.__new__(kind_of(comm) if cls is Comm else cls, comm)
         made._begin(options, synchronize, owned=False)
-        with made.post.set_up("Comm") as exchange:
-            exchange.barrier("end")  # no later call fails before all ranks return
+        made.post.open(False)  # no later call fails before all ranks return
         made._life.wraps = 1
         wraps.note(made)
         return made

@@ -7,13 +7,14 @@ from typing import Any
 from mpi4py import MPI
 
 from numba_symm.mpi import buffers
-from numba_symm.mpi.buffers import array_in, message, on_device
+from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import StartedCall, describe, waited
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.pending import DoneRequest, Message, Receiving, Sending
-from numba_symm.mpi.postponed import SendingLater, later
+from numba_symm.mpi.pending import DoneRequest, Message, Receiving
+from numba_symm.mpi.postponed import SendingLater, start, start_at_once
 from numba_symm.mpi.reading import translated
 from numba_symm.mpi.requests import Own, Prequest, Request
+from numba_symm.mpi.sends import Outgoing
 
 NOBODY = MPI.PROC_NULL
 
@@ -31,28 +32,46 @@ class Messages:
     host: Any
     post: Post
 
+    def _outgoing(self, buf: Any, dest: int) -> tuple[Outgoing | None, Any]:
+        """Return the message that a send names, and its array.
+
+        There is none if the array is on the host, or nobody receives it.
+        """
+        key, array = buffers.key_of(buf)
+        if key is not None:
+            made = self.post.known.young.get((key, dest))
+            if made is not None:
+                return made, array
+        if dest == NOBODY or not on_device(buf):
+            return None, array
+        found = message(buf)
+        made = Outgoing.of(self.post, found, dest)
+        if key is not None:
+            self.post.known.put((key, dest), made)
+        return made, found.array
+
     @translated
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message. The array may be used when this returns."""
-        if on_device(buf) and dest != NOBODY:
-            found = message(buf)
-            postponed = later(self.post, found, dest, tag)
-            if postponed is None:
-                self.post.send(found, dest, tag)
-            else:
-                postponed.wait("Send")
-        else:
+        found, array = self._outgoing(buf, dest)
+        if found is None:
             self.host.Send(None if dest == NOBODY else buf, dest, tag)
+            return
+        started = start(self.post, found, array, tag)
+        if isinstance(started, SendingLater):
+            started.call = "Send"
+        _complete(started, None)
 
     Rsend = Send
 
     @translated
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message, regardless of the limit."""
-        if on_device(buf) and dest != NOBODY:
-            self.post.send(message(buf), dest, tag)
-        else:
+        found, array = self._outgoing(buf, dest)
+        if found is None:
             self.host.Bsend(None if dest == NOBODY else buf, dest, tag)
+        else:
+            _complete(start_at_once(self.post, found, array, tag), None)
 
     @translated
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
@@ -64,51 +83,53 @@ class Messages:
 
     @translated
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message; return a request, which is done unless it copies later."""
-        if dest == NOBODY:
-            return DoneRequest()
-        if not on_device(buf):
-            return self.host.Isend(buf, dest, tag)
-        return self._send(message(buf), dest, tag)
-
-    def _send(
-        self, found: buffers.Items, dest: int, tag: int, copied: bool = False
-    ) -> Request:
-        postponed = later(self.post, found, dest, tag, copied)
-        if postponed is not None:
-            return SendingLater(postponed, matched=False)
-        return self._send_now(found, dest, tag)
-
-    def _send_now(self, found: buffers.Items, dest: int, tag: int) -> Request:
-        self.post.send(found, dest, tag)
-        return DoneRequest()
+        """Send a message; return a request, which is done when it was copied."""
+        found, array = self._outgoing(buf, dest)
+        if found is None:
+            return self._elsewhere(self.host.Isend, buf, dest, tag)
+        return start(self.post, found, array, tag)
 
     Irsend = Isend
 
     @translated
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message, regardless of the limit; return a request that is done."""
-        if dest == NOBODY:
-            return DoneRequest()
-        if not on_device(buf):
-            return self.host.Ibsend(buf, dest, tag)
-        return self._send_now(message(buf), dest, tag)
+        """Send a message, regardless of the limit; return a request."""
+        found, array = self._outgoing(buf, dest)
+        if found is None:
+            return self._elsewhere(self.host.Ibsend, buf, dest, tag)
+        return start_at_once(self.post, found, array, tag)
 
     @translated
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done when it was matched."""
-        if dest == NOBODY:
-            return DoneRequest()
-        if not on_device(buf):
-            return self.host.Issend(buf, dest, tag)
-        return self._send_matched(message(buf), dest, tag)
+        found, array = self._outgoing(buf, dest)
+        if found is None:
+            return self._elsewhere(self.host.Issend, buf, dest, tag)
+        return start(self.post, found, array, tag, matched=True)
 
-    def _send_matched(self, found: buffers.Items, dest: int, tag: int) -> Request:
-        postponed = later(self.post, found, dest, tag)
-        if postponed is not None:
-            return SendingLater(postponed, matched=True)
-        matched = self.post.send(found, dest, tag, matched=True)
-        return Sending(partial(self.post.has_ended, matched), self.post.check)
+    @staticmethod
+    def _elsewhere(send: Callable[..., Any], buf: Any, dest: int, tag: int) -> Any:
+        """Send from the host, or to nobody."""
+        return DoneRequest() if dest == NOBODY else send(buf, dest, tag)
+
+    def _incoming(self, buf: Any, source: int) -> tuple[buffers.Items | None, Any]:
+        """Return the items that a receive writes, without their array, and the array.
+
+        There are none if the array is on the host, or nobody sends.
+        """
+        key, array = buffers.key_of(buf)
+        if key is not None and source != NOBODY:
+            found = self.post.known.young.get(key)
+            if found is not None:
+                return found, array
+        if source == NOBODY or not on_device(buf):
+            return None, array
+        made = self.post.room(buf)
+        array = made.array
+        made = made._replace(array=None)
+        if key is not None:
+            self.post.known.put(key, made)
+        return made, array
 
     @translated
     def Recv(
@@ -119,13 +140,12 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Receive a message, which may be shorter than the room for it."""
-        if on_device(buf) and source != NOBODY:
-            post, into = self.post, self.post.room(buf)
-            begin = partial(post.receive, source, tag)
-            on = post.stream_of(into.array, "Recv")
-            _complete(Receiving(post, into, None, begin, on), status)
-        else:
+        into, array = self._incoming(buf, source)
+        if into is None:
             self.host.Recv(None if source == NOBODY else buf, source, tag, status)
+        else:
+            received = self._receive(into, array, source, tag, waits=True)
+            _complete(received, status)
 
     @translated
     def Irecv(
@@ -135,16 +155,22 @@ class Messages:
 
         The data is copied in ``Wait`` or ``Test``.
         """
-        if source == NOBODY:
-            return DoneRequest(NOBODY)
-        if not on_device(buf):
+        into, array = self._incoming(buf, source)
+        if into is None:
+            if source == NOBODY:
+                return DoneRequest(NOBODY)
             return self.host.Irecv(buf, source, tag)
-        return self._receive(self.post.room(buf), source, tag)
+        return self._receive(into, array, source, tag)
 
-    def _receive(self, into: buffers.Items, source: int, tag: int) -> Receiving:
-        stream = self.post.stream_of(into.array, "Recv")
-        begin = partial(self.post.receive, source, tag)
-        return Receiving(self.post, into, stream, begin)
+    def _receive(
+        self,
+        into: buffers.Items,
+        array: Any,
+        source: int,
+        tag: int,
+        waits: bool = False,
+    ) -> Receiving:
+        return Receiving(self.post, into, array, source, tag, waits)
 
     @translated
     def Sendrecv(
@@ -158,33 +184,20 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Send a message and receive one."""
-
-        def start() -> Any:
-            return self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
-
-        if NOBODY in (dest, source) or not (on_device(sendbuf) and on_device(recvbuf)):
-            _complete(start(), status)
+        into, array = self._incoming(recvbuf, source)
+        sent, of_sent = self._outgoing(sendbuf, dest)
+        if into is None or sent is None:
+            both = self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
+            _complete(both, status)
             return
-        post, found = self.post, message(sendbuf)
-        stream = post.stream_of(array_in(recvbuf), "Recv")  # refuses a capture first
-        if not post.admits(found, dest, sendtag):
-            _complete(start(), status)
-            return
-        staged = post.stage(found, dest, sendtag)
-        try:  # what the host can do while the send's copy runs
-            into = post.room(recvbuf)
-            idle = staged.nbytes > 0 and staged.stream == stream
-            begin = partial(post.receive, source, recvtag)
-            receives = Receiving(post, into, None if idle else stream, begin)
-        except BaseException:
-            post.drop(staged)
-            raise
+        self.post.check_receive(source, recvtag)  # before the send is announced
+        sends = start(self.post, sent, of_sent, sendtag)
         try:
-            post.announce(staged)  # when its copy has ended
+            receives = self._receive(into, array, source, recvtag, waits=True)
         except BaseException:
-            receives._withdraw()
+            sends._withdraw()
             raise
-        _complete(receives, status)
+        _complete(Together(receives, sends), status)
 
     @translated
     def Isendrecv(
@@ -240,11 +253,12 @@ class Messages:
         """Send an array's message, and receive another one into it; a request."""
         if not on_device(buf):
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
-        if dest == NOBODY:
-            return self.Irecv(buf, source, recvtag)
         if source != NOBODY:  # before the send, which is not taken back
             self.post.check_receive(source, recvtag)
-        sends = self._send(message(buf), dest, sendtag, copied=True)
+        found, array = self._outgoing(buf, dest)
+        if found is None:
+            return self.Irecv(buf, source, recvtag)
+        sends = start(self.post, found, array, sendtag, copied=True)
         return Together(self.Irecv(buf, source, recvtag), sends)
 
     # Persistent ones.
@@ -252,48 +266,57 @@ class Messages:
     @translated
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send."""
-        if not on_device(buf):
-            return self.host.Send_init(buf, dest, tag)
-        return self._prepared(self._send, buf, dest, tag)
+        found, array = self._prepared(buf, dest, tag)
+        if found is None:
+            return self._prepared_elsewhere(self.host.Send_init, buf, dest, tag)
+        return Prequest(partial(start, self.post, found, array, tag), [array])
 
     Rsend_init = Send_init
 
     @translated
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send."""
-        if not on_device(buf):
-            return self.host.Bsend_init(buf, dest, tag)
-        return self._prepared(self._send_now, buf, dest, tag)
+        found, array = self._prepared(buf, dest, tag)
+        if found is None:
+            return self._prepared_elsewhere(self.host.Bsend_init, buf, dest, tag)
+        return Prequest(partial(start_at_once, self.post, found, array, tag), [array])
 
     @translated
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send that is done when a receive has matched it."""
-        if not on_device(buf):
-            return self.host.Ssend_init(buf, dest, tag)
-        return self._prepared(self._send_matched, buf, dest, tag)
+        found, array = self._prepared(buf, dest, tag)
+        if found is None:
+            return self._prepared_elsewhere(self.host.Ssend_init, buf, dest, tag)
+        return Prequest(
+            partial(start, self.post, found, array, tag, matched=True), [array]
+        )
 
     @translated
     def Recv_init(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
     ) -> Any:
         """Prepare a receive."""
-        if not on_device(buf):
+        into, array = self._incoming(buf, source)
+        if into is None:
+            if source == NOBODY:
+                return Prequest(partial(DoneRequest, NOBODY))
             return self.host.Recv_init(buf, source, tag)
-        if source == NOBODY:
-            return Prequest(partial(DoneRequest, NOBODY))
         self.post.check_receive(source, tag)
-        into = self.post.room(buf)
-        return Prequest(partial(self._receive, into, source, tag), [into.array])
+        return Prequest(partial(self._receive, into, array, source, tag), [array])
 
-    def _prepared(
-        self, start: Callable[..., Request], buf: Any, dest: int, tag: int
-    ) -> Prequest:
-        """Return a send whose argument is read now."""
-        if dest == NOBODY:
-            return Prequest(DoneRequest)
-        self.post.check_send(dest, tag)
-        found = message(buf)
-        return Prequest(partial(start, found, dest, tag), [found.array])
+    def _prepared(self, buf: Any, dest: int, tag: int) -> tuple[Outgoing | None, Any]:
+        """Return what :meth:`_outgoing` does, after a check of the tag."""
+        found, array = self._outgoing(buf, dest)
+        if found is not None:
+            self.post.check_message("Send", dest, tag)
+        return found, array
+
+    @staticmethod
+    def _prepared_elsewhere(
+        prepare: Callable[..., Any], buf: Any, dest: int, tag: int
+    ) -> Any:
+        """Prepare a send from the host, or to nobody."""
+        return Prequest(DoneRequest) if dest == NOBODY else prepare(buf, dest, tag)
 
     # Probes.
 
@@ -362,8 +385,9 @@ class Together(Own):
         super().__init__()
         self._receives, self._sends = receives, sends
 
-    def _progress(self) -> bool:
-        return not isinstance(self._receives, StartedCall) or self._receives._progress()
+    def _await_start(self) -> None:
+        if isinstance(self._receives, StartedCall):
+            self._receives._await_start()
 
     def _withdraw(self) -> None:
         for each in (self._receives, self._sends):

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numba_symm import arrays
+from numba_symm import arrays, own_arrays, streams
 from numba_symm.collectives.kernels import pack as kernel
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.device.intrinsics import device_function
 from numba_symm.environment import SIMULATED
+from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import Items
 from numba_symm.own_arrays import Memory
 
@@ -60,6 +61,17 @@ def pack(message: Items, packed: Any) -> PackedStep:
 def unpack(message: Items, packed: Any) -> PackedStep:
     """Return the copy of an array's bytes to a message's elements, or to the first."""
     return _moved(False, message, packed)
+
+
+def copy_of(found: Items, stream: int) -> Items:
+    """Return a copy of a message's elements, without gaps."""
+    made = own_arrays.empty((found.nbytes,), np.dtype(np.uint8), "Send")
+    copy = buffers.message(made)
+    if found.layout.runs is None:
+        streams.copy(copy.address, found.address, found.nbytes, stream)
+    else:
+        pack(found, made)(stream)
+    return copy
 
 
 def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:

@@ -1,38 +1,26 @@
 """Postponed messages: those above the limit of bytes that a rank has not received.
 
-The sender sends their envelopes immediately, so MPI's order of messages holds. It
-copies the data to memory of its process when a receive has matched the envelope, or
-when enough earlier messages were received. So it waits at most for the matching
-receive, as MPI's standard send may do. Then it sends the place of the data, through the
-channel of data. The order of steps:
+The sender sends their envelopes immediately, so the order of messages holds. It copies
+the data to memory of its process when a receive has matched the envelope, or when
+enough earlier messages were read. So it waits at most for the matching receive, as
+MPI's standard send may do. The receiver then goes on as with other messages.
 
-1. The sender starts the envelope's synchronous send. MPI ends it after a receive has
-   matched.
-2. The receiver posts a receive of the place, with the tag of the message's number.
-3. The sender copies the data, and sends the place when the copy has ended.
-4. The receiver copies the data from there. Then it sends a receipt, as for others.
-
-To another island, the sender sends the data instead of the place. If the sender fails,
-the place is empty, or the data has empty parts. Then the receiver raises.
+If the sender fails, its word tells that the message is nowhere, or data by MPI has
+empty parts. Then the receiver raises.
 """
 
 import time
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
-from numba_symm import own_arrays, streams
-from numba_symm.environment import SIMULATED
-from numba_symm.errors import CollectiveTimeout, DriverError
-from numba_symm.events import Event
-from numba_symm.mpi import buffers, packing, progress
+from numba_symm.errors import BackendError, CollectiveTimeout, DriverError
+from numba_symm.mpi import packing, progress
 from numba_symm.mpi.calls import PAUSE, describe, waited
-from numba_symm.mpi.envelopes import FOLLOWS, announced, place
 from numba_symm.mpi.requests import Own
-from numba_symm.mpi.rooms import Room
-from numba_symm.mpi.sends import Sends
+from numba_symm.mpi.sends import Outgoing, Sends, Unread, on_host
+from numba_symm.mpi.words import NO_SLOT, READY, numbers
 
 
 class Postponed:
@@ -44,49 +32,44 @@ class Postponed:
 
     Args:
         post: of its communicator.
-        found: its items, whose array must not change before :meth:`advance` is True.
-        dest: the rank to which it is sent.
+        outgoing: the message.
+        array: its array, which must not change before :meth:`advance` is True.
         tag: its tag.
         copied: whether the caller may change the array before that.
     """
 
     def __init__(
-        self,
-        post: Sends,
-        found: buffers.Items,
-        dest: int,
-        tag: int,
-        copied: bool = False,
+        self, post: Sends, outgoing: Outgoing, array: Any, tag: int, copied: bool
     ):
-        stream = post.stream_of(found.array, "Send")
-        if copied or found.layout.runs is not None:
-            found = _copy_of(found, stream)  # a kernel, which no other thread launches
-        self.post, self._dest, self._tag = post, dest, tag
-        self._found: buffers.Items | None = found
-        self._nbytes = found.nbytes
-        self._requests: list[MPI.Request] = []  # of the envelope
-        self._placing: list[MPI.Request] = []  # of the place
-        self._room: Room | None = None
-        self._done: Event | None = None  # the end of the copy
-        self._hurries = self.ended = False
+        stream = post.stream_of(array, "Send")
+        if copied or outgoing.items.layout.runs is not None:
+            # A kernel copies items with gaps, and no other thread launches it.
+            made = packing.copy_of(outgoing.items._replace(array=array), stream)
+            outgoing, array = Outgoing.of(post, made, outgoing.dest), made.array
+        self.post, self._outgoing, self._tag = post, outgoing, tag
+        self._array: Any = array
+        self._dest, self._nbytes = outgoing.dest, outgoing.nbytes
+        self._asked: list[MPI.Request] | None = None  # once it was announced
+        self._tried = self._started = self._hurries = self.ended = False
         self._error: Exception | None = None
         with post._lock:
             self._after = post.outgoing.event(stream)
         progress.add(self)  # first, because an interrupt may follow the start
         try:
-            offset = 0 if post.is_apart(dest) else FOLLOWS
             with post._lock:  # envelopes are in the order of their numbers
-                self._number = next(post._numbers)
-                text = announced(self._number, self._nbytes, offset, None)
-                post._envelopes.send(text, dest, tag, True, self._requests)
+                slot = NO_SLOT if outgoing.apart else post.words.take()
+                number, rest = next(numbers), (slot, None, [array])
+                self._message = Unread(number, self._dest, self._nbytes, *rest)
+                self._asked = post.announce(outgoing, tag, slot, number, True)
         except BaseException:
             self.hurry()
             raise
 
     def matched(self) -> bool:
         """Return whether a receive has matched it."""
-        with self.post._lock:
-            return bool(self._requests[0].Test())
+        assert self._asked is not None
+        number, slot = self._message.number, self._message.slot
+        return self.post.is_matched(slot, number, self._asked)
 
     def advance(self) -> bool:
         """Do what can be done now; return whether the array may be used. Never wait."""
@@ -95,7 +78,7 @@ class Postponed:
         if not lock.acquire(blocking=False):
             return self.ended
         try:
-            if not self.ended and self._requests and self._may_advance():
+            if not self.ended and self._asked is not None and self._may_advance():
                 try:
                     self._advance()
                 except Exception as error:  # for its own request, whoever calls this
@@ -107,7 +90,7 @@ class Postponed:
     def _enter(self) -> None:
         """Make the rank's GPU current in this thread, or raise."""
         if not self.post._freed:
-            self.post._check_open("Send")
+            self.post.check_open("Send")
 
     def _may_advance(self) -> bool:
         """Return whether the rank's GPU is current in this thread."""
@@ -122,72 +105,56 @@ class Postponed:
         if post._freed:
             self._end()
             return
-        if self._done is None:
+        if not self._started:
             if not (self._hurries or self.matched() or self._is_admitted()):
                 return
             self._start()
-        if self._done is not None and self._done.query():
-            self._place()
+        if not self._started:
+            return
+        number, slot = self._message.number, self._message.slot
+        if slot == NO_SLOT or post.words.holds(slot, READY, number):
+            self._end()
 
     def _is_admitted(self) -> bool:
-        self.post._take_receipts()
-        return self.post.flow.admits(self._dest, self._nbytes)
+        self.post.take_back()
+        return self.post.admits(self._dest, self._nbytes)
 
     def _start(self) -> None:
-        """Start the copy of the data, unless it goes to host memory."""
-        post, found = self.post, self._found
-        assert found is not None
-        post.flow.sent(self._number, self._dest, self._nbytes)  # before others look
-        if post.is_apart(self._dest):
-            self._done = self._after  # the copy waits for it, and must not wait here
-            return
-        if self._room is None:
-            self._room = post._room_for(self._nbytes)
+        """Send the data by MPI, or enqueue its copy and send its place."""
+        post, message = self.post, self._message
         stream = post.outgoing.stream
-        self._after.wait(stream)
-        streams.copy(self._room.address, found.address, self._nbytes, stream)
-        self._done = post.outgoing.event(stream)
-
-    def _place(self) -> None:
-        """Send the place of the data, or to another island the data."""
-        post, room, number = self.post, self._room, self._number
-        if self._placing or number in post._by_mpi:  # before an interrupt
-            self._end()
+        # The copy to the host would wait for that, and an interrupt may have come here.
+        if not self._after.query() or (self._tried and not post.idle(stream)):
             return
-        if room is None:
-            assert self._found is not None
-            data = np.empty(self._nbytes, np.uint8)
-            stream = post.outgoing.stream
-            at = data.ctypes.data
-            streams.copy_to_host(at, self._found.address, self._nbytes, stream)
-            if not SIMULATED:
-                streams.synchronize(stream)
-            post.send_data(data, self._dest, number)
-        else:
-            if number not in post._receipts.unread:
-                post.lend(room, self._dest, number, self._nbytes)
-            self._send_place(place(number, room))
-        self._end()
-
-    def _send_place(self, text: bytes) -> None:
-        tag = self._number % self.post._tags
-        self.post._data.send(text, self._dest, tag, into=self._placing)
+        self._tried = True
+        if message.slot == NO_SLOT:
+            found = self._outgoing.items._replace(array=self._array)
+            post.send_data(on_host(found, stream), self._dest, message.number)
+            self._started = True
+            return
+        if message.room is None:
+            room = post.room_for(self._outgoing.size)
+            if room is None:
+                raise BackendError("Send: expected memory for a message, got none")
+            message = self._message = message._replace(room=room)
+            post.lend(message)
+        assert message.room is not None
+        slot, number = message.slot, message.number
+        if not post.words.holds(slot, READY, number):
+            post.fill_room(message.room, self._outgoing, stream, slot, number)
+        self._started = True
 
     def _fail(self, error: Exception) -> None:
         """Make its request raise, and the receive that matches it."""
         self._error = error
-        post, number = self.post, self._number
+        post, message = self.post, self._message
         try:
-            if post._freed or self._placing or number in post._by_mpi:
+            if post._freed or self._started:
                 pass  # the receiver gets the data, or nothing any more
-            elif post.is_apart(self._dest):
-                post.flow.received(number)  # no receipt arrives
-                post._data.refuse_parts(self._nbytes, self._dest, number)
+            elif message.slot == NO_SLOT:
+                post._data.refuse_parts(self._nbytes, self._dest, message.number)
             else:
-                room = self._room
-                post._receipts.unread[number] = None  # the receipt arrives anyway
-                self._send_place(place(number, None))
-                self._give_back(room)
+                self._give_back()
         except Exception as another:
             error.add_note(
                 f"This could not be reported to rank {self._dest}: {another!r}."
@@ -197,18 +164,20 @@ class Postponed:
 
     def _end(self) -> None:
         self.ended = True
-        self._found = self._room = None  # both may be dropped
+        self._array = None  # it may be dropped
 
-    def _give_back(self, room: Room | None) -> None:
-        """Let other messages use a room that the receiver does not know."""
-        if room is not None:
-            with suppress(DriverError):  # whose room is not used again
-                self.post.outgoing.settle()  # a copy may still write the room
-                self.post._give_back(room)
+    def _give_back(self) -> None:
+        """Keep only the slot, for the answer of the receiver, which refuses it."""
+        post, message = self.post, self._message
+        with suppress(DriverError):  # whose room is not used again
+            post.outgoing.settle()  # a copy may still write the room
+            post.forget(message)
+            post.words.end(message.slot, message.number)
+            post.lend(message._replace(room=None))
 
     def hurry(self) -> None:
         """Copy the array now: the call raises, so its caller may change the array."""
-        if not self._requests:  # it was not announced
+        if self._asked is None:  # it was not announced
             self._end()
             progress.remove(self)
         if not self.ended:
@@ -221,11 +190,8 @@ class Postponed:
         """End without the receiver, in a communicator that was freed or has failed."""
         with self.post._lock:
             if not self.ended:
-                self._error, room = error, self._room
+                self._error = error
                 self._end()
-                if room is not None and not self._placing:
-                    self.post._receipts.unread.pop(self._number, None)
-                    self._give_back(room)
         progress.remove(self)
 
     def wait(self, what: str, matched: bool = False) -> None:
@@ -272,28 +238,17 @@ class Postponed:
             raise self._error
 
     def _late(self, what: str) -> CollectiveTimeout:
-        flow, rank = self.post.flow, self.post._rank
+        post, rank = self.post, self.post.rank
         return CollectiveTimeout(
             f"{what}: rank {rank} waited for rank {self._dest} to receive its message "
             f"of {self._nbytes} bytes with tag {self._tag}; it has "
-            f"{flow.unreceived[self._dest]} bytes of earlier ones to receive, and "
-            f"NUMBA_SYMM_MESSAGE_LIMIT is {flow.limit} (timeout: "
-            f"{self.post.timeout:g} s); receive them first, or raise that limit. The "
+            f"{post.unread[self._dest]} bytes of earlier ones to receive, and "
+            f"NUMBA_SYMM_MESSAGE_LIMIT is {post.limit} (timeout: "
+            f"{post.timeout:g} s); receive them first, or raise that limit. The "
             "message is sent nevertheless",
             ranks=(rank, self._dest),
             operation=what,
         )
-
-
-def _copy_of(found: buffers.Items, stream: int) -> buffers.Items:
-    """Return a copy of a message's elements, without gaps."""
-    made = own_arrays.empty((found.nbytes,), np.dtype(np.uint8), "Send")
-    copy = buffers.message(made)
-    if found.layout.runs is None:
-        streams.copy(copy.address, found.address, found.nbytes, stream)
-    else:
-        packing.pack(found, made)(stream)
-    return copy
 
 
 class SendingLater(Own):
@@ -302,16 +257,20 @@ class SendingLater(Own):
     Args:
         message: the message.
         matched: whether it is done only when a receive has matched it.
+
+    Attributes:
+        call: the call that waits for it, for errors.
     """
 
     def __init__(self, message: Postponed, matched: bool):
         super().__init__()
         self._message, self._matched = message, matched
+        self.call = "Wait"
         progress.in_background(message.post._enter)
 
     def _finish(self, status: MPI.Status | None) -> None:
         try:
-            self._message.wait("Wait", self._matched)
+            self._message.wait(self.call, self._matched)
         finally:
             self._active = not self._message.ended
         describe(status)
@@ -330,10 +289,31 @@ class SendingLater(Own):
         return True
 
 
-def later(
-    post: Any, found: buffers.Items, dest: int, tag: int, copied: bool = False
-) -> Postponed | None:
-    """Return a message above the limit, which was announced; None if it is not."""
-    if post.admits(found, dest, tag):
-        return None
-    return Postponed(post, found, dest, tag, copied)
+def start(
+    post: Sends,
+    outgoing: Outgoing,
+    array: Any,
+    tag: int,
+    matched: bool = False,
+    copied: bool = False,
+) -> Own:
+    """Send a message now, or above the limit later; return its request.
+
+    Args:
+        post: of its communicator.
+        outgoing: the message.
+        array: the array of its items.
+        tag: its tag.
+        matched: whether the request is done only when a receive has matched it.
+        copied: whether the caller may change the array before the request is done.
+    """
+    post.check_message("Send", outgoing.dest, tag)
+    if not post.limit or post.admits(outgoing.dest, outgoing.nbytes):
+        return post.send(outgoing, array, tag, matched)
+    return SendingLater(Postponed(post, outgoing, array, tag, copied), matched)
+
+
+def start_at_once(post: Sends, outgoing: Outgoing, array: Any, tag: int) -> Own:
+    """Send a message now, regardless of the limit; return its request."""
+    post.check_message("Send", outgoing.dest, tag)
+    return post.send(outgoing, array, tag)

@@ -35,6 +35,7 @@ class StartedMessage(Protocol):
 
 
 _pending: list[StartedMessage] = []
+_matching: list[Callable[[], None]] = []
 _lock = threading.Lock()  # of the thread's start and end
 _thread: threading.Thread | None = None
 _stopped = False
@@ -66,8 +67,20 @@ def remove(message: StartedMessage) -> None:
         _pending.remove(message)
 
 
+def match_by(match: Callable[[], None]) -> None:
+    """Call this in every wait; it matches the messages that have arrived."""
+    _matching.append(match)
+
+
+def forget(match: Callable[[], None]) -> None:
+    """Call this no more."""
+    _matching.remove(match)
+
+
 def advance() -> None:
     """Do what can be done now for all messages. Never wait."""
+    for match in tuple(_matching):
+        match()
     if not _pending:
         return
     with streams.relaxed():  # the program may be capturing one of its streams

@@ -11,13 +11,11 @@ waits for this one. So each rank does it in a later call, in which it finds its 
 idle.
 """
 
-import functools
-import itertools
 import threading
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -45,19 +43,29 @@ _BYTE = np.dtype(np.uint8)
 _lock = threading.RLock()  # the communicators of several threads share the rooms
 
 
+class Blocks(Protocol):
+    """The blocks of this rank, in memory that its peers read."""
+
+    def add(self, handle: bytes) -> int | None:
+        """Return the number of a block with that handle; None: there are too many."""
+
+    def remove(self, number: int) -> None:
+        """Forget a block."""
+
+
 class Room(NamedTuple):
     """Room for one message.
 
     Attributes:
         memory: the block.
-        handle: names the block in other processes.
+        block: its number in this rank's list of blocks.
         offset: the room's first byte in it.
         nbytes: the room's size.
         once: the handle, if the block is for one message only.
     """
 
     memory: Memory
-    handle: bytes
+    block: int
     offset: int
     nbytes: int
     once: SharedHandle | None = None
@@ -73,31 +81,31 @@ class Rooms:
 
     Args:
         allocator: allocates the blocks.
+        blocks: the list of blocks that the peers read.
 
     Attributes:
         most: the bytes of blocks with one room that are kept.
     """
 
-    def __init__(self, allocator: SymmetricMemoryAllocator):
+    def __init__(self, allocator: SymmetricMemoryAllocator, blocks: Blocks):
         self.most = message_limit() or DEFAULT_MESSAGE_LIMIT
-        self._allocator = allocator
+        self._allocator, self._blocks = allocator, blocks
         self._free: dict[int, list[Room]] = {}
         self._kept = 0  # bytes of blocks with one room
         self._leaving = 0  # blocks that are to be freed
-        self._freeable: deque[Block] = deque()  # those that no process uses
+        self._freeable: deque[tuple[Block, int]] = deque()  # those that no process uses
         on_allocation_failure(self._free_for_others)
 
-    def take_free(self, nbytes: int) -> Room | None:
-        """Return room for at least ``nbytes``, or None if none is free."""
-        free = self._free.get(_size(nbytes))
+    def take_free(self, size: int) -> Room | None:
+        """Return room of a size, or None if none is free."""
+        free = self._free.get(size)
         try:
             return free.pop() if free else None
         except IndexError:  # another thread took it
             return None
 
-    def take(self, nbytes: int) -> Room:
-        """Return room for at least ``nbytes``, which may be new."""
-        size = _size(nbytes)
+    def take(self, size: int) -> Room | None:
+        """Return room of a size, which may be new; None: there are too many blocks."""
         with _lock:
             free = self._free.setdefault(size, [])
             if not free and size > BLOCK and self._kept + size > self.most:
@@ -106,7 +114,9 @@ class Rooms:
                 try:
                     return free.pop()
                 except IndexError:
-                    free += self._made(size)
+                    if not (made := self._made(size)):
+                        return None
+                    free += made
 
     def give_back(self, room: Room) -> None:
         """Reuse a room, whose message was received, or free its block later."""
@@ -126,7 +136,9 @@ class Rooms:
         finally:
             with _lock:
                 while self._freeable:
-                    self._allocator.release(self._freeable.popleft())
+                    block, number = self._freeable.popleft()
+                    self._blocks.remove(number)
+                    self._allocator.release(block)
                     self._leaving -= 1
 
     def _free_for_others(self) -> None:
@@ -134,53 +146,45 @@ class Rooms:
         with suppress(ExchangeError):  # a later call reports it; some were freed
             self.shrink()
 
-    def _for_once(self, size: int) -> Room:
+    def _for_once(self, size: int) -> Room | None:
         block = self._allocator.allocate(size)
         memory = Memory(block.address, size, block)
-        unused = weakref.finalize(memory, self._freeable.append, block)
+        number, shared = self._shared(memory, 1)
+        if number is None:
+            self._allocator.release(block)
+            return None
+        unused = weakref.finalize(memory, self._freeable.append, (block, number))
         unused.atexit = False  # the process' end frees it
-        shared = share(memory.array(size, _BYTE), opens=1)
-        leave_out(shared)
-        return Room(memory, shared.to_bytes(), 0, size, shared)
+        return Room(memory, number, 0, size, shared)
 
     def _made(self, size: int) -> list[Room]:
         nbytes = max(size, BLOCK)
-        self._kept += nbytes if size >= BLOCK else 0
         block = self._allocator.allocate(nbytes)
         memory = Memory(block.address, nbytes, block)
-        shared = share(memory.array(nbytes, _BYTE), opens=_OPENS)
+        number, _ = self._shared(memory, _OPENS)
+        if number is None:
+            self._allocator.release(block)
+            return []
+        self._kept += nbytes if size >= BLOCK else 0
+        starts = range(0, nbytes - size + 1, size)
+        return [Room(memory, number, offset, size) for offset in starts]
+
+    def _shared(self, memory: Memory, opens: int) -> tuple[int | None, SharedHandle]:
+        """Share a block, and return its number; None: there are too many."""
+        shared = share(memory.array(memory.nbytes, _BYTE), opens=opens)
         leave_out(shared)  # the program itself has not shared it
-        handle = shared.to_bytes()
-        starts = itertools.count(0, size)
-        return [
-            Room(memory, handle, offset, size)
-            for offset, _ in zip(starts, range(nbytes // size), strict=False)
-        ]
+        number = self._blocks.add(shared.to_bytes())
+        if number is None:
+            shared.cancel()
+        return number, shared
 
 
-def _size(nbytes: int) -> int:
+def size_of(nbytes: int) -> int:
     """Return the size of the room for a message; large ones are at most 1/8 larger."""
     if nbytes > 8 * BLOCK:
         unit = 1 << nbytes.bit_length() - 4
         return -(-nbytes // unit) * unit
     return max(LEAST, 1 << (nbytes - 1).bit_length())
-
-
-_of: dict[SymmetricMemoryAllocator, Rooms] = {}
-
-
-def rooms_of(allocator: SymmetricMemoryAllocator) -> Rooms:
-    """Return the rooms of this process."""
-    with _lock:
-        if allocator not in _of:
-            _of[allocator] = Rooms(allocator)
-        return _of[allocator]
-
-
-def give_back_all() -> None:
-    """Unmap the blocks of other processes, for the end of the program."""
-    opened.cache_clear()
-    _read.clear()
 
 
 class Opened(NamedTuple):
@@ -194,19 +198,13 @@ class Opened(NamedTuple):
 
     array: Any
     address: int
-    once: bool = False
+    once: bool
 
 
-@functools.lru_cache(maxsize=1024)
-def opened(handle: bytes) -> Opened:
-    """Return the block of another process, mapped here once."""
+def opened(handle: bytes, once: bool) -> Opened:
+    """Return the block of another process, mapped here."""
     array = open_shared(SharedHandle.from_bytes(handle))
-    return Opened(array, view(array, "Recv").address)
-
-
-def opened_once(handle: bytes) -> Opened:
-    """Return a block for one message, which :func:`copied` unmaps."""
-    return opened.__wrapped__(handle)._replace(once=True)
+    return Opened(array, view(array, "Recv").address, once)
 
 
 _read: "deque[Opened]" = deque()  # blocks for one message, which was copied

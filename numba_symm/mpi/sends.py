@@ -1,29 +1,53 @@
-"""Sends of device arrays: a copy to memory of this process, then an envelope of MPI.
+"""Sends of device arrays: a copy to memory of this process, and an envelope.
 
-The envelope of a small message contains the data.
+To a rank of the same island, the copy is only enqueued, and a word tells when the
+receiver may read it. To other ranks, the data passes through host memory and MPI.
 """
 
 import functools
+import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Concatenate, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from numba_symm import arrays, streams
-from numba_symm.environment import SIMULATED
-from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import buffers, inline, packing
-from numba_symm.mpi.channels import Channel, Receipts
-from numba_symm.mpi.copies import CopyStream
-from numba_symm.mpi.crossings import Data, on_host
-from numba_symm.mpi.envelopes import announced, with_data
+from numba_symm.cache import Cache
+from numba_symm.environment import SIMULATED, message_limit
+from numba_symm.errors import SymmError
+from numba_symm.events import Event
+from numba_symm.mpi import buffers, packing, progress
+from numba_symm.mpi.calls import BUSY, PAUSE, describe, waited
+from numba_symm.mpi.channels import MOST, Channel, Data
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
-from numba_symm.mpi.flow import Flow
-from numba_symm.mpi.inline import HostRoom
-from numba_symm.mpi.rooms import Room, Rooms, rooms_of
+from numba_symm.mpi.requests import Own
+from numba_symm.mpi.rooms import Room, size_of
+from numba_symm.mpi.words import (
+    FIELDS,
+    LINE,
+    MATCHED,
+    NO_SLOT,
+    READ,
+    READY,
+    Words,
+    numbers,
+)
 from numba_symm.own_arrays import Memory
+from numba_symm.rings import NOTHING, THERE
+from numba_symm.streams import SideStream
+
+LOOKS = 2000
+"""Looks at memory before a waiting rank looks for failures: some microseconds."""
+
+_ANY_SOURCE, _ANY_TAG = MPI.ANY_SOURCE, MPI.ANY_TAG
+_BYTE = np.dtype(np.uint8)
+
+NEVER = 1 << 62
+"""A number that no message has."""
 
 
 def alone(
@@ -39,250 +63,464 @@ def alone(
     return locked
 
 
-class StagedSend(NamedTuple):
-    """A message that is being copied to its room, or to the host.
+class CopyStream:
+    """The stream of one communicator's copies, which may run beside the program's work.
 
-    Attributes:
-        dest: the rank to which it is sent.
-        tag: its tag.
-        nbytes: its size.
-        room: the room; None if the message is empty or small.
-        stream: of the copy.
-        on_host: host memory for a small message.
+    Its events are used again, because to make one takes longer than to record it.
     """
 
+    def __init__(self) -> None:
+        self._side: SideStream | None = None
+        self._events: list[Event] = []  # those that are not in use
+
+    def event(self, stream: int) -> Event:
+        """Return the end of a stream's work so far."""
+        try:
+            found = self._events.pop()
+        except IndexError:
+            found = Event()
+        found.record(stream)
+        return found
+
+    def reuse(self, event: Event) -> None:
+        """Take back an event that no caller will query any more."""
+        self._events.append(event)
+
+    @property
+    def stream(self) -> int:
+        """The stream of the copies."""
+        if self._side is None:
+            self._side = SideStream(0)
+        return self._side.stream
+
+    def settle(self) -> None:
+        """Wait for all copies; later ones have a new stream."""
+        if self._side is not None:
+            if not SIMULATED:
+                streams.synchronize(self._side.stream)
+            self._side.close()
+            self._side = None
+
+
+class Outgoing(NamedTuple):
+    """A message of certain items to a rank, which can be sent many times.
+
+    Attributes:
+        items: the items, without their array.
+        dest: the rank.
+        nbytes: the message's size.
+        address: of the first item.
+        size: of the room that it needs.
+        apart: whether the rank is on another island.
+    """
+
+    items: buffers.Items
     dest: int
-    tag: int
     nbytes: int
+    address: int
+    size: int
+    apart: bool
+
+    @classmethod
+    def of(cls, post: "Sends", found: buffers.Items, dest: int) -> "Outgoing":
+        """Return the message, or refuse its destination."""
+        post.check_message("Send", dest, 0)
+        nbytes, apart = found.nbytes, post.islands[dest] != post.islands[post.rank]
+        items = found._replace(array=None)
+        return cls(items, dest, nbytes, found.address, size_of(nbytes), apart)
+
+
+class Unread(NamedTuple):
+    """A message of this rank that its receiver has not read.
+
+    Attributes:
+        number: the message's.
+        dest: the rank to which it was sent.
+        nbytes: its size.
+        slot: of its words, or ``NO_SLOT``.
+        room: the memory from which it is read.
+        used: what it needs: the array until it was copied, or MPI's requests.
+    """
+
+    number: int
+    dest: int
+    nbytes: int
+    slot: int
     room: Room | None
-    stream: int
-    on_host: HostRoom | None = None
+    used: list[Any]
 
 
 class Sends:
     """The sending part of :class:`numba_symm.mpi.messages.Post`, which sets all this.
 
     Attributes:
-        flow: what the other ranks have not received.
+        limit: the bytes of messages to a rank that it has not read, at most; above it,
+            a message is postponed. 0: there is no limit.
+        words: of the island.
+        context: the communicator's number, which no other one of this process has.
         outgoing: copies of messages that were postponed.
         timeout: seconds that such a message waits at most; 0: indefinitely.
         islands: the number of each rank's island.
-        allocator: allocates the memory through which messages pass.
+        places: by rank, its place in its island.
+        threads: has ``ready`` in threads where the GPU is current.
+        tags: the number of tags.
+        rank: this one.
     """
 
-    flow: Flow
+    words: Words
+    context: int
     outgoing: CopyStream
     timeout: float
     islands: list[int]
-    allocator: SymmetricMemoryAllocator
+    places: list[int]
+    threads: threading.local
+    tags: int
     _envelopes: Channel
-    _receipts: Receipts
     _data: Data
-    _by_mpi: dict[int, list[MPI.Request]]  # by number, those of data by MPI
-    _tags: int
-    _rank: int
+    rank: int
+    _to: list[tuple[int, int]]
     _freed: bool
-    _numbers: Iterator[int]
     _stream: Any
     _lock: threading.RLock
-    _threads: threading.local
     _enter: Callable[[str], None]
 
+    def __init__(self, ranks: int) -> None:
+        self.limit = message_limit()
+        self.unread = [0] * ranks
+        """By rank, the bytes that it has not read."""
+        self._unread: list[Unread] = []
+        self._looks = MOST
+        self.known = Cache(1024)
+        """Messages and the places for them that the program has named before."""
+
     def reap(self) -> None:
-        """Send the receipts of messages, and reuse the memory of those received."""
+        """Reuse the memory of messages that were read."""
         raise NotImplementedError
 
     def check(self) -> None:
         """Raise if the communicator has failed, also after it was freed."""
         raise NotImplementedError
 
-    def _check_open(self, what: str) -> None:
+    def check_open(self, what: str) -> None:
         """Begin a call: refuse it after Free, and make the GPU current."""
         if self._freed:
             raise MPIError(MPI.ERR_COMM, f"{what}: {FREED}")
-        if not hasattr(self._threads, "ready"):
+        if not hasattr(self.threads, "ready"):
             self._enter(what)
-            self._threads.ready = True
+            self.threads.ready = True
 
     def stream_of(self, array: Any, what: str) -> int:
         """Return the stream for copies of an array."""
-        named = None if array is None else arrays.stream_of(array)
+        kind = arrays.KINDS.get(type(array))
+        if kind is not None:
+            named = None if kind.stream is None else kind.stream(array)
+        else:
+            named = None if array is None else arrays.stream_of(array)
         found = streams.handle_or_default(self._stream) if named is None else named
-        if not SIMULATED and streams.is_capturing(found):
+        if not SIMULATED:
+            self.refuse_capture(found, what)
+        return found
+
+    def refuse_capture(self, stream: int, what: str) -> None:
+        """Raise if a stream is being captured."""
+        if not SIMULATED and streams.is_capturing(stream):
             raise unsupported(
                 f"{what}: expected a stream that is not being captured, because the "
                 "ranks' hosts take part in this call; make it before or after the "
                 "capture, or use comm.communicator.send and recv"
             )
-        return found
 
-    def send(
-        self, found: buffers.Items, dest: int, tag: int, matched: bool = False
-    ) -> MPI.Request:
-        """Send a message, regardless of the limit; its array may be used afterwards.
+    def tag_of(self, number: int) -> int:
+        """Return the tag of what the channel of data brings of a message."""
+        return number % self.tags
 
-        Returns:
-            The request of the envelope. If ``matched``, it is done when a receive has
-            matched it.
-        """
-        return self.announce(self.stage(found, dest, tag), matched)
+    def answer_of(self, number: int) -> int:
+        """Return the tag of the answer that a receive has matched a message."""
+        return 1 + number % (self.tags - 1)
 
-    def admits(self, found: buffers.Items, dest: int, tag: int) -> bool:
-        """Return whether a message may be sent now, or refuse its destination."""
-        self.check_send(dest, tag)
-        nbytes = found.nbytes
-        if self.flow.admits(dest, nbytes):
+    def idle(self, stream: int) -> bool:
+        """Return whether all work of a stream is done."""
+        return SIMULATED or streams.is_done(stream)
+
+    def admits(self, dest: int, nbytes: int) -> bool:
+        """Return whether a message may be sent now; above the limit, only alone."""
+        before = self.unread[dest]
+        if not before or not self.limit or before + nbytes <= self.limit:
             return True
-        self.stream_of(found.array, "Send")  # refuses a capture before events are asked
-        self.reap()
-        return self.flow.admits(dest, nbytes)
-
-    def check_send(self, dest: int, tag: int) -> None:
-        """Begin a send, or refuse its destination or its tag."""
-        self.check_message("Send", dest, tag)
+        self.take_back()
+        before = self.unread[dest]
+        return not before or before + nbytes <= self.limit
 
     def check_receive(self, source: int, tag: int, what: str = "Recv") -> None:
         """Begin a receive or a probe, or refuse its source or its tag."""
-        any_source, any_tag = source == MPI.ANY_SOURCE, tag == MPI.ANY_TAG
-        self.check_message(what, 0 if any_source else source, 0 if any_tag else tag)
+        if not (source == _ANY_SOURCE or 0 <= source < len(self.islands)):
+            self.check_message(what, source, 0)
+        self.check_message(what, 0, 0 if tag == _ANY_TAG else tag)
 
     def check_message(self, what: str, rank: int, tag: int) -> None:
         """Begin a call, or refuse a rank or a tag that no message can have."""
-        self._check_open(what)
+        if self._freed or not hasattr(self.threads, "ready"):
+            self.check_open(what)
         if not 0 <= rank < len(self.islands):
             raise refusal(
                 MPI.ERR_RANK,
                 f"{what}: expected a rank from 0 to {len(self.islands) - 1} or "
                 f"MPI.PROC_NULL, got {rank}; pass one of these",
             )
-        if not 0 <= tag < self._tags:
+        if not 0 <= tag < self.tags:
             raise refusal(
                 MPI.ERR_TAG,
-                f"{what}: expected a tag from 0 to {self._tags - 1}, got {tag}; pass "
+                f"{what}: expected a tag from 0 to {self.tags - 1}, got {tag}; pass "
                 "one of these",
             )
 
-    def stage(self, found: buffers.Items, dest: int, tag: int) -> StagedSend:
-        """Start the copy of a message to its room.
+    def send(
+        self, outgoing: Outgoing, array: Any, tag: int, matched: bool = False
+    ) -> "Sending":
+        """Start to send a message, and return its request.
 
-        :meth:`announce` or :meth:`drop` follows.
+        Args:
+            outgoing: the message.
+            array: the array of its items.
+            tag: its tag.
+            matched: whether the request is done only when a receive has matched it.
         """
-        self.check_send(dest, tag)
-        nbytes, stream = found.nbytes, self.stream_of(found.array, "Send")
-        if not nbytes:
-            return StagedSend(dest, tag, 0, None, stream)
-        if nbytes <= inline.MOST and found.layout.runs is None:
-            small = inline.take()
-            streams.copy_to_host(small.address, found.address, nbytes, stream)
-            return StagedSend(dest, tag, nbytes, None, stream, small)
-        room = self._room_for(nbytes)
-        try:
-            if found.layout.runs is None:
-                streams.copy(room.address, found.address, nbytes, stream)
-            else:
-                memory = Memory(room.address, nbytes, room.memory)
-                packed = memory.array(nbytes, np.dtype(np.uint8))
-                packing.pack(found, packed)(stream)
-        except BaseException:
-            self._give_back(room)
-            raise
-        return StagedSend(dest, tag, nbytes, room, stream)
-
-    def announce(self, staged: StagedSend, matched: bool = False) -> MPI.Request:
-        """Wait for the copy of a message, and send its envelope; see :meth:`send`."""
-        dest, tag, nbytes, room, stream, small = staged
-        data = None
-        if nbytes:
-            self._wait(staged)
-        if room is not None and self.is_apart(dest):
-            try:
-                self.reap()  # drops data that MPI has sent
-                data = on_host(room, nbytes, stream)
-            finally:
-                self._give_back(room)
-            room = None
-        offset = 0 if room is None else room.offset
+        stream, words, nbytes = self.stream_of(array, "Send"), self.words, outgoing[2]
+        used, slot = [array], NO_SLOT
         with self._lock:
-            self._data.reap()
-            number = next(self._numbers)
-            if data is not None:
-                self.send_data(data, dest, number)  # first, because it may fail
-            if small is not None:
-                text = with_data(number, small.data[:nbytes])
-                inline.give_back(small)
-            else:
-                text = announced(number, nbytes, offset, room)
-            if room is not None or small is not None:
-                self.lend(room, dest, number, nbytes)
+            number = next(numbers)
+            if nbytes and not outgoing.apart:
+                slot = words.take()
+            if slot != NO_SLOT:
+                room = self.fill(outgoing, stream, slot, number)
+                if room is None:
+                    slot = NO_SLOT
+                else:
+                    self.lend(Unread(number, outgoing.dest, nbytes, slot, room, used))
+            if slot == NO_SLOT and nbytes:
+                data = on_host(outgoing.items._replace(array=array), stream)
+                self.send_data(data, outgoing.dest, number)
             try:
-                return self._envelopes.send(text, dest, tag, matched)
-            except Exception:
-                self._give_back(self._receipts.unread.pop(number, None))
-                self.flow.received(number)
+                requests = self.announce(outgoing, tag, slot, number, matched)
+            except BaseException:
+                if slot != NO_SLOT:
+                    words.values[LINE * slot + READ] = number
                 raise
+        return Sending(self, slot, number, used, requests)
 
-    def lend(self, room: Room | None, dest: int, number: int, nbytes: int) -> None:
-        """Keep the room of a message, if it has one, until its receipt arrives."""
-        self._receipts.unread[number] = room
-        self.flow.sent(number, dest, nbytes)
+    def announce(
+        self, outgoing: Outgoing, tag: int, slot: int, number: int, asks: bool
+    ) -> list[MPI.Request] | None:
+        """Send the envelope of a message.
+
+        Returns:
+            None, unless ``asks``. Then the requests of MPI that end when a receive has
+            matched it; there are none if the slot's word tells that.
+        """
+        requests: list[MPI.Request] | None = [] if asks else None
+        dest, nbytes = outgoing.dest, outgoing.nbytes
+        if asks and slot == NO_SLOT:
+            assert requests is not None
+            empty = np.empty(0, np.uint8)
+            self._envelopes.receive(requests, empty, dest, self.answer_of(number))
+        if outgoing.apart:
+            rest = tag, nbytes, slot, number, asks
+            text = FIELDS.pack(self.context, self.rank, *rest)
+            self._envelopes.send([text, MPI.BYTE], dest)
+            return requests
+        to, here = self._to[dest], self.places[self.rank]
+        fields = self.context, here, tag, nbytes, slot, number, asks
+        while not self.words.publish(*to, 1, *fields):
+            self.check()  # the receiver has looked at none of very many envelopes
+            progress.advance()
+            time.sleep(PAUSE)
+        return requests
+
+    def fill(
+        self, outgoing: Outgoing, stream: int, slot: int, number: int
+    ) -> Room | None:
+        """Enqueue the copy of a message to a room; give the slot back if there is none.
+
+        It returns the room.
+        """
+        room = None
+        try:
+            room = self.room_for(outgoing.size)
+            if room is not None:
+                self.fill_room(room, outgoing, stream, slot, number)
+                return room
+        except Exception:  # an interrupt may follow the launch, so both stay unused
+            if room is not None:
+                self.give_back(room)
+            self.words.give_back(slot)
+            raise
+        self.words.give_back(slot)
+        return None
+
+    def fill_room(
+        self, room: Room, outgoing: Outgoing, stream: int, slot: int, number: int
+    ) -> None:
+        """Enqueue the copy of a message's items to a room, and its word."""
+        items, nbytes, target = outgoing.items, outgoing.nbytes, room.address
+        if items.layout.runs is not None:
+            packed = Memory(target, nbytes, room.memory).array(nbytes, _BYTE)
+            packing.pack(items, packed)(stream)
+            nbytes = 0
+        self.words.put(slot, room)
+        word = slot, READY, number
+        self.words.copy(target, outgoing.address, nbytes, stream, *word)
+
+    def lend(self, message: Unread) -> None:
+        """Keep the room of a message until it was read."""
+        self._unread.append(message)
+        self.unread[message.dest] += message.nbytes
+        # The limit grows with what is kept, so a message costs the same on average.
+        if len(self._unread) >= self._looks:
+            self.take_back()
+            self._looks = MOST + 2 * len(self._unread)
 
     def send_data(self, data: Any, dest: int, number: int) -> None:
-        """Send the data of a message by MPI, to a rank of another island."""
+        """Send the data of a message by MPI."""
         requests = self._data.send_parts(data, dest, number)
-        self._by_mpi[number] = requests
-        self.flow.sent(number, dest, data.nbytes)
-
-    def _take_receipts(self) -> None:
-        """Reuse the memory of messages that were received."""
-        for number, room in self._receipts.take():
-            self.flow.received(number)
-            self._give_back(room)
-        for number, requests in list(self._by_mpi.items()):
-            if all([request.Test() for request in requests]):
-                del self._by_mpi[number]
-                self.flow.received(number)
-
-    def is_apart(self, dest: int) -> bool:
-        """Return whether a rank is in another island."""
-        return self.islands[dest] != self.islands[self._rank]
-
-    def _wait(self, staged: StagedSend) -> None:
-        """Wait for the copy of a message; if that fails, give its room back.
-
-        Host memory is not given back then, because the copy may still write it.
-        """
-        try:
-            if not SIMULATED:
-                streams.synchronize(staged.stream)
-        except BaseException:
-            self._give_back(staged.room)
-            raise
-
-    def drop(self, staged: StagedSend) -> None:
-        """Give the room of a message back, which is not sent."""
-        if staged.nbytes:
-            self._wait(staged)
-        self._give_back(staged.room)
-        if staged.on_host is not None:
-            inline.give_back(staged.on_host)
+        self.lend(Unread(number, dest, data.nbytes, NO_SLOT, None, requests))
 
     @alone
-    def has_ended(self, request: MPI.Request) -> bool:
-        """Return whether a send has ended; two threads must not ask MPI at a time."""
-        return request.Test()
+    def take_back(self) -> None:
+        """Reuse the memory of messages that were read."""
+        for each in [each for each in self._unread if self._was_read(each)]:
+            self._unread.remove(each)
+            self.release(each)
 
-    @functools.cached_property
-    def _rooms(self) -> Rooms:
-        return rooms_of(self.allocator)
+    def _was_read(self, message: Unread) -> bool:
+        number, slot = message.number, message.slot
+        if slot == NO_SLOT:
+            return all([request.Test() for request in message.used])
+        # A message may be refused before it was copied.
+        words = self.words
+        return words.holds(slot, READ, number) and words.holds(slot, READY, number)
 
-    def _room_for(self, nbytes: int) -> Room:
-        """Return room; look for receipts before it takes more memory."""
-        found = self._rooms.take_free(nbytes)
+    def forget(self, message: Unread) -> None:
+        """Use the room of a message again, if it has one."""
+        if message in self._unread:
+            self._unread.remove(message)
+            self.release(message._replace(slot=NO_SLOT))
+
+    def release(self, message: Unread) -> None:
+        """Use the memory of a message again."""
+        self.unread[message.dest] -= message.nbytes
+        if message.room is not None:
+            self.give_back(message.room)
+        if message.slot != NO_SLOT:
+            self.words.give_back(message.slot)
+
+    def is_matched(self, slot: int, number: int, requests: list[MPI.Request]) -> bool:
+        """Return whether a receive has matched a message that asked for that."""
+        if slot != NO_SLOT:
+            return self.words.holds(slot, MATCHED, number)
+        with self._lock:  # two threads must not ask MPI at a time
+            return all([request.Test() for request in requests])
+
+    def room_for(self, size: int) -> Room | None:
+        """Return room; look for messages that were read before it takes more memory.
+
+        It returns None if there are too many blocks.
+        """
+        found = self.words.rooms.take_free(size)
         if found is None:
-            self.reap()
-            found = self._rooms.take(nbytes)
+            self.take_back()
+            found = self.words.rooms.take(size)
         return found
 
-    def _give_back(self, room: Room | None) -> None:
-        if room is not None:
-            self._rooms.give_back(room)
+    def give_back(self, room: Room) -> None:
+        """Let other messages use a room."""
+        self.words.rooms.give_back(room)
+
+    def until(self, slot: int, word: int, number: int, done: Callable[[], Any]) -> None:
+        """Wait until a word has a number, or ``done()``.
+
+        Args:
+            slot: of the word.
+            word: which one.
+            number: the word's number; ``NEVER``: wait only for ``done()``.
+            done: is called whenever a message has arrived, and now and then.
+        """
+        words, looks = self.words, 0
+        at, bell = words.at + 8 * (LINE * slot + word), words.bell
+        while (found := words.look(bell, at, number, LOOKS)) != THERE:
+            progress.advance()
+            if done():
+                return
+            if found == NOTHING:
+                os.sched_yield()  # to a rank that shares this processor
+                self.check()
+                looks += 1
+                if looks > BUSY:
+                    time.sleep(PAUSE)
+
+
+def on_host(found: buffers.Items, stream: int) -> Any:
+    """Return the bytes of a message in host memory, when the stream has come there."""
+    data = np.empty(found.nbytes, _BYTE)
+    if found.layout.runs is not None:
+        found = packing.copy_of(found, stream)
+    streams.copy_to_host(data.ctypes.data, found.address, found.nbytes, stream)
+    if not SIMULATED:
+        streams.synchronize(stream)
+    return data
+
+
+class Sending(Own):
+    """A send that was started.
+
+    Args:
+        post: of its communicator.
+        slot: of its words; ``NO_SLOT``: the array may be used.
+        number: the message's.
+        used: keeps the array.
+        matched: what :meth:`Sends.announce` has returned.
+    """
+
+    def __init__(
+        self,
+        post: Sends,
+        slot: int,
+        number: int,
+        used: list[Any],
+        matched: list[MPI.Request] | None,
+    ):
+        self._post, self._slot, self._number = post, slot, number
+        self._used, self._matched = used, matched
+
+    def _is_copied(self) -> bool:
+        if self._slot != NO_SLOT:
+            if self._post.words.values[LINE * self._slot + READY] != self._number:
+                return False
+            self._used.clear()  # the program may drop the array
+        return True
+
+    def _is_done(self) -> bool:
+        if not self._is_copied():
+            return False
+        return self._matched is None or self._post.is_matched(
+            self._slot, self._number, self._matched
+        )
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        if self._slot != NO_SLOT:
+            self._post.until(self._slot, READY, self._number, self._is_copied)
+            self._used.clear()
+        if self._matched is not None:
+            waited(self._is_done, self._post.check)
+        if status is not None:
+            describe(status)
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        if not self._is_done():
+            self._post.check()
+            return False
+        describe(status)
+        return True
+
+    def _withdraw(self) -> None:
+        with suppress(SymmError):
+            waited(self._is_copied, self._post.check)

@@ -152,7 +152,7 @@ class Win(MPI.Win, metaclass=Kind):
             nbytes = natural(size, "size", MPI.ERR_SIZE)
             if not nbytes:
                 return None
-            allocator = comm.post.allocator
+            allocator = comm.post.words.allocator
             memory = allocator.memory_of(allocator.allocate(nbytes, comm.size))
             return memory.array(nbytes, _BYTE)
 

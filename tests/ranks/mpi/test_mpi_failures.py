@@ -114,7 +114,7 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
 
 
 @needs_peers
-def test_data_for_other_islands(apart, monkeypatch, through_rooms):
+def test_data_for_other_islands(apart, monkeypatch):
     """It is sent in parts, before the envelope that announces it."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     monkeypatch.setattr(crossings, "_PART", 1000)
@@ -147,7 +147,7 @@ def test_data_for_other_islands(apart, monkeypatch, through_rooms):
     comm.Free()
 
 
-def test_a_failed_send_keeps_no_memory(comm, monkeypatch, through_rooms):
+def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
     comm = comm.Dup()
     comm.Sendrecv(array(1), comm.rank, 1, array(1), comm.rank, 1)
     while comm.post._receipts.unread:
@@ -256,7 +256,7 @@ def test_the_gpu_is_current_in_each_thread(comm, monkeypatch):
 
 @needs_peers
 def test_a_copy_that_fails_is_reported_by_its_request(
-    apart, monkeypatch, through_rooms
+    apart, monkeypatch
 ):
     """Other calls, which may start it when its data arrives, do not raise."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")

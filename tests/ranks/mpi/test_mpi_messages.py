@@ -11,12 +11,12 @@ from numba import cuda
 from numba_symm import mpi as MPI
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
-from numba_symm.mpi import copies, inline, sends
+from numba_symm.mpi import arrivals, sends
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.rooms import BLOCK, LEAST, rooms_of
 from tests.ranks.helpers import needs_peers, of_one_island
 
-pytestmark = [of_one_island, pytest.mark.usefixtures("both_ways")]
+pytestmark = of_one_island
 
 
 def array(*values, dtype="i4"):

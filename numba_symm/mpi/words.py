@@ -1,0 +1,328 @@
+"""Memory of the host that the ranks of an island share: words, envelopes, blocks.
+
+The ranks map one file. In it, each rank has
+
+- slots, one for each message that it has sent and that was not received;
+- rings of envelopes, one from each rank, and a bell that rings for all of them;
+- the handles of its blocks, in which its messages wait for their receivers.
+
+A slot is a line of words. These hold the number of the message for which they were
+stored. Numbers never recur in a process, so what earlier messages have left there does
+not matter:
+
+- ``READY``: the sender's GPU has copied the message into its block.
+- ``READ``: the receiver's GPU has copied it from there, or its host has refused it.
+- ``MATCHED``: a receive has matched it; stored only if the sender asks for that.
+- ``BLOCK``, ``OFFSET``, ``ONCE``: not a number, but where the message is, and whether
+  the block is for it alone; valid with ``READY``.
+
+Memory order. The host reads ``READY`` before it launches the receiver's copy, and
+``READ`` before it uses slot and room again. The sender stores ``BLOCK`` and ``OFFSET``
+before it launches the copy whose end is ``READY``.
+"""
+
+import ctypes
+import itertools
+import os
+import struct as struct_
+import threading
+from collections import deque
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numba_symm import arrays, driver, entry, rings, streams
+from numba_symm.backends.host import address_of, mapped, memory_file
+from numba_symm.collectives.enqueueing import failure_of
+from numba_symm.collectives.kernels import message_copy
+from numba_symm.driver_table import WORD, struct
+from numba_symm.environment import SIMULATED
+from numba_symm.launch import waiting
+from numba_symm.members import Members
+from numba_symm.memory.allocator import SymmetricMemoryAllocator
+from numba_symm.mpi import packing, progress, rooms
+from numba_symm.mpi.rooms import Opened, Room, Rooms
+from numba_symm.rings import Ring
+
+NO_SLOT = -1
+"""The slot of a message whose data MPI has, if it has any."""
+
+SLOTS = 4096
+"""Messages of a rank that were not received, at most. Others pass through MPI."""
+
+READY, READ, MATCHED, BLOCK, OFFSET, ONCE = range(6)
+
+LINE = 8
+"""Words of a slot: a cache line."""
+
+_NOWHERE = -1  # a number that no block has
+
+BLOCKS = 1024
+"""Blocks of a rank, at most. Other messages pass through MPI."""
+
+HANDLE = 2048
+"""Bytes of the handle of a block, at most, with its length."""
+
+_DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
+
+FIELDS = struct_.Struct("<7q")
+"""An envelope: context, the sender's place or rank, and the rest of ``Envelope``."""
+
+
+class Envelope(NamedTuple):
+    """What a sender announces of its message.
+
+    Attributes:
+        source: the sender.
+        tag: the message's tag.
+        nbytes: its size.
+        slot: of its words, or ``NO_SLOT``.
+        number: the message's number among those of the sender's process.
+        asks: 1 if the sender waits until a receive has matched it, else 0.
+    """
+
+    source: int
+    tag: int
+    nbytes: int
+    slot: int
+    number: int
+    asks: int
+
+
+numbers = itertools.count(1)
+"""Of this process' messages."""
+
+
+class Words:
+    """The memory of this rank's island. Collective.
+
+    Args:
+        ranks: the island, in a set-up call of all its ranks.
+        allocator: allocates the memory through which messages pass.
+
+    Attributes:
+        lock: is held while envelopes are matched.
+        posts: by context, the messages of a communicator.
+        freed: contexts of communicators that were freed.
+        allocator: allocates the memory through which messages pass.
+        rooms: memory of this rank for its messages.
+        users: how many communicators use it.
+        values: all words.
+        at: the address of the first word in this process.
+        to: by place, this rank's ring there, and the bell.
+        bell: this rank's.
+        publish: see ``rings.py``.
+        look: see ``rings.py``: ``wait``.
+    """
+
+    def __init__(self, ranks: Members, allocator: SymmetricMemoryAllocator):
+        self.allocator, self.rooms = allocator, Rooms(allocator, self)
+        self._opened: dict[tuple[int, int], Opened] = {}
+        self.lock = threading.RLock()
+        self.posts: dict[int, Any] = {}
+        self.freed: set[int] = set()
+        self.users = 0
+        self._early: dict[int, list[bytes]] = {}
+        self._inbox: list[bytes] = []
+        channel, exchange = ranks.channel, ranks.exchange
+        self._rank = rank = channel.rank
+        self._size = size = channel.size
+        memory = struct(
+            "Memory",
+            words=WORD * (LINE * SLOTS * size),
+            bells=WORD * (LINE * size),
+            handles=ctypes.c_char * (HANDLE * BLOCKS * size),
+            rings=Ring * (size * size),  # by reader, and by writer
+        )
+        nbytes = ctypes.sizeof(memory)
+        with ExitStack() as files:
+            with exchange.agreed("making the memory of messages"):
+                if rank == 0:
+                    fd = memory_file("numba_symm messages", nbytes)
+                    files.callback(os.close, fd)
+                    for other in range(1, size):
+                        channel.send_fd(other, fd)
+            with exchange.agreed("mapping the memory of messages"):
+                if rank != 0:
+                    fd = channel.recv_fd(0)
+                    files.callback(os.close, fd)
+                self._mapping = mapped(fd, nbytes)
+                self._memory = memory.from_buffer(self._mapping)
+                self._undo = ExitStack()
+                self._on_gpu = waiting.undisturbed(self._register)
+                self._counts = packing.on_device(np.zeros(SLOTS * size, np.int64))
+                self._counts_at = arrays.view(self._counts, "Comm").address
+                self._copy = message_copy.kernel().bind(1, *8 * [0])
+        steps, gate = self._copy.steps, entry.new_gate()
+        block = entry.block_of(gate, 0, 0, steps, entry.NEVER)
+        self._enqueue = entry.function_of(block, (gate, self._copy))
+        self.values = self._memory.words
+        self._free = deque(range(SLOTS * rank, SLOTS * (rank + 1)))
+        self._entries = deque(range(BLOCKS))
+        self._take = rings.compiled("take")
+        self.publish, self.look = rings.compiled("publish"), rings.compiled("wait")
+        address = ctypes.addressof(self._memory)
+        self.at, self._handles = address, address + int(memory.handles.offset)
+        first = address + memory.bells.offset
+        bells = [first + 8 * LINE * place for place in range(size)]
+        self.bell = bells[rank]
+        at, ring = address + memory.rings.offset, ctypes.sizeof(Ring)
+        to = [at + ring * (place * size + rank) for place in range(size)]
+        self.to = list(zip(to, bells, strict=True))
+        self._from = at + ring * size * rank, size, ring, self.bell, self._inbox
+        progress.match_by(self.progress)
+
+    def _register(self) -> int:
+        """Map the words for this process' kernels."""
+        address, nbytes = address_of(self._mapping), ctypes.sizeof(self._memory.words)
+        if SIMULATED:
+            return address
+        driver.call("cuMemHostRegister", address, nbytes, _DEVICEMAP)
+        self._undo.callback(driver.call, "cuMemHostUnregister", address)
+        return int(driver.call("cuMemHostGetDevicePointer", address, 0))
+
+    def take(self) -> int:
+        """Return a slot of this rank, or ``NO_SLOT`` if all are in use."""
+        try:
+            return self._free.popleft()
+        except IndexError:
+            return NO_SLOT
+
+    def give_back(self, slot: int) -> None:
+        """Let another message use a slot."""
+        self._free.append(slot)
+
+    def holds(self, slot: int, word: int, number: int) -> bool:
+        """Return whether a word has the number of a message."""
+        return bool(self.values[LINE * slot + word] == number)
+
+    def store(self, slot: int, word: int, number: int) -> None:
+        """Store a word."""
+        self.values[LINE * slot + word] = number
+
+    def copy(
+        self,
+        target: int,
+        source: int,
+        nbytes: int,
+        stream: int,
+        slot: int,
+        word: int,
+        number: int,
+    ) -> None:
+        """Enqueue a copy, and the store of a word after it. One thread at a time.
+
+        Args:
+            target: the address.
+            source: the address of the data.
+            nbytes: its size; 0: only store the word.
+            stream: the stream's handle.
+            slot: of the message.
+            word: ``READY`` or ``READ``.
+            number: of the message.
+        """
+        if nbytes > message_copy.MOST:
+            streams.copy(target, source, nbytes, stream)
+            nbytes = 0
+        width, grid = message_copy.shape(target, source, nbytes)
+        count_at = self._counts_at + 8 * slot
+        word_at = self._on_gpu + 8 * (LINE * slot + word)
+        self._copy.give(
+            grid, target, source, nbytes, width, grid, count_at, word_at, number
+        )
+        status = self._enqueue(stream, entry.FIRST)
+        if status:
+            raise failure_of(status)
+
+    def add(self, handle: bytes) -> int | None:
+        """Return the number of a block of this rank; None: there are too many."""
+        if not self._entries or len(handle) > HANDLE - 8:
+            return None
+        number = self._entries.popleft()
+        text = len(handle).to_bytes(8, "little") + handle
+        ctypes.memmove(self._handle_at(self._rank, number), text, len(text))
+        return number
+
+    def remove(self, number: int) -> None:
+        """Forget a block, whose messages were all received."""
+        self._entries.append(number + BLOCKS)  # with a new number
+
+    def _handle_at(self, place: int, number: int) -> int:
+        return self._handles + HANDLE * (BLOCKS * place + number % BLOCKS)
+
+    def put(self, slot: int, room: Room) -> None:
+        """Store where a message is."""
+        first = LINE * slot
+        self.values[first + BLOCK] = room.block
+        self.values[first + OFFSET] = room.offset
+        self.values[first + ONCE] = room.once is not None
+
+    def end(self, slot: int, number: int) -> None:
+        """Store that a message is nowhere, because its sender could not copy it."""
+        self.values[LINE * slot + BLOCK] = _NOWHERE
+        self.values[LINE * slot + READY] = number
+
+    def opened(self, slot: int) -> tuple[Opened, int] | None:
+        """Return the block that has a message, mapped here, and the address there.
+
+        It returns None if the message is nowhere.
+        """
+        first, place = LINE * slot, slot // SLOTS
+        number, offset = self.values[first + BLOCK], self.values[first + OFFSET]
+        found = self._opened.get((place, number))
+        if number == _NOWHERE:
+            return None
+        if found is None:
+            at = self._handle_at(place, number)
+            handle = ctypes.string_at(at + 8, WORD.from_address(at).value)
+            found = rooms.opened(handle, bool(self.values[first + ONCE]))
+            if not found.once:
+                self._opened[place, number] = found
+        return found, found.address + offset
+
+    def progress(self) -> None:
+        """Match the envelopes that have arrived."""
+        with self.lock:
+            self._take(*self._from)
+            inbox = self._inbox
+            while inbox:
+                context, place, *rest = FIELDS.unpack(inbox[0])
+                post = self.posts.get(context)
+                # In this order, an interrupt loses no envelope, and doubles none.
+                if post is None:
+                    self._keep(inbox[0])
+                    del inbox[0]
+                    continue
+                matched = post.match(Envelope(post.ranks[place], *rest))
+                del inbox[0]
+                if matched is not None:
+                    post.posted.remove(matched)
+
+    def _keep(self, text: bytes) -> None:
+        """Keep an envelope for a communicator that this rank has not made yet."""
+        context, _, _, _, slot, number, _ = FIELDS.unpack(text)
+        if context in self.freed:
+            if slot != NO_SLOT:
+                self.store(slot, READ, number)
+        else:
+            kept = self._early.setdefault(context, [])
+            if not (kept and kept[-1] is text):
+                kept.append(text)
+
+    def open(self, context: int, post: Any) -> None:
+        """Match the messages of a communicator from now on."""
+        with self.lock:
+            self.posts[context] = post
+            self._inbox[:0] = self._early.pop(context, [])
+        self.progress()
+
+    def let_go(self) -> None:
+        """Unmap the blocks of other processes."""
+        self._opened.clear()
+
+    def close(self) -> None:
+        """Unmap the words, which no kernel may store any more."""
+        progress.forget(self.progress)
+        self.let_go()
+        self._undo.close()
