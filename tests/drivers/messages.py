@@ -211,9 +211,7 @@ class Messages:
         if how.endswith("_init"):
             request.Start()
             self.persistent.append(request)
-        # A probe that passes its message ends a synchronous send of numba_symm.
-        last = how == "Issend"
-        self.pending.add(request, partial(self._reuse, array, host), last=last)
+        self.pending.add(request, partial(self._reuse, array, host))
 
     def _reuse(self, array, host, status):
         """Change a sent array, which does not change the message."""

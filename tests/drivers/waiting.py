@@ -12,15 +12,12 @@ class Entry:
         receives: whether it surely ends without what this rank does later.
         alone: whether it may fail, so that no other may be waited for with it.
         cancels: cancels it, if it may be cancelled.
-        last: whether it is only waited for at the end.
     """
 
-    def __init__(
-        self, request, done, receives=False, alone=False, cancels=None, last=False
-    ):
+    def __init__(self, request, done, receives=False, alone=False, cancels=None):
         self.request, self.done = request, done
         self.receives, self.alone, self.cancels = receives, alone, cancels
-        self.active, self.last = True, last
+        self.active = True
 
 
 class Pending:
@@ -48,7 +45,7 @@ class Pending:
             self._single(self.draw.choice(alone))
         if not (certain := [each for each in self.active() if each.receives]):
             return
-        among = self._list([each for each in self.active() if not each.last])
+        among = self._list(self.active())
         several = self._waitany, self._waitsome, self._testany, self._testsome
         single = self._get_status, self._single
         method = self.draw.choice([*several, self._testall, self._cancel, *single])
