@@ -45,7 +45,7 @@ from numba_symm.mpi import packing, progress, rooms
 from numba_symm.mpi.rooms import Opened, Room, Rooms
 from numba_symm.rings import Ring
 
-NO_SLOT = -1
+NO_SLOT = 1 << 32
 """The slot of a message whose data MPI has, if it has any."""
 
 SLOTS = 4096

@@ -152,7 +152,7 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
     comm.Sendrecv(array(1), comm.rank, 1, array(1), comm.rank, 1)
     while comm.post._receipts.unread:
         comm.post.reap()
-    free = rooms_of(comm.post.allocator)._free[LEAST]
+    free = rooms_of(comm.post.words.allocator)._free[LEAST]
     before = len(free)
 
     def failing(*_):
@@ -255,15 +255,13 @@ def test_the_gpu_is_current_in_each_thread(comm, monkeypatch):
 
 
 @needs_peers
-def test_a_copy_that_fails_is_reported_by_its_request(
-    apart, monkeypatch
-):
+def test_a_copy_that_fails_is_reported_by_its_request(apart, monkeypatch):
     """Other calls, which may start it when its data arrives, do not raise."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     comm = MPI.Comm(apart, timeout=20)
     right, left = around(comm)
     out = array(0)
-    rooms = rooms_of(comm.post.allocator)
+    rooms = rooms_of(comm.post.words.allocator)
     comm.Sendrecv(array(1), right, 1, out, left, 1)
     comm.Barrier()
     before = len(rooms._free[LEAST])

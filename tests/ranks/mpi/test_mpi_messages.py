@@ -294,7 +294,7 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
     """Sends that wait end, receives end, and the memory is reused."""
     other = comm.Dup()
     right, left = around(other)
-    rooms = rooms_of(other.post.allocator)
+    rooms = rooms_of(other.post.words.allocator)
     before = len(rooms._free.get(LEAST, ()))
     other.Send(array(1), right, 1)
     request = other.Issend(array(2), right, 2)
@@ -392,7 +392,7 @@ def test_ranks_that_do_not_exist(comm):
 def test_a_refused_tag_keeps_no_memory(comm):
     comm = comm.Dup()  # no receipt is on its way to a new communicator
     comm.Isend(array(1), comm.rank, 1)
-    free = rooms_of(comm.post.allocator)._free[LEAST]
+    free = rooms_of(comm.post.words.allocator)._free[LEAST]
     before = len(free)
     with pytest.raises(MPI.Exception) as found:
         comm.Send(array(1), comm.rank, -5)

@@ -120,7 +120,7 @@ def settle(own, rooms):
 def test_rooms_shrink_again(own, monkeypatch, limit):
     """Also those of messages that are sent later."""
     right, left = around(own)
-    rooms = rooms_of(own.post.allocator)
+    rooms = rooms_of(own.post.words.allocator)
     own.Sendrecv(cuda.device_array(1), right, 1, cuda.device_array(1), left, 1)
     own.Barrier()
     settle(own, rooms)  # what earlier tests have left
@@ -128,7 +128,7 @@ def test_rooms_shrink_again(own, monkeypatch, limit):
     for size in [size for size in rooms._free if size > BLOCK]:
         monkeypatch.setitem(rooms._free, size, [])
     monkeypatch.setattr(own.post.flow, "limit", limit)
-    blocks, before = own.post.allocator._blocks, stats()
+    blocks, before = own.post.words.allocator._blocks, stats()
     number = len(blocks)
     xs = [cuda.to_device(np.full(BLOCK + 1, tag, "u1")) for tag in range(3)]
     requests = [own.Isend(x, right, tag) for tag, x in enumerate(xs)]
