@@ -232,7 +232,7 @@ class Enqueuer:
                 with self.order.eager(stream):
                     self._resume(status, call, stream)
             elif status:
-                raise failure_of(status)
+                raise _failure(status)
         except BaseException as error:
             if self._members.engine is not None:
                 self._members.engine.keep(self._memory, *keep)
@@ -250,7 +250,7 @@ class Enqueuer:
             call.python[step](stream)
             status = call.enqueue(stream, entry.FIRST + step + 1)
         if status:
-            raise failure_of(status)
+            raise _failure(status)
 
     @contextmanager
     def tagged(self, text: str) -> Iterator[None]:
@@ -294,7 +294,7 @@ class Enqueuer:
         self._memory = None
 
 
-def failure_of(status: int) -> BaseException:
+def _failure(status: int) -> BaseException:
     """Return the error for a step that has failed."""
     own = driver_table.raised()
     return own or driver.failure(driver_table.WHERE[status >> 16], status & 0xFFFF)

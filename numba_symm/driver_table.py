@@ -146,9 +146,13 @@ def addresses() -> list[int]:
     ]
 
 
+def address(name: str) -> int:
+    """Return the address of one of the functions in ``WHERE``."""
+    return addresses()[WHERE.index(name)]
+
+
 @functools.cache
 def launch() -> Callable[..., int]:
     """Return the driver's launch, for steps of Python."""
     kinds = [ctypes.c_int, *[WORD] * 4]
-    at = WHERE.index("cuLaunchKernelEx")
-    return ctypes.CFUNCTYPE(*kinds)(addresses()[at])
+    return ctypes.CFUNCTYPE(*kinds)(address("cuLaunchKernelEx"))

@@ -299,17 +299,9 @@ class Launch:
         """The step for the compiled function; this object owns what it reads."""
         return ((entry.LAUNCH, ctypes.addressof(self._config), *self._words),)
 
-    def give(self, blocks: int, *args: int) -> None:
-        """Replace the number of thread blocks and the arguments of later launches."""
-        self._blocks, self._args = blocks, args
-        self._config.grid[0] = blocks
-        if not SIMULATED:
-            for value, given in zip(self._packed.values, args, strict=True):
-                value.value = given
-
     def simulate(self) -> None:
         """Run the kernel in the simulator."""
-        _simulate(self._kernel, self._blocks, self._held, self._args)
+        simulate(self._kernel, self._blocks, self._held, self._args)
 
     def __call__(self, stream: int) -> None:
         """Launch on the stream with that handle; returns immediately on a GPU."""
@@ -495,6 +487,6 @@ def _device_sources() -> str:
     return found.hexdigest()
 
 
-def _simulate(kernel: Kernel, blocks: int, held: int, args: tuple[Any, ...]) -> None:
+def simulate(kernel: Kernel, blocks: int, held: int, args: tuple[Any, ...]) -> None:
     """Run a kernel in Numba's simulator, one block after another."""
     simulator.run(kernel.function, blocks, (kernel.threads, held), args)

@@ -17,7 +17,7 @@ from numba.cuda import types
 
 from numba_symm.device import intrinsics, lanes
 from numba_symm.environment import SIMULATED
-from numba_symm.kernels import Kernel
+from numba_symm.kernels import Kernel, simulate
 
 THREADS = 8 if SIMULATED else 512
 MOST_BLOCKS = 2 if SIMULATED else 32
@@ -91,8 +91,17 @@ def kernel() -> Kernel:
     return Kernel(make_message_copy, (), (types.int64,) * 8, THREADS)
 
 
-def shape(target: int, source: int, nbytes: int) -> tuple[int, int]:
-    """Return how many bytes a thread copies at a time, and the number of blocks."""
-    either = target | source
-    width = VECTOR if either % VECTOR == 0 else 8 if either % 8 == 0 else 1
-    return width, min(-(-nbytes // (width * THREADS)) or 1, MOST_BLOCKS)
+class Simulated:
+    """What the simulator runs instead of the kernel.
+
+    Args:
+        values: the memory of its arguments.
+        config: of its launch.
+    """
+
+    def __init__(self, values: Any, config: Any):
+        self._values, self._config = values, config
+
+    def simulate(self) -> None:
+        """Run the kernel."""
+        simulate(kernel(), self._config.grid[0], 1, tuple(self._values))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm import environment
+from numba_symm import environment, streams
 from numba_symm.collectives.checks import check_writable
 from numba_symm.errors import SymmError
 from numba_symm.launch import tagged, waiting
@@ -28,10 +28,11 @@ from numba_symm.launch.waiting import Wait, begin
 from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.calls import waited
-from numba_symm.mpi.channels import MOST, Channel, Data, after_messages, apart
+from numba_symm.mpi.channels import Channel, Data, after_messages, apart
 from numba_symm.mpi.errors import FREED, MPIError
+from numba_symm.mpi.rings import MATCHED, READ, READY
 from numba_symm.mpi.sends import CopyStream, Sends, alone
-from numba_symm.mpi.words import FIELDS, MATCHED, NO_SLOT, READ, READY, Envelope, Words
+from numba_symm.mpi.words import FIELDS, NO_SLOT, Envelope, Words
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
 
@@ -81,12 +82,12 @@ class Post(Sends):
         self.rank: int = host.rank
         same = [n for n in range(host.size) if islands[n] == islands[host.rank]]
         self.ranks = {places[rank]: rank for rank in same}
-        self._to = [words.to[place] for place in places]
+        self.to = [words.to[place] for place in places]
         self._has_others = len(same) < host.size
         self._coming: list[MPI.Request] = []  # the receive of the next envelope by MPI
         self._text = bytearray(FIELDS.size)
-        self._lock = threading.RLock()
-        self._stream = stream
+        self._lock = words.lock
+        self.stream = streams.handle_or_default(stream)
         self._check, self._enter = check, enter
         self.threads = threading.local()
         self.copies, self.outgoing = CopyStream(), CopyStream()
@@ -180,6 +181,8 @@ class Post(Sends):
         self._unread.clear()
         _posts.discard(self)
         self._freed = True
+        self.outgoing.close()
+        self.copies.close()
         self.words.users -= 1
         if not self.words.users:
             self.words.close()
@@ -219,8 +222,8 @@ class Post(Sends):
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
         progress.drop_all(self, MPIError(MPI.ERR_COMM, FREED))
-        self.outgoing.settle()
-        self.copies.settle()
+        self.outgoing.close()
+        self.copies.close()
         self._freed = True  # and kept, because MPI may still write a receive's room
         if self._has_others:
             progress.forget(self._fetch)
@@ -365,12 +368,6 @@ class Post(Sends):
     def receive_parts(self, envelope: Envelope, data: Any, requests: list[Any]) -> None:
         """Start to receive the data of a message by MPI."""
         self._data.receive_parts(envelope, data, requests)
-
-    def keep_arriving(self, receiving: Any) -> None:
-        """Go on with a message in later calls, also if its request is dropped."""
-        if len(self.arriving) >= MOST:
-            self.reap()
-        self.arriving.append(receiving)
 
     def refuse(self, envelope: Envelope) -> None:
         """Let the sender reuse the memory of a message, and MPI drop its data."""

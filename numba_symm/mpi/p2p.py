@@ -10,11 +10,11 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import StartedCall, describe, waited
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.pending import DoneRequest, Message, Receiving
+from numba_symm.mpi.pending import DoneRequest, Message, receiving
 from numba_symm.mpi.postponed import SendingLater, start, start_at_once
 from numba_symm.mpi.reading import translated
 from numba_symm.mpi.requests import Own, Prequest, Request
-from numba_symm.mpi.sends import Outgoing
+from numba_symm.mpi.sends import Incoming, Outgoing
 
 NOBODY = MPI.PROC_NULL
 
@@ -112,8 +112,8 @@ class Messages:
         """Send from the host, or to nobody."""
         return DoneRequest() if dest == NOBODY else send(buf, dest, tag)
 
-    def _incoming(self, buf: Any, source: int) -> tuple[buffers.Items | None, Any]:
-        """Return the items that a receive writes, without their array, and the array.
+    def _incoming(self, buf: Any, source: int) -> tuple[Incoming | None, Any]:
+        """Return the items that a receive writes, and their array.
 
         There are none if the array is on the host, or nobody sends.
         """
@@ -124,12 +124,11 @@ class Messages:
                 return found, array
         if source == NOBODY or not on_device(buf):
             return None, array
-        made = self.post.room(buf)
-        array = made.array
-        made = made._replace(array=None)
+        into = self.post.room(buf)
+        made = Incoming.of(into)
         if key is not None:
             self.post.known.put(key, made)
-        return made, array
+        return made, into.array
 
     @translated
     def Recv(
@@ -144,7 +143,7 @@ class Messages:
         if into is None:
             self.host.Recv(None if source == NOBODY else buf, source, tag, status)
         else:
-            received = self._receive(into, array, source, tag, waits=True)
+            received = receiving(self.post, into, array, source, tag, waits=True)
             _complete(received, status)
 
     @translated
@@ -160,17 +159,7 @@ class Messages:
             if source == NOBODY:
                 return DoneRequest(NOBODY)
             return self.host.Irecv(buf, source, tag)
-        return self._receive(into, array, source, tag)
-
-    def _receive(
-        self,
-        into: buffers.Items,
-        array: Any,
-        source: int,
-        tag: int,
-        waits: bool = False,
-    ) -> Receiving:
-        return Receiving(self.post, into, array, source, tag, waits)
+        return receiving(self.post, into, array, source, tag)
 
     @translated
     def Sendrecv(
@@ -193,7 +182,7 @@ class Messages:
         self.post.check_receive(source, recvtag)  # before the send is announced
         sends = start(self.post, sent, of_sent, sendtag)
         try:
-            receives = self._receive(into, array, source, recvtag, waits=True)
+            receives = receiving(self.post, into, array, source, recvtag, waits=True)
         except BaseException:
             sends._withdraw()
             raise
@@ -302,7 +291,9 @@ class Messages:
                 return Prequest(partial(DoneRequest, NOBODY))
             return self.host.Recv_init(buf, source, tag)
         self.post.check_receive(source, tag)
-        return Prequest(partial(self._receive, into, array, source, tag), [array])
+        return Prequest(
+            partial(receiving, self.post, into, array, source, tag), [array]
+        )
 
     def _prepared(self, buf: Any, dest: int, tag: int) -> tuple[Outgoing | None, Any]:
         """Return what :meth:`_outgoing` does, after a check of the tag."""

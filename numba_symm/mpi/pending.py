@@ -7,18 +7,21 @@ from mpi4py import MPI
 
 from numba_symm import own_arrays, streams
 from numba_symm.arrays import view
+from numba_symm.collectives.kernels import message_copy
 from numba_symm.errors import SymmError
 from numba_symm.events import Event
-from numba_symm.mpi import buffers, packing, progress, rooms
+from numba_symm.mpi import packing, progress, rooms
 from numba_symm.mpi.calls import describe, waited
+from numba_symm.mpi.channels import MOST
 from numba_symm.mpi.errors import MPIError, refusal
 from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.reading import translated
 from numba_symm.mpi.requests import Own
+from numba_symm.mpi.rings import LINE, READ, READY
 from numba_symm.mpi.rooms import Opened
-from numba_symm.mpi.sends import NEVER
-from numba_symm.mpi.words import LINE, NO_SLOT, READ, READY, Envelope
+from numba_symm.mpi.sends import LOOKS, NEVER, Incoming
+from numba_symm.mpi.words import NO_SLOT, Envelope, failure_of
 from numba_symm.own_arrays import Memory
 
 
@@ -45,6 +48,13 @@ class Receiving(Own):
         cancelled: whether the receive was cancelled.
     """
 
+    _post: Post
+    _into: Incoming
+    _array: Any
+    _stream: int
+    _on: int | None
+    wanted: tuple[int, int]
+    envelope: Envelope | None
     _after: Event | None = None
     _taken = _tried = _begun = _copied = cancelled = False
     _error: Exception | None = None
@@ -52,26 +62,6 @@ class Receiving(Own):
     _requests: Any = ()
     _block: Opened | None = None
     _done: Event | None = None
-
-    def __init__(
-        self,
-        post: Post,
-        into: buffers.Items,
-        array: Any,
-        source: int,
-        tag: int,
-        waits: bool = False,
-        envelope: Envelope | None = None,
-    ):
-        stream = post.stream_of(array, "Recv")
-        self._post, self._into, self._array, self._stream = post, into, array, stream
-        self._on = stream if waits else None
-        if not (waits or post.idle(stream)):
-            self._after = post.copies.event(stream)
-        self.wanted = source, tag
-        self.envelope = envelope
-        if envelope is None:
-            post.receive(self)  # last, so that an error above receives no message
 
     def _is_decided(self) -> bool:
         return self.envelope is not None or self.cancelled
@@ -94,9 +84,44 @@ class Receiving(Own):
         self._take(found)
         if found.slot == NO_SLOT:
             waited(self._begins, post.check)
+        elif self._into.dense and not found.asks and found.nbytes <= message_copy.MOST:
+            self._arrive(found)
         elif not self._begun:
             post.until(found.slot, READY, found.number, self._begins)
             self.advance()
+
+    def _arrive(self, found: Envelope) -> None:
+        """Start the copy of a message whose place is known, in few steps."""
+        post, slot, number = self._post, found.slot, found.number
+        stream, words = self._copy_stream(), post.words
+        if self._after is not None:
+            self._after.wait(stream)
+        opened = words.opened(slot)
+        assert opened is not None
+        self._block, place = opened
+        given = (
+            self._into.address,
+            place,
+            found.nbytes,
+            stream,
+            slot,
+            number,
+            10 * LOOKS,
+        )
+        while not self._begun:
+            with post._lock:
+                if self._begun or self._tried:  # by another call, or an interrupt
+                    break
+                self._tried = True
+                status = post.arrive(words.port_at, *given)
+                self._tried = status != 0
+                self._begun = status > 0
+            if status < 0:
+                raise failure_of(-1 - status)
+            if not status:
+                progress.advance()
+                post.check()
+        self.advance()
 
     def _text(self) -> str:
         source, tag = self.wanted
@@ -164,7 +189,9 @@ class Receiving(Own):
                     self._after, self._on = post.copies.event(self._on), None
                 self._data, self._requests = np.empty(nbytes, np.uint8), []
                 post.receive_parts(found, self._data, self._requests)
-            post.keep_arriving(self)
+            if len(post.arriving) >= MOST:
+                post.reap()
+            post.arriving.append(self)  # also if its request is dropped
 
     def _begins(self) -> bool:
         return self.advance() or self._begun
@@ -181,7 +208,7 @@ class Receiving(Own):
                     if found.slot == NO_SLOT:
                         there = self._has_arrived(found)
                     else:
-                        there = values[slot + READY] == found.number
+                        there = values[slot + READY] >= found.number
                     if there and not (self._tried and self._was_begun(found)):
                         self._tried = True
                         self._begin(found)
@@ -190,7 +217,7 @@ class Receiving(Own):
                     if self._done is not None:
                         ended = self._done.query()
                     else:
-                        ended = values[slot + READ] == found.number
+                        ended = values[slot + READ] >= found.number
                     if ended:
                         self._end()
             except Exception as error:  # for its own request, whoever calls this
@@ -224,7 +251,7 @@ class Receiving(Own):
 
     def _begin(self, found: Envelope) -> None:
         """Start the copy."""
-        post, into, nbytes = self._post, self._into, found.nbytes
+        post, into, nbytes = self._post, self._into.items, found.nbytes
         stream = self._copy_stream()
         if found.slot != NO_SLOT:
             opened = post.words.opened(found.slot)
@@ -246,10 +273,10 @@ class Receiving(Own):
             nbytes = 0
         if found.slot != NO_SLOT:
             word = found.slot, READ, found.number
-            post.words.copy(into.address, place, nbytes, stream, *word)
+            post.words.copy(self._into.address, place, nbytes, stream, *word)
             return
         if nbytes:
-            streams.copy(into.address, place, nbytes, stream)
+            streams.copy(self._into.address, place, nbytes, stream)
         self._done = post.copies.event(stream)
 
     def _end(self) -> None:
@@ -287,6 +314,29 @@ class Receiving(Own):
     def Cancel(self) -> None:
         """Cancel the receive, unless a message has matched it."""
         self._post.cancel(self)
+
+
+def receiving(
+    post: Post,
+    into: Incoming,
+    array: Any,
+    source: int,
+    tag: int,
+    waits: bool = False,
+    envelope: Envelope | None = None,
+) -> Receiving:
+    """Return a receive; ``Receiving(...)`` takes longer."""
+    made = object.__new__(Receiving)
+    stream = post.stream_of(array, "Recv")
+    made._post, made._into, made._array, made._stream = post, into, array, stream
+    made._on = stream if waits else None
+    if not (waits or post.idle(stream)):
+        made._after = post.copies.event(stream)
+    made.wanted = source, tag
+    made.envelope = envelope
+    if envelope is None:
+        post.receive(made)  # last, so that an error above receives no message
+    return made
 
 
 _BYTE = np.dtype(np.uint8)
@@ -361,8 +411,8 @@ class Message(MPI.Message, metaclass=Kind):
         assert self._post is not None
         into = self._post.room(buf)
         found = self._envelope
-        given = into, into.array, found.source, found.tag
-        receives = Receiving(self._post, *given, envelope=found)
+        given = Incoming.of(into), into.array, found.source, found.tag
+        receives = receiving(self._post, *given, envelope=found)
         self._envelope = None
         return receives
 

@@ -19,8 +19,9 @@ from numba_symm.errors import BackendError, CollectiveTimeout, DriverError
 from numba_symm.mpi import packing, progress
 from numba_symm.mpi.calls import PAUSE, describe, waited
 from numba_symm.mpi.requests import Own
+from numba_symm.mpi.rings import READY
 from numba_symm.mpi.sends import Outgoing, Sends, Unread, on_host
-from numba_symm.mpi.words import NO_SLOT, READY, numbers
+from numba_symm.mpi.words import NO_SLOT
 
 
 class Postponed:
@@ -58,7 +59,7 @@ class Postponed:
         try:
             with post._lock:  # envelopes are in the order of their numbers
                 slot = NO_SLOT if outgoing.apart else post.words.take()
-                number, rest = next(numbers), (slot, None, [array])
+                number, rest = post.words.next_number(), (slot, None, [array])
                 self._message = Unread(number, self._dest, self._nbytes, *rest)
                 self._asked = post.announce(outgoing, tag, slot, number, True)
         except BaseException:
@@ -308,7 +309,8 @@ def start(
         copied: whether the caller may change the array before the request is done.
     """
     post.check_message("Send", outgoing.dest, tag)
-    if not post.limit or post.admits(outgoing.dest, outgoing.nbytes):
+    dest = outgoing.dest
+    if not post.unread[dest] or post.admits(dest, outgoing.nbytes):
         return post.send(outgoing, array, tag, matched)
     return SendingLater(Postponed(post, outgoing, array, tag, copied), matched)
 

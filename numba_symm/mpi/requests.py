@@ -77,12 +77,13 @@ class Request(StartedCall, metaclass=Kind):
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Wait for all requests."""
-        own = [request for request in requests if isinstance(request, StartedCall)]
-        if len(own) < len(requests):
-            _has_own(requests, "Waitall")
-        if len(own) > 1:
-            for each in own:  # start all copies before any is waited for
-                each._await_start()
+        checked = False
+        for request in requests:  # start all copies before any is waited for
+            if isinstance(request, StartedCall):
+                request._await_start()
+            elif not checked:
+                checked = True
+                _has_own(requests, "Waitall")
         for index, request in enumerate(requests):
             status = None if statuses is None else status_at(statuses, index)
             if isinstance(request, StartedCall):
@@ -275,10 +276,6 @@ class Own(Request):
     _of = None
     # Of all objects, until one of them changes it: so making an object takes less time.
     _active, _ended = True, None
-
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        """Return a new object, in less time than the base class."""
-        return object.__new__(cls)
 
     def __init__(self) -> None:
         pass

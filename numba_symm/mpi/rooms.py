@@ -11,7 +11,6 @@ waits for this one. So each rank does it in a later call, in which it finds its 
 idle.
 """
 
-import threading
 import weakref
 from collections import deque
 from contextlib import suppress
@@ -28,6 +27,7 @@ from numba_symm.memory.allocator import (
     SymmetricMemoryAllocator,
     on_allocation_failure,
 )
+from numba_symm.mpi.rings import ROOMS, Stack
 from numba_symm.own_arrays import Memory
 from numba_symm.sharing import SharedHandle, collect, open_shared, share
 from numba_symm.sharing.sent import leave_out
@@ -40,7 +40,6 @@ BLOCK = 1 << 21
 
 _OPENS = 1 << 20  # more than there are peers: the memory stays until the process ends
 _BYTE = np.dtype(np.uint8)
-_lock = threading.RLock()  # the communicators of several threads share the rooms
 
 
 class Blocks(Protocol):
@@ -61,6 +60,7 @@ class Room(NamedTuple):
         block: its number in this rank's list of blocks.
         offset: the room's first byte in it.
         nbytes: the room's size.
+        number: its number among this rank's rooms that are used again; -1: it is not.
         once: the handle, if the block is for one message only.
     """
 
@@ -68,6 +68,7 @@ class Room(NamedTuple):
     block: int
     offset: int
     nbytes: int
+    number: int
     once: SharedHandle | None = None
 
     @property
@@ -82,50 +83,56 @@ class Rooms:
     Args:
         allocator: allocates the blocks.
         blocks: the list of blocks that the peers read.
+        port: has the rooms for the compiled functions.
 
     Attributes:
         most: the bytes of blocks with one room that are kept.
     """
 
-    def __init__(self, allocator: SymmetricMemoryAllocator, blocks: Blocks):
+    def __init__(self, allocator: SymmetricMemoryAllocator, blocks: Blocks, port: Any):
         self.most = message_limit() or DEFAULT_MESSAGE_LIMIT
-        self._allocator, self._blocks = allocator, blocks
-        self._free: dict[int, list[Room]] = {}
+        self._allocator, self._blocks, self._port = allocator, blocks, port
+        self.all: list[Room] = []
+        """Those that are used again, by index."""
+        self._free: dict[int, Any] = {}
         self._kept = 0  # bytes of blocks with one room
         self._leaving = 0  # blocks that are to be freed
         self._freeable: deque[tuple[Block, int]] = deque()  # those that no process uses
         on_allocation_failure(self._free_for_others)
 
+    def stack(self, size: int) -> Any:
+        """Return the rooms of a size that are free."""
+        found = self._free.get(size)
+        if found is None:
+            found = self._free[size] = Stack()
+        return found
+
     def take_free(self, size: int) -> Room | None:
         """Return room of a size, or None if none is free."""
-        free = self._free.get(size)
-        try:
-            return free.pop() if free else None
-        except IndexError:  # another thread took it
+        stack = self.stack(size)
+        if not stack.free:
             return None
+        stack.free -= 1
+        room: Room = self.all[stack.rooms[stack.free]]
+        return room
 
     def take(self, size: int) -> Room | None:
-        """Return room of a size, which may be new; None: there are too many blocks."""
-        with _lock:
-            free = self._free.setdefault(size, [])
-            if not free and size > BLOCK and self._kept + size > self.most:
+        """Return room of a size, which may be new; None: there are too many."""
+        if not self.stack(size).free:
+            if size > BLOCK and self._kept + size > self.most:
                 return self._for_once(size)
-            while True:
-                try:
-                    return free.pop()
-                except IndexError:
-                    if not (made := self._made(size)):
-                        return None
-                    free += made
+            self._make(size)
+        return self.take_free(size)
 
     def give_back(self, room: Room) -> None:
         """Reuse a room, whose message was received, or free its block later."""
         if room.once is None:
-            self._free[room.nbytes].append(room)
+            stack = self._free[room.nbytes]
+            stack.rooms[stack.free] = room.number
+            stack.free += 1
             return
         room.once.cancel()  # if no receiver has opened it
-        with _lock:  # each communicator's lock is another one
-            self._leaving += 1
+        self._leaving += 1
 
     def shrink(self) -> None:
         """Free the blocks that no process uses any more, if the GPU is idle."""
@@ -134,12 +141,11 @@ class Rooms:
         try:
             collect()
         finally:
-            with _lock:
-                while self._freeable:
-                    block, number = self._freeable.popleft()
-                    self._blocks.remove(number)
-                    self._allocator.release(block)
-                    self._leaving -= 1
+            while self._freeable:
+                block, number = self._freeable.popleft()
+                self._blocks.remove(number)
+                self._allocator.release(block)
+                self._leaving -= 1
 
     def _free_for_others(self) -> None:
         """Free such blocks after an allocation has failed."""
@@ -155,19 +161,27 @@ class Rooms:
             return None
         unused = weakref.finalize(memory, self._freeable.append, (block, number))
         unused.atexit = False  # the process' end frees it
-        return Room(memory, number, 0, size, shared)
+        return Room(memory, number, 0, size, -1, shared)
 
-    def _made(self, size: int) -> list[Room]:
-        nbytes = max(size, BLOCK)
+    def _make(self, size: int) -> None:
+        """Make rooms of a size, unless there are too many blocks or rooms."""
+        nbytes, places = max(size, BLOCK), self._port.rooms
+        starts = range(0, nbytes - size + 1, size)
+        if len(self.all) + len(starts) > ROOMS:
+            return
         block = self._allocator.allocate(nbytes)
         memory = Memory(block.address, nbytes, block)
         number, _ = self._shared(memory, _OPENS)
         if number is None:
             self._allocator.release(block)
-            return []
+            return
         self._kept += nbytes if size >= BLOCK else 0
-        starts = range(0, nbytes - size + 1, size)
-        return [Room(memory, number, offset, size) for offset in starts]
+        for offset in starts:
+            room = Room(memory, number, offset, size, len(self.all))
+            first = 3 * room.number
+            places[first : first + 3] = room.address, number, offset
+            self.all.append(room)
+            self.give_back(room)
 
     def _shared(self, memory: Memory, opens: int) -> tuple[int | None, SharedHandle]:
         """Share a block, and return its number; None: there are too many."""

@@ -4,6 +4,7 @@ To a rank of the same island, the copy is only enqueued, and a word tells when t
 receiver may read it. To other ranks, the data passes through host memory and MPI.
 """
 
+import ctypes
 import functools
 import os
 import threading
@@ -17,6 +18,7 @@ from mpi4py import MPI
 
 from numba_symm import arrays, streams
 from numba_symm.cache import Cache
+from numba_symm.collectives.kernels.message_copy import MOST as MOST_COPIED
 from numba_symm.environment import SIMULATED, message_limit
 from numba_symm.errors import SymmError
 from numba_symm.events import Event
@@ -25,19 +27,19 @@ from numba_symm.mpi.calls import BUSY, PAUSE, describe, waited
 from numba_symm.mpi.channels import MOST, Channel, Data
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.requests import Own
-from numba_symm.mpi.rooms import Room, size_of
-from numba_symm.mpi.words import (
-    FIELDS,
+from numba_symm.mpi.rings import (
     LINE,
     MATCHED,
-    NO_SLOT,
+    NONE,
+    NOTHING,
     READ,
     READY,
-    Words,
-    numbers,
+    THERE,
+    compiled,
 )
+from numba_symm.mpi.rooms import Room, size_of
+from numba_symm.mpi.words import FIELDS, NO_SLOT, Words, failure_of
 from numba_symm.own_arrays import Memory
-from numba_symm.rings import NOTHING, THERE
 from numba_symm.streams import SideStream
 
 LOOKS = 2000
@@ -67,10 +69,14 @@ class CopyStream:
     """The stream of one communicator's copies, which may run beside the program's work.
 
     Its events are used again, because to make one takes longer than to record it.
+
+    Attributes:
+        stream: its handle.
     """
 
     def __init__(self) -> None:
-        self._side: SideStream | None = None
+        self._side = SideStream(0)
+        self.stream = self._side.stream
         self._events: list[Event] = []  # those that are not in use
 
     def event(self, stream: int) -> Event:
@@ -86,20 +92,15 @@ class CopyStream:
         """Take back an event that no caller will query any more."""
         self._events.append(event)
 
-    @property
-    def stream(self) -> int:
-        """The stream of the copies."""
-        if self._side is None:
-            self._side = SideStream(0)
-        return self._side.stream
-
     def settle(self) -> None:
-        """Wait for all copies; later ones have a new stream."""
-        if self._side is not None:
-            if not SIMULATED:
-                streams.synchronize(self._side.stream)
-            self._side.close()
-            self._side = None
+        """Wait for all copies."""
+        if not SIMULATED:
+            streams.synchronize(self.stream)
+
+    def close(self) -> None:
+        """Wait for all copies; there are none later."""
+        self.settle()
+        self._side.close()
 
 
 class Outgoing(NamedTuple):
@@ -112,6 +113,8 @@ class Outgoing(NamedTuple):
         address: of the first item.
         size: of the room that it needs.
         apart: whether the rank is on another island.
+        plain: the first and the last of the arguments of the compiled ``send``; None:
+            it is not for this message.
     """
 
     items: buffers.Items
@@ -120,14 +123,46 @@ class Outgoing(NamedTuple):
     address: int
     size: int
     apart: bool
+    plain: tuple[tuple[int, ...], tuple[int, ...]] | None
 
     @classmethod
     def of(cls, post: "Sends", found: buffers.Items, dest: int) -> "Outgoing":
         """Return the message, or refuse its destination."""
         post.check_message("Send", dest, 0)
         nbytes, apart = found.nbytes, post.islands[dest] != post.islands[post.rank]
-        items = found._replace(array=None)
-        return cls(items, dest, nbytes, found.address, size_of(nbytes), apart)
+        items, address, size = (
+            found._replace(array=None),
+            found.address,
+            size_of(nbytes),
+        )
+        plain = None
+        if not apart and found.layout.runs is None and 0 < nbytes <= MOST_COPIED:
+            stack = ctypes.addressof(post.words.rooms.stack(size))
+            before = post.words.port_at, stack, address, nbytes
+            plain = before, (*post.to[dest], post.context, post.places[post.rank])
+        return cls(items, dest, nbytes, address, size, apart, plain)
+
+
+class Incoming(NamedTuple):
+    """The items that a receive writes.
+
+    Attributes:
+        items: the items, without their array.
+        nbytes: their size.
+        address: of the first item.
+        dense: whether they have no gaps.
+    """
+
+    items: buffers.Items
+    nbytes: int
+    address: int
+    dense: bool
+
+    @classmethod
+    def of(cls, found: buffers.Items) -> "Incoming":
+        """Return the items of an array."""
+        items, dense = found._replace(array=None), found.layout.runs is None
+        return cls(items, found.nbytes, found.address, dense)
 
 
 class Unread(NamedTuple):
@@ -165,6 +200,7 @@ class Sends:
         threads: has ``ready`` in threads where the GPU is current.
         tags: the number of tags.
         rank: this one.
+        stream: that of arrays that name none.
     """
 
     words: Words
@@ -178,9 +214,9 @@ class Sends:
     _envelopes: Channel
     _data: Data
     rank: int
-    _to: list[tuple[int, int]]
+    to: list[tuple[int, int]]
     _freed: bool
-    _stream: Any
+    stream: int
     _lock: threading.RLock
     _enter: Callable[[str], None]
 
@@ -189,6 +225,7 @@ class Sends:
         self.unread = [0] * ranks
         """By rank, the bytes that it has not read."""
         self._unread: list[Unread] = []
+        self._send, self.arrive = compiled("send"), compiled("arrive")
         self._looks = MOST
         self.known = Cache(1024)
         """Messages and the places for them that the program has named before."""
@@ -216,7 +253,7 @@ class Sends:
             named = None if kind.stream is None else kind.stream(array)
         else:
             named = None if array is None else arrays.stream_of(array)
-        found = streams.handle_or_default(self._stream) if named is None else named
+        found = self.stream if named is None else named
         if not SIMULATED:
             self.refuse_capture(found, what)
         return found
@@ -253,9 +290,14 @@ class Sends:
 
     def check_receive(self, source: int, tag: int, what: str = "Recv") -> None:
         """Begin a receive or a probe, or refuse its source or its tag."""
-        if not (source == _ANY_SOURCE or 0 <= source < len(self.islands)):
-            self.check_message(what, source, 0)
-        self.check_message(what, 0, 0 if tag == _ANY_TAG else tag)
+        if (
+            self._freed
+            or not hasattr(self.threads, "ready")
+            or not (0 <= source < len(self.islands) or source == _ANY_SOURCE)
+            or not (0 <= tag < self.tags or tag == _ANY_TAG)
+        ):
+            source = 0 if source == _ANY_SOURCE else source
+            self.check_message(what, source, 0 if tag == _ANY_TAG else tag)
 
     def check_message(self, what: str, rank: int, tag: int) -> None:
         """Begin a call, or refuse a rank or a tag that no message can have."""
@@ -286,9 +328,19 @@ class Sends:
             matched: whether the request is done only when a receive has matched it.
         """
         stream, words, nbytes = self.stream_of(array, "Send"), self.words, outgoing[2]
-        used, slot = [array], NO_SLOT
+        used, slot, room = [array], NO_SLOT, None
         with self._lock:
-            number = next(numbers)
+            if outgoing.plain is not None:
+                before, after = outgoing.plain
+                found = self._send(*before, stream, *after, tag, matched)
+                if found < 0:
+                    raise failure_of(-1 - found)
+                if found != NONE:
+                    slot, number = found & 0xFFFFFFFF, words.port.number
+                    room = words.rooms.all[found >> 32]
+                    self.lend(Unread(number, outgoing.dest, nbytes, slot, room, used))
+                    return sending(self, slot, number, used, [] if matched else None)
+            number = words.next_number()
             if nbytes and not outgoing.apart:
                 slot = words.take()
             if slot != NO_SLOT:
@@ -306,7 +358,7 @@ class Sends:
                 if slot != NO_SLOT:
                     words.values[LINE * slot + READ] = number
                 raise
-        return Sending(self, slot, number, used, requests)
+        return sending(self, slot, number, used, requests)
 
     def announce(
         self, outgoing: Outgoing, tag: int, slot: int, number: int, asks: bool
@@ -328,9 +380,9 @@ class Sends:
             text = FIELDS.pack(self.context, self.rank, *rest)
             self._envelopes.send([text, MPI.BYTE], dest)
             return requests
-        to, here = self._to[dest], self.places[self.rank]
+        to, here = self.to[dest], self.places[self.rank]
         fields = self.context, here, tag, nbytes, slot, number, asks
-        while not self.words.publish(*to, 1, *fields):
+        while not self.words.publish(*to, *fields):
             self.check()  # the receiver has looked at none of very many envelopes
             progress.advance()
             time.sleep(PAUSE)
@@ -480,20 +532,15 @@ class Sending(Own):
         matched: what :meth:`Sends.announce` has returned.
     """
 
-    def __init__(
-        self,
-        post: Sends,
-        slot: int,
-        number: int,
-        used: list[Any],
-        matched: list[MPI.Request] | None,
-    ):
-        self._post, self._slot, self._number = post, slot, number
-        self._used, self._matched = used, matched
+    _post: Sends
+    _slot: int
+    _number: int
+    _used: list[Any]
+    _matched: list[MPI.Request] | None
 
     def _is_copied(self) -> bool:
         if self._slot != NO_SLOT:
-            if self._post.words.values[LINE * self._slot + READY] != self._number:
+            if self._post.words.values[LINE * self._slot + READY] < self._number:
                 return False
             self._used.clear()  # the program may drop the array
         return True
@@ -524,3 +571,17 @@ class Sending(Own):
     def _withdraw(self) -> None:
         with suppress(SymmError):
             waited(self._is_copied, self._post.check)
+
+
+def sending(
+    post: Sends,
+    slot: int,
+    number: int,
+    used: list[Any],
+    matched: list[MPI.Request] | None,
+) -> Sending:
+    """Return a send; ``Sending(...)`` takes longer."""
+    made = object.__new__(Sending)
+    made._post, made._slot, made._number = post, slot, number
+    made._used, made._matched = used, matched
+    return made

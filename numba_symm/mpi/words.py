@@ -7,8 +7,9 @@ The ranks map one file. In it, each rank has
 - the handles of its blocks, in which its messages wait for their receivers.
 
 A slot is a line of words. These hold the number of the message for which they were
-stored. Numbers never recur in a process, so what earlier messages have left there does
-not matter:
+stored, or of a later one: a slot is used again when its message was read, perhaps
+before a rank looks at the words. Numbers only grow, so what earlier messages have left
+there does not matter:
 
 - ``READY``: the sender's GPU has copied the message into its block.
 - ``READ``: the receiver's GPU has copied it from there, or its host has refused it.
@@ -22,7 +23,6 @@ before it launches the copy whose end is ``READY``.
 """
 
 import ctypes
-import itertools
 import os
 import struct as struct_
 import threading
@@ -32,29 +32,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import arrays, driver, entry, rings, streams
+from numba_symm import arrays, driver, driver_table, streams
 from numba_symm.backends.host import address_of, mapped, memory_file
-from numba_symm.collectives.enqueueing import failure_of
 from numba_symm.collectives.kernels import message_copy
 from numba_symm.driver_table import WORD, struct
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import waiting
 from numba_symm.members import Members
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import packing, progress, rooms
+from numba_symm.mpi import packing, progress, rings, rooms
+from numba_symm.mpi.rings import (
+    BLOCK,
+    LINE,
+    OFFSET,
+    ONCE,
+    READ,
+    READY,
+    SLOTS,
+    Port,
+    Ring,
+)
 from numba_symm.mpi.rooms import Opened, Room, Rooms
-from numba_symm.rings import Ring
 
 NO_SLOT = 1 << 32
 """The slot of a message whose data MPI has, if it has any."""
-
-SLOTS = 4096
-"""Messages of a rank that were not received, at most. Others pass through MPI."""
-
-READY, READ, MATCHED, BLOCK, OFFSET, ONCE = range(6)
-
-LINE = 8
-"""Words of a slot: a cache line."""
 
 _NOWHERE = -1  # a number that no block has
 
@@ -90,8 +91,9 @@ class Envelope(NamedTuple):
     asks: int
 
 
-numbers = itertools.count(1)
-"""Of this process' messages."""
+def failure_of(status: int) -> BaseException:
+    """Return the error of a launch that has failed."""
+    return driver_table.raised() or driver.failure("cuLaunchKernelEx", status)
 
 
 class Words:
@@ -117,7 +119,9 @@ class Words:
     """
 
     def __init__(self, ranks: Members, allocator: SymmetricMemoryAllocator):
-        self.allocator, self.rooms = allocator, Rooms(allocator, self)
+        self.port = Port()
+        self.port_at = ctypes.addressof(self.port)
+        self.allocator, self.rooms = allocator, Rooms(allocator, self, self.port)
         self._opened: dict[tuple[int, int], Opened] = {}
         self.lock = threading.RLock()
         self.posts: dict[int, Any] = {}
@@ -153,14 +157,14 @@ class Words:
                 self._on_gpu = waiting.undisturbed(self._register)
                 self._counts = packing.on_device(np.zeros(SLOTS * size, np.int64))
                 self._counts_at = arrays.view(self._counts, "Comm").address
-                self._copy = message_copy.kernel().bind(1, *8 * [0])
-        steps, gate = self._copy.steps, entry.new_gate()
-        block = entry.block_of(gate, 0, 0, steps, entry.NEVER)
-        self._enqueue = entry.function_of(block, (gate, self._copy))
+                self._launch = self._bound()
         self.values = self._memory.words
-        self._free = deque(range(SLOTS * rank, SLOTS * (rank + 1)))
+        self.port.host, self.port.words = ctypes.addressof(self.values), self._on_gpu
+        self.port.counts = self._counts_at
+        self.port.slots[:] = range(SLOTS * rank, SLOTS * (rank + 1))
+        self.port.free = SLOTS
         self._entries = deque(range(BLOCKS))
-        self._take = rings.compiled("take")
+        self._take, self._copy = rings.compiled("take"), rings.compiled("copy")
         self.publish, self.look = rings.compiled("publish"), rings.compiled("wait")
         address = ctypes.addressof(self._memory)
         self.at, self._handles = address, address + int(memory.handles.offset)
@@ -182,20 +186,44 @@ class Words:
         self._undo.callback(driver.call, "cuMemHostUnregister", address)
         return int(driver.call("cuMemHostGetDevicePointer", address, 0))
 
+    def _bound(self) -> Any:
+        """Bind the kernel of copies to the port's arguments; return what it needs."""
+        kernel, port, launch = message_copy.kernel(), self.port, None
+        config = driver_table.launch_config(1, message_copy.THREADS, 1, False)
+        first = self.port_at + Port.values.offset
+        pointers = (WORD * 8)(*range(first, first + 64, 8))
+        if SIMULATED:
+            launch = message_copy.Simulated(port.values, config)
+            port.kernel = driver_table.stand_in(launch)
+        else:
+            port.kernel = int(kernel.load())
+        port.launch = driver_table.address("cuLaunchKernelEx")
+        port.config = ctypes.addressof(config)
+        port.parameters = ctypes.addressof(pointers)
+        return launch, config, pointers
+
     def take(self) -> int:
         """Return a slot of this rank, or ``NO_SLOT`` if all are in use."""
-        try:
-            return self._free.popleft()
-        except IndexError:
+        port = self.port
+        if not port.free:
             return NO_SLOT
+        port.free -= 1
+        return int(port.slots[port.free])
 
     def give_back(self, slot: int) -> None:
         """Let another message use a slot."""
-        self._free.append(slot)
+        port = self.port
+        port.slots[port.free] = slot
+        port.free += 1
+
+    def next_number(self) -> int:
+        """Return the number of a new message."""
+        self.port.number += 1
+        return int(self.port.number)
 
     def holds(self, slot: int, word: int, number: int) -> bool:
-        """Return whether a word has the number of a message."""
-        return bool(self.values[LINE * slot + word] == number)
+        """Return whether a word was stored for a message."""
+        return bool(self.values[LINE * slot + word] >= number)
 
     def store(self, slot: int, word: int, number: int) -> None:
         """Store a word."""
@@ -225,13 +253,8 @@ class Words:
         if nbytes > message_copy.MOST:
             streams.copy(target, source, nbytes, stream)
             nbytes = 0
-        width, grid = message_copy.shape(target, source, nbytes)
-        count_at = self._counts_at + 8 * slot
-        word_at = self._on_gpu + 8 * (LINE * slot + word)
-        self._copy.give(
-            grid, target, source, nbytes, width, grid, count_at, word_at, number
-        )
-        status = self._enqueue(stream, entry.FIRST)
+        given = target, source, nbytes, stream, slot, word, number
+        status = self._copy(self.port_at, *given)
         if status:
             raise failure_of(status)
 

@@ -1,0 +1,355 @@
+"""Compiled functions of messages between the processes of a node.
+
+Envelopes pass through rings in memory that the processes share. A ring has one writer
+and one reader. No signal's handler runs within a function, so none loses an envelope:
+``publish`` sends one, and ``take`` moves all that have arrived to a list of Python.
+``wait`` waits for envelopes or for another word.
+
+``copy``, ``send`` and ``arrive`` launch the kernel of ``message_copy.py``. Each message
+needs two copies, and Python would need longer for each of them than the GPU.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+from numba_symm import entry
+from numba_symm.collectives.kernels import message_copy
+from numba_symm.driver_table import WORD, Config, struct
+from numba_symm.entry import Emitter
+
+ENTRIES = 1024
+"""Envelopes in a ring, at most; a power of two."""
+
+FIELDS = 7
+"""Words of an envelope."""
+
+SLOTS = 4096
+"""Messages of a rank that were not received, at most. Others pass through MPI."""
+
+ROOMS = 1 << 14
+"""Rooms of a rank, at most."""
+
+LINE = 8
+"""Words of a slot: a cache line."""
+
+READY, READ, MATCHED, BLOCK, OFFSET, ONCE = range(6)
+"""The words of a slot; see ``words.py``."""
+
+Ring = struct(
+    "Ring",
+    sent=WORD,  # envelopes; only the writer uses it
+    unused=WORD * 7,
+    taken=WORD,  # envelopes; the reader stores it
+    more=WORD * 7,
+    entries=WORD * (ENTRIES * (FIELDS + 1)),  # number of each, fields
+)
+"""The words of the writer and of the reader are on cache lines of their own."""
+
+Port = struct(
+    "Port",
+    launch=WORD,  # address of the driver's function
+    config=WORD,  # addresses of what it reads
+    kernel=WORD,
+    parameters=WORD,
+    values=WORD * 8,  # the kernel's arguments
+    host=WORD,  # addresses of the words for this process, and for GPUs
+    words=WORD,
+    counts=WORD,  # address of the counts of blocks that have copied, by slot
+    number=WORD,  # of this process' last message
+    free=WORD,  # how many slots are free
+    slots=WORD * SLOTS,  # these slots
+    rooms=WORD * (3 * ROOMS),  # address, block and offset of each room
+)
+"""What the messages of a process share."""
+
+Stack = struct("Stack", free=WORD, rooms=WORD * ROOMS)
+"""Rooms of one size that are free."""
+
+_I64, _ANY = ir.IntType(64), ir.IntType(8).as_pointer()
+_ENTRY = 8 * (FIELDS + 1)
+
+
+class _Fast(Emitter):
+    """Emits a function that takes integers, and returns an integer."""
+
+    def __init__(self, module: ir.Module, name: str, numbers: int):
+        super().__init__(module, name, _ANY, _ANY, _ANY.as_pointer(), _I64)
+        _, self.given, _ = self.function.args
+        self.args = [self.number(self.object(n)) for n in range(numbers)]
+
+    def object(self, n: int) -> Any:
+        """Return an argument."""
+        return self.b.load(self.b.gep(self.given, [_I64(n)]))
+
+    def leave(self, result: Any) -> None:
+        """Return an integer."""
+        self.b.ret(self.python("PyLong_FromLong", _ANY, result))
+
+    def acquire(self, at: Any) -> Any:
+        """Load a word. What was stored before it was released is seen afterwards."""
+        return self.b.load_atomic(at, "acquire", 8)
+
+    def entry(self, ring: Any, number: Any) -> Any:
+        """Return the address of an envelope, by its number."""
+        place = self.b.mul(self.b.and_(number, _I64(ENTRIES - 1)), _I64(_ENTRY))
+        return self.b.add(self.b.add(ring, _I64(Ring.entries.offset)), place)
+
+    def is_full(self, ring: Any) -> Any:
+        """Return whether a ring has no place."""
+        taken = self.acquire(self.at(ring, Ring.taken.offset))
+        return self.is_(">=", self.b.sub(self.load(ring), taken), ENTRIES)
+
+    def publish(self, ring: Any, bell: Any, fields: Sequence[Any]) -> None:
+        """Put an envelope into a ring that is not full."""
+        b, number = self.b, self.b.add(self.load(ring), _I64(1))
+        place = self.entry(ring, number)
+        for n, field in enumerate(fields):
+            self.store(field, place, 8 * (n + 1))
+        self.store(number, ring)
+        # After the fields, and before the bell, whose reader looks for this number.
+        b.store_atomic(number, self.at(place, 0), "release", 8)
+        b.atomic_rmw("or", self.at(bell, 0), _I64(1), "release")
+
+    def leave_unless(self, word: Any, value: Any, looks: Any) -> None:
+        """Return 0 if a word is below a value after so many looks."""
+        b, left = self.b, self.b.alloca(_I64)
+        b.store(looks, left)
+        saved = self.python("PyEval_SaveThread", _ANY)
+        names = "look", "again", "late", "there"
+        look, again, late, there = map(self.function.append_basic_block, names)
+        b.branch(look)
+        b.position_at_end(look)
+        b.cbranch(b.icmp_signed(">=", self.acquire(word), value), there, again)
+        b.position_at_end(again)
+        rest = b.sub(b.load(left), _I64(1))
+        b.store(rest, left)
+        b.cbranch(self.is_(">", rest, 0), look, late)
+        b.position_at_end(late)
+        self.python("PyEval_RestoreThread", ir.VoidType(), saved)
+        self.leave(_I64(0))
+        b.position_at_end(there)
+        self.python("PyEval_RestoreThread", ir.VoidType(), saved)
+
+    def launch(self, *args: Any) -> Any:
+        """Launch a copy, whose arguments are those of ``copy``; return the status."""
+        return self.python("launch_copy", _I64, *args)
+
+
+def _emit_launch(module: ir.Module) -> None:
+    """Emit the launch of a copy, for the functions here."""
+    e = Emitter(module, "launch_copy", _I64, *[_I64] * 8)
+    b = e.b
+    port, target, source, nbytes, stream, slot, word, number = e.function.args
+    low = b.and_(b.or_(target, source), _I64(15))
+    eight = e.is_("==", b.and_(low, _I64(7)), 0)
+    width = b.select(eight, _I64(8), _I64(1))
+    width = b.select(e.is_("==", low, 0), _I64(message_copy.VECTOR), width)
+    one = b.mul(width, _I64(message_copy.THREADS))
+    blocks = b.udiv(b.add(nbytes, b.sub(one, _I64(1))), one)
+    blocks = b.select(e.is_("<", blocks, 1), _I64(1), blocks)
+    most = message_copy.MOST_BLOCKS
+    blocks = b.select(e.is_(">", blocks, most), _I64(most), blocks)
+    count = b.add(e.load(port, Port.counts.offset), b.shl(slot, _I64(3)))
+    index = b.add(b.mul(slot, _I64(LINE)), word)
+    place = b.add(e.load(port, Port.words.offset), b.shl(index, _I64(3)))
+    given = target, source, nbytes, width, blocks, count, place, number
+    for n, value in enumerate(given):
+        e.store(value, port, Port.values.offset + 8 * n)
+    config = e.load(port, Port.config.offset)
+    e.store(blocks, config, Config.grid.offset)  # and 0 as the next number
+    b.store(ir.IntType(32)(1), e.at(config, Config.grid.offset + 4, ir.IntType(32)))
+    e.store(stream, config, Config.stream.offset)
+    kind = ir.FunctionType(ir.IntType(32), [_I64] * 4).as_pointer()
+    function = b.inttoptr(e.load(port, Port.launch.offset), kind)
+    rest = (
+        e.load(port, getattr(Port, name).offset) for name in ("kernel", "parameters")
+    )
+    saved = e.python("PyEval_SaveThread", _ANY)  # the driver's queue may be full
+    status = b.call(function, [config, *rest, _I64(0)])
+    e.python("PyEval_RestoreThread", ir.VoidType(), saved)
+    b.ret(b.zext(status, _I64))
+
+
+def _emit_copy(module: ir.Module) -> None:
+    """Emit ``copy(port, target, source, nbytes, stream, slot, word, number)``.
+
+    It returns the driver's status.
+    """
+    e = _Fast(module, "copy", 8)
+    e.leave(e.launch(*e.args))
+
+
+NONE = 1 << 62
+"""What ``send`` returns if Python has to send the message."""
+
+
+def _emit_send(module: ir.Module) -> None:
+    """Emit ``send(port, stack, source, nbytes, stream, ring, bell, *fields)``.
+
+    The fields are the first three of the envelope, and whether it asks. It returns
+    NONE if there is no slot, no room or no place in the ring. Otherwise the message is
+    sent, the port has its number, and it returns its slot plus 2**32 times its room; a
+    negative number, less one, is the driver's status.
+    """
+    e = _Fast(module, "send", 11)
+    b = e.b
+    port, stack, source, nbytes, stream, ring, bell, *fields, asks = e.args
+    slots, rooms = e.load(port, Port.free.offset), e.load(stack)
+    none = b.or_(e.is_("==", slots, 0), e.is_("==", rooms, 0))
+    none = b.or_(none, e.is_full(ring))
+    with b.if_then(none, likely=False):
+        e.leave(_I64(NONE))
+    slots, rooms = b.sub(slots, _I64(1)), b.sub(rooms, _I64(1))
+    slot = e.load(b.add(port, b.shl(slots, _I64(3))), Port.slots.offset)
+    room = e.load(b.add(stack, b.shl(rooms, _I64(3))), Stack.rooms.offset)
+    place = b.add(port, b.mul(room, _I64(24)))
+    number = b.add(e.load(port, Port.number.offset), _I64(1))
+    e.store(number, port, Port.number.offset)
+    line = b.add(e.load(port, Port.host.offset), b.mul(slot, _I64(8 * LINE)))
+    target = e.load(place, Port.rooms.offset)
+    for n, word in enumerate((BLOCK, OFFSET)):
+        e.store(e.load(place, Port.rooms.offset + 8 * (n + 1)), line, 8 * word)
+    e.store(_I64(0), line, 8 * ONCE)
+    words = slot, _I64(READY), number
+    status = e.launch(port, target, source, nbytes, stream, *words)
+    with b.if_then(e.is_("!=", status, 0), likely=False):
+        e.leave(b.sub(_I64(-1), status))
+    e.store(slots, port, Port.free.offset)
+    e.store(rooms, stack)
+    e.publish(ring, bell, (*fields, nbytes, slot, number, asks))
+    e.leave(b.add(slot, b.mul(room, _I64(1 << 32))))
+
+
+def _emit_arrive(module: ir.Module) -> None:
+    """Emit ``arrive(port, target, source, nbytes, stream, slot, number, looks)``.
+
+    It starts the copy of a message to its array when it is there, and returns 1; or
+    after so many looks 0. A negative number, less one, is the driver's status.
+    """
+    e = _Fast(module, "arrive", 8)
+    b = e.b
+    port, target, source, nbytes, stream, slot, number, looks = e.args
+    line = b.add(e.load(port, Port.host.offset), b.mul(slot, _I64(8 * LINE)))
+    e.leave_unless(e.at(line, 8 * READY), number, looks)
+    status = e.launch(port, target, source, nbytes, stream, slot, _I64(READ), number)
+    with b.if_then(e.is_("!=", status, 0), likely=False):
+        e.leave(b.sub(_I64(-1), status))
+    e.leave(_I64(1))
+
+
+def _emit_publish(module: ir.Module) -> None:
+    """Emit ``publish(ring, bell, *fields)``: 1, or 0 if the ring is full."""
+    e = _Fast(module, "publish", 2 + FIELDS)
+    ring, bell, *fields = e.args
+    with e.b.if_then(e.is_full(ring), likely=False):
+        e.leave(_I64(0))
+    e.publish(ring, bell, fields)
+    e.leave(_I64(1))
+
+
+def _emit_take(module: ir.Module) -> None:
+    """Emit ``take(rings, writers, stride, bell, found)``.
+
+    It appends the fields of all envelopes in the rings of these writers to a list of
+    Python, as bytes, and returns their number.
+    """
+    e = _Fast(module, "take", 4)
+    b, (ring, writers, stride, bell) = e.b, e.args
+    found = e.object(4)
+    number, at, left = b.alloca(_I64), b.alloca(_I64), b.alloca(_I64)
+    b.store(_I64(0), number)
+    b.store(ring, at)
+    b.store(writers, left)
+    b.atomic_rmw("xchg", e.at(bell, 0), _I64(0), "acquire")
+    names = "rings", "envelopes", "more", "after", "end"
+    rings, envelopes, more, after, end = map(e.function.append_basic_block, names)
+    b.branch(rings)
+    b.position_at_end(rings)
+    b.cbranch(e.is_(">", b.load(left), 0), envelopes, end)
+    b.position_at_end(envelopes)
+    here = b.load(at)
+    next_one = b.add(e.load(here, Ring.taken.offset), _I64(1))
+    place = e.entry(here, next_one)
+    there = b.icmp_signed("==", e.acquire(e.at(place, 0)), next_one)
+    b.cbranch(there, more, after)
+    b.position_at_end(more)
+    text = b.inttoptr(b.add(place, _I64(8)), _ANY)
+    made = e.python("PyBytes_FromStringAndSize", _ANY, text, _I64(8 * FIELDS))
+    with b.if_then(b.icmp_unsigned("==", made, _ANY(None)), likely=False):
+        b.ret(_ANY(None))
+    status = e.python("PyList_Append", ir.IntType(32), found, made)
+    e.python("Py_DecRef", ir.VoidType(), made)
+    with b.if_then(b.icmp_signed("!=", status, ir.IntType(32)(0)), likely=False):
+        b.ret(_ANY(None))
+    # The writer uses the entry again.
+    b.store_atomic(next_one, e.at(here, Ring.taken.offset), "release", 8)
+    b.store(b.add(b.load(number), _I64(1)), number)
+    b.branch(envelopes)
+    b.position_at_end(after)
+    b.store(b.add(here, stride), at)
+    b.store(b.sub(b.load(left), _I64(1)), left)
+    b.branch(rings)
+    b.position_at_end(end)
+    e.leave(b.load(number))
+
+
+NOTHING, THERE, RINGS = range(3)
+"""What ``wait`` has found."""
+
+
+def _emit_wait(module: ir.Module) -> None:
+    """Emit ``wait(bell, word, value, looks)``, without the interpreter's lock.
+
+    It returns THERE if a word has at least a value, RINGS if the bell rings, and NOTHING after
+    so many looks.
+    """
+    e = _Fast(module, "wait", 4)
+    b, (bell, word, value, looks) = e.b, e.args
+    left, found = b.alloca(_I64), b.alloca(_I64)
+    b.store(looks, left)
+    b.store(_I64(NOTHING), found)
+    saved = e.python("PyEval_SaveThread", _ANY)
+    names = "loop", "other", "again", "end"
+    loop, other, again, end = map(e.function.append_basic_block, names)
+    b.branch(loop)
+    b.position_at_end(loop)
+    there = b.icmp_signed(">=", e.acquire(e.at(word, 0)), value)
+    b.store(b.select(there, _I64(THERE), _I64(NOTHING)), found)
+    b.cbranch(there, end, other)
+    b.position_at_end(other)
+    rings = b.icmp_signed("!=", e.acquire(e.at(bell, 0)), _I64(0))
+    b.store(b.select(rings, _I64(RINGS), _I64(NOTHING)), found)
+    b.cbranch(rings, end, again)
+    b.position_at_end(again)
+    rest = b.sub(b.load(left), _I64(1))
+    b.store(rest, left)
+    b.cbranch(e.is_(">", rest, 0), loop, end)
+    b.position_at_end(end)
+    e.python("PyEval_RestoreThread", ir.VoidType(), saved)
+    e.leave(b.load(found))
+
+
+@functools.cache
+def _engine() -> Any:
+    return entry.engine_of(
+        *(_emit_launch, _emit_copy, _emit_send, _emit_arrive),
+        *(_emit_publish, _emit_take, _emit_wait),
+    )
+
+
+@functools.cache
+def _definition(name: str) -> Any:
+    return entry.definition(_engine(), name)
+
+
+@functools.cache
+def compiled(name: str) -> Callable[..., int]:
+    """Return ``publish``, ``take`` or ``wait``; see what emits it."""
+    made: Callable[..., int] = entry.new_function(
+        ctypes.addressof(_definition(name)), None, None
+    )
+    return made
