@@ -16,11 +16,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llvmlite import binding as llvm
 from llvmlite import ir
 
 from numba_symm import environment
-from numba_symm.driver_table import WHERE, WORD, Config, address_of, addresses, struct
+from numba_symm.compiled import ANY as _ANY
+from numba_symm.compiled import I32 as _I32
+from numba_symm.compiled import I64 as _I64
+from numba_symm.compiled import Emitter, definition, engine_of, new_function
+from numba_symm.driver_table import WHERE, WORD, Config, addresses, struct
 
 DONE, SLOW, BUSY = 0, -1, -2
 """Statuses: enqueued; or nothing was done, because the call is not plain, or another
@@ -101,49 +104,10 @@ Head = struct(
 
 _STEP = 4  # words
 _ENTRIES = 1024  # of a ring of the record
-_I64, _I32 = ir.IntType(64), ir.IntType(32)
-_ANY = ir.IntType(8).as_pointer()
 
 
-class Emitter:
-    """Emits instructions on words of 8 bytes by address."""
-
-    def __init__(self, module: ir.Module, name: str, result: Any, *args: Any):
-        self.module = module
-        self.function = ir.Function(module, ir.FunctionType(result, args), name)
-        self.b = ir.IRBuilder(self.function.append_basic_block())
-
-    def at(self, base: Any, offset: int, kind: Any = _I64) -> Any:
-        """Return a pointer."""
-        return self.b.inttoptr(self.b.add(base, _I64(offset)), kind.as_pointer())
-
-    def load(self, base: Any, offset: int = 0, kind: Any = _I64) -> Any:
-        """Load a word."""
-        return self.b.load(self.at(base, offset, kind))
-
-    def store(self, value: Any, base: Any, offset: int = 0) -> None:
-        """Store a word."""
-        self.b.store(value, self.at(base, offset))
-
-    def is_(self, relation: str, a: Any, b: int) -> Any:
-        """Compare a word with a number."""
-        return self.b.icmp_signed(relation, a, _I64(b))
-
-    def python(self, name: str, result: Any, *args: Any) -> Any:
-        """Call a function of CPython, or one of this module."""
-        kind = ir.FunctionType(result, [each.type for each in args])
-        found = self.module.globals.get(name) or ir.Function(self.module, kind, name)
-        return self.b.call(found, args)
-
-    def number(self, value: Any) -> Any:
-        """Return the number of an int; raise an error for another one."""
-        found = self.python("PyLong_AsUnsignedLongLong", _I64, value)
-        with self.b.if_then(self.is_("==", found, -1), likely=False):
-            error = self.python("PyErr_Occurred", _ANY)
-            missing = self.b.icmp_unsigned("!=", error, _ANY(None))
-            with self.b.if_then(missing):
-                self.b.ret(_ANY(None))
-        return found
+class _Emitter(Emitter):
+    """Emits instructions that concern a gate."""
 
     def me(self) -> Any:
         """Return a number that no other thread has had. A thread's ident may recur."""
@@ -163,7 +127,7 @@ def _emit_note(module: ir.Module) -> None:
     The number is the entry's first word and part of its last one, so that a reader sees
     whether it is whole.
     """
-    e = Emitter(module, "note", ir.VoidType(), *4 * [_I64])
+    e = _Emitter(module, "note", ir.VoidType(), *4 * [_I64])
     b, (book, about, digest, stream) = e.b, e.function.args
     clock = b.alloca(_I64, 2)
     address = b.ptrtoint(clock, _I64)
@@ -198,7 +162,7 @@ def _emit_claim(module: ir.Module) -> None:
     It returns DONE, or BUSY if another thread is in a call. Otherwise SLOW: the thread
     is admitted, but calls are not plain.
     """
-    e = Emitter(module, "claim", _I64, _I64)
+    e = _Emitter(module, "claim", _I64, _I64)
     b, (gate,) = e.b, e.function.args
     me, word = e.me(), e.at(gate, Gate.thread.offset)
     found = b.cmpxchg(word, _I64(0), me, "acquire", "monotonic")
@@ -211,12 +175,12 @@ def _emit_claim(module: ir.Module) -> None:
 
 def _emit_ready(module: ir.Module) -> None:
     """Emit ``ready(gate)``: note that the GPU is current in this thread."""
-    e = Emitter(module, "ready", ir.VoidType(), _I64)
+    e = _Emitter(module, "ready", ir.VoidType(), _I64)
     e.store(e.me(), e.function.args[0], Gate.ready.offset)
     e.b.ret_void()
 
 
-class _Enqueue(Emitter):
+class _Enqueue(_Emitter):
     """Emits ``enqueue(stream, mode=PLAIN) -> status``, with a packed call as self."""
 
     def __init__(self, module: ir.Module):
@@ -398,35 +362,10 @@ def place_of(handle: int) -> int:
     return 2 * ((handle * _GOLDEN & (1 << 64) - 1) >> (64 - _BITS))
 
 
-_PYTHON = (
-    *("PyByteArray_AsString", "PyLong_AsUnsignedLongLong", "PyLong_FromLong"),
-    *("PyThreadState_Get", "PyThreadState_GetID", "PyErr_Occurred"),
-    *("PyEval_SaveThread", "PyEval_RestoreThread"),
-    *("PyBytes_FromStringAndSize", "PyList_Append", "Py_DecRef"),
-)
-
-
 @functools.cache
 def _engine() -> Any:
     """Return LLVM's engine, which keeps the machine code."""
     return engine_of(_emit_note, _emit_claim, _emit_ready, _Enqueue)
-
-
-def engine_of(*emitters: Callable[[ir.Module], object]) -> Any:
-    """Return an engine with the functions that these emit."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    # Also where the interpreter does not export them.
-    for name in _PYTHON:
-        llvm.add_symbol(name, address_of(getattr(ctypes.pythonapi, name)))
-    llvm.add_symbol("clock_gettime", address_of(ctypes.CDLL(None).clock_gettime))
-    module = ir.Module("numba_symm")
-    for emit in emitters:
-        emit(module)
-    machine = llvm.Target.from_default_triple().create_target_machine(opt=2)
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(str(module)), machine)
-    engine.finalize_object()
-    return engine
 
 
 _OTHERS: dict[str, Any] = {
@@ -444,33 +383,10 @@ def compiled(name: str) -> Callable[..., Any]:
     return ctypes.PYFUNCTYPE(*_OTHERS[name])(address)  # with the interpreter's lock
 
 
-class _Def(ctypes.Structure):
-    """CPython's ``PyMethodDef``."""
-
-    _fields_ = (
-        ("name", ctypes.c_char_p),
-        ("function", ctypes.c_void_p),
-        ("flags", ctypes.c_int),
-        ("doc", ctypes.c_char_p),
-    )
-
-
-_FASTCALL = 0x80  # METH_FASTCALL
-
-
-def definition(engine: Any, name: str) -> Any:
-    """Return CPython's description of a function, which must live as long as it."""
-    return _Def(name.encode(), engine.get_function_address(name), _FASTCALL)
-
-
 @functools.cache
 def _definition() -> Any:
     return definition(_engine(), "enqueue")
 
-
-new_function = ctypes.pythonapi.PyCFunction_NewEx
-new_function.restype = ctypes.py_object
-new_function.argtypes = ctypes.c_void_p, ctypes.py_object, ctypes.py_object
 
 Enqueue = Callable[..., int]
 """``enqueue(stream, mode=PLAIN)`` of a packed call: returns a status."""

@@ -30,8 +30,9 @@ from numba_symm.mpi.buffers import message
 from numba_symm.mpi.calls import waited
 from numba_symm.mpi.channels import Channel, Data, after_messages, apart
 from numba_symm.mpi.errors import FREED, MPIError
+from numba_symm.mpi.parts import CopyStream
 from numba_symm.mpi.rings import MATCHED, READ, READY
-from numba_symm.mpi.sends import CopyStream, Sends, alone
+from numba_symm.mpi.sends import Sends, alone
 from numba_symm.mpi.words import FIELDS, NO_SLOT, Envelope, Words
 
 _posts: "set[Post]" = set()  # of communicators that were not freed

@@ -10,11 +10,11 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import StartedCall, describe, waited
 from numba_symm.mpi.messages import Post
+from numba_symm.mpi.parts import Incoming, Outgoing
 from numba_symm.mpi.pending import DoneRequest, Message, receiving
 from numba_symm.mpi.postponed import SendingLater, start, start_at_once
 from numba_symm.mpi.reading import translated
 from numba_symm.mpi.requests import Own, Prequest, Request
-from numba_symm.mpi.sends import Incoming, Outgoing
 
 NOBODY = MPI.PROC_NULL
 

@@ -16,11 +16,12 @@ from numba_symm.mpi.channels import MOST
 from numba_symm.mpi.errors import MPIError, refusal
 from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.messages import Post
+from numba_symm.mpi.parts import Incoming
 from numba_symm.mpi.reading import translated
 from numba_symm.mpi.requests import Own
 from numba_symm.mpi.rings import LINE, READ, READY
 from numba_symm.mpi.rooms import Opened
-from numba_symm.mpi.sends import LOOKS, NEVER, Incoming
+from numba_symm.mpi.sends import LOOKS, NEVER
 from numba_symm.mpi.words import NO_SLOT, Envelope, failure_of
 from numba_symm.own_arrays import Memory
 

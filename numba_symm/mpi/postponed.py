@@ -18,9 +18,10 @@ from mpi4py import MPI
 from numba_symm.errors import BackendError, CollectiveTimeout, DriverError
 from numba_symm.mpi import packing, progress
 from numba_symm.mpi.calls import PAUSE, describe, waited
+from numba_symm.mpi.parts import Outgoing, Unread
 from numba_symm.mpi.requests import Own
 from numba_symm.mpi.rings import READY
-from numba_symm.mpi.sends import Outgoing, Sends, Unread, on_host
+from numba_symm.mpi.sends import Sends, on_host
 from numba_symm.mpi.words import NO_SLOT
 
 

@@ -16,10 +16,12 @@ from typing import Any
 
 from llvmlite import ir
 
-from numba_symm import entry
 from numba_symm.collectives.kernels import message_copy
+from numba_symm.compiled import ANY as _ANY
+from numba_symm.compiled import I32 as _I32
+from numba_symm.compiled import I64 as _I64
+from numba_symm.compiled import Emitter, definition, engine_of, new_function
 from numba_symm.driver_table import WORD, Config, struct
-from numba_symm.entry import Emitter
 
 ENTRIES = 1024
 """Envelopes in a ring, at most; a power of two."""
@@ -69,7 +71,6 @@ Port = struct(
 Stack = struct("Stack", free=WORD, rooms=WORD * ROOMS)
 """Rooms of one size that are free."""
 
-_I64, _ANY = ir.IntType(64), ir.IntType(8).as_pointer()
 _ENTRY = 8 * (FIELDS + 1)
 
 
@@ -161,9 +162,9 @@ def _emit_launch(module: ir.Module) -> None:
         e.store(value, port, Port.values.offset + 8 * n)
     config = e.load(port, Port.config.offset)
     e.store(blocks, config, Config.grid.offset)  # and 0 as the next number
-    b.store(ir.IntType(32)(1), e.at(config, Config.grid.offset + 4, ir.IntType(32)))
+    b.store(_I32(1), e.at(config, Config.grid.offset + 4, _I32))
     e.store(stream, config, Config.stream.offset)
-    kind = ir.FunctionType(ir.IntType(32), [_I64] * 4).as_pointer()
+    kind = ir.FunctionType(_I32, [_I64] * 4).as_pointer()
     function = b.inttoptr(e.load(port, Port.launch.offset), kind)
     rest = (
         e.load(port, getattr(Port, name).offset) for name in ("kernel", "parameters")
@@ -281,9 +282,9 @@ def _emit_take(module: ir.Module) -> None:
     made = e.python("PyBytes_FromStringAndSize", _ANY, text, _I64(8 * FIELDS))
     with b.if_then(b.icmp_unsigned("==", made, _ANY(None)), likely=False):
         b.ret(_ANY(None))
-    status = e.python("PyList_Append", ir.IntType(32), found, made)
+    status = e.python("PyList_Append", _I32, found, made)
     e.python("Py_DecRef", ir.VoidType(), made)
-    with b.if_then(b.icmp_signed("!=", status, ir.IntType(32)(0)), likely=False):
+    with b.if_then(b.icmp_signed("!=", status, _I32(0)), likely=False):
         b.ret(_ANY(None))
     # The writer uses the entry again.
     b.store_atomic(next_one, e.at(here, Ring.taken.offset), "release", 8)
@@ -304,8 +305,8 @@ NOTHING, THERE, RINGS = range(3)
 def _emit_wait(module: ir.Module) -> None:
     """Emit ``wait(bell, word, value, looks)``, without the interpreter's lock.
 
-    It returns THERE if a word has at least a value, RINGS if the bell rings, and NOTHING after
-    so many looks.
+    It returns THERE if a word has at least a value, RINGS if the bell rings, and
+    NOTHING after so many looks.
     """
     e = _Fast(module, "wait", 4)
     b, (bell, word, value, looks) = e.b, e.args
@@ -335,7 +336,7 @@ def _emit_wait(module: ir.Module) -> None:
 
 @functools.cache
 def _engine() -> Any:
-    return entry.engine_of(
+    return engine_of(
         *(_emit_launch, _emit_copy, _emit_send, _emit_arrive),
         *(_emit_publish, _emit_take, _emit_wait),
     )
@@ -343,13 +344,13 @@ def _engine() -> Any:
 
 @functools.cache
 def _definition(name: str) -> Any:
-    return entry.definition(_engine(), name)
+    return definition(_engine(), name)
 
 
 @functools.cache
 def compiled(name: str) -> Callable[..., int]:
     """Return ``publish``, ``take`` or ``wait``; see what emits it."""
-    made: Callable[..., int] = entry.new_function(
+    made: Callable[..., int] = new_function(
         ctypes.addressof(_definition(name)), None, None
     )
     return made
