@@ -83,7 +83,7 @@ class Post(Sends):
         self.rank: int = host.rank
         same = [n for n in range(host.size) if islands[n] == islands[host.rank]]
         self.ranks = {places[rank]: rank for rank in same}
-        self.to = [words.to[place] for place in places]
+        self.to = {rank: words.to[place] for place, rank in self.ranks.items()}
         self._has_others = len(same) < host.size
         self._coming: list[MPI.Request] = []  # the receive of the next envelope by MPI
         self._text = bytearray(FIELDS.size)

@@ -57,13 +57,18 @@ class Postponed:
         with post._lock:
             self._after = post.outgoing.event(stream)
         progress.add(self)  # first, because an interrupt may follow the start
+        number, sent = -1, post._envelopes.sent[self._dest]
+        asked: list[MPI.Request] = []
         try:
             with post._lock:  # envelopes are in the order of their numbers
                 slot = NO_SLOT if outgoing.apart else post.words.take()
                 number, rest = post.words.next_number(), (slot, None, [array])
                 self._message = Unread(number, self._dest, self._nbytes, *rest)
-                self._asked = post.announce(outgoing, tag, slot, number, True)
+                post.announce(outgoing, tag, slot, number, asked)
+                self._asked = asked
         except BaseException:
+            if post.is_announced(outgoing, number, sent):
+                self._asked = asked
             self.hurry()
             raise
 
@@ -167,6 +172,9 @@ class Postponed:
     def _end(self) -> None:
         self.ended = True
         self._array = None  # it may be dropped
+        if self._asked is not None:  # its request may live longer than its room
+            self._message.used.clear()
+            self._message = self._message._replace(room=None)
 
     def _give_back(self) -> None:
         """Keep only the slot, for the answer of the receiver, which refuses it."""

@@ -334,6 +334,15 @@ def _emit_wait(module: ir.Module) -> None:
     e.leave(b.load(found))
 
 
+def last(ring: int, field: int) -> int:
+    """Return a field of the envelope that was published last. For the writer.
+
+    An interrupt may have hidden whether it was published.
+    """
+    words = Ring.from_address(ring)
+    return int(words.entries[words.sent % ENTRIES * (FIELDS + 1) + 1 + field])
+
+
 @functools.cache
 def _engine() -> Any:
     return engine_of(

@@ -19,7 +19,7 @@ from numba_symm import arrays, streams
 from numba_symm.cache import Cache
 from numba_symm.environment import SIMULATED, message_limit
 from numba_symm.errors import SymmError
-from numba_symm.mpi import buffers, packing, progress
+from numba_symm.mpi import buffers, packing, progress, rings
 from numba_symm.mpi.calls import BUSY, PAUSE, describe, waited
 from numba_symm.mpi.channels import MOST, Channel, Data
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
@@ -36,7 +36,7 @@ from numba_symm.mpi.rings import (
     compiled,
 )
 from numba_symm.mpi.rooms import Room
-from numba_symm.mpi.words import FIELDS, NO_SLOT, Words, failure_of
+from numba_symm.mpi.words import FIELDS, NO_SLOT, NUMBER, Words, failure_of
 from numba_symm.own_arrays import Memory
 
 LOOKS = 2000
@@ -91,7 +91,7 @@ class Sends:
     _envelopes: Channel
     _data: Data
     rank: int
-    to: list[tuple[int, int]]
+    to: dict[int, tuple[int, int]]
     _freed: bool
     stream: int
     _lock: threading.RLock
@@ -206,6 +206,7 @@ class Sends:
         """
         stream, words, nbytes = self.stream_of(array, "Send"), self.words, outgoing[2]
         used, slot, room = [array], NO_SLOT, None
+        requests: list[MPI.Request] | None = [] if matched else None
         with self._lock:
             if outgoing.plain is not None:
                 before, after = outgoing.plain
@@ -216,7 +217,7 @@ class Sends:
                     slot, number = found & 0xFFFFFFFF, words.port.number
                     room = words.rooms.all[found >> 32]
                     self.lend(Unread(number, outgoing.dest, nbytes, slot, room, used))
-                    return sending(self, slot, number, used, [] if matched else None)
+                    return sending(self, slot, number, used, requests)
             number = words.next_number()
             if nbytes and not outgoing.apart:
                 slot = words.take()
@@ -230,40 +231,58 @@ class Sends:
                 data = on_host(outgoing.items._replace(array=array), stream)
                 self.send_data(data, outgoing.dest, number)
             try:
-                requests = self.announce(outgoing, tag, slot, number, matched)
+                self.announce(outgoing, tag, slot, number, requests)
             except BaseException:
-                if slot != NO_SLOT:
+                if slot != NO_SLOT and not self.is_announced(outgoing, number, 0):
                     words.values[LINE * slot + READ] = number
                 raise
         return sending(self, slot, number, used, requests)
 
     def announce(
-        self, outgoing: Outgoing, tag: int, slot: int, number: int, asks: bool
-    ) -> list[MPI.Request] | None:
+        self,
+        outgoing: Outgoing,
+        tag: int,
+        slot: int,
+        number: int,
+        asked: list[MPI.Request] | None,
+    ) -> None:
         """Send the envelope of a message.
 
-        Returns:
-            None, unless ``asks``. Then the requests of MPI that end when a receive has
-            matched it; there are none if the slot's word tells that.
+        Args:
+            outgoing: the message.
+            tag: its tag.
+            slot: of its words, or ``NO_SLOT``.
+            number: the message's.
+            asked: an empty list, if the sender asks whether a receive has matched it.
+                It gets the requests of MPI that tell that, or none if the slot does.
         """
-        requests: list[MPI.Request] | None = [] if asks else None
-        dest, nbytes = outgoing.dest, outgoing.nbytes
-        if asks and slot == NO_SLOT:
-            assert requests is not None
+        dest, nbytes, asks = outgoing.dest, outgoing.nbytes, asked is not None
+        if asked is not None and slot == NO_SLOT:
             empty = np.empty(0, np.uint8)
-            self._envelopes.receive(requests, empty, dest, self.answer_of(number))
+            self._envelopes.receive(asked, empty, dest, self.answer_of(number))
         if outgoing.apart:
             rest = tag, nbytes, slot, number, asks
             text = FIELDS.pack(self.context, self.rank, *rest)
             self._envelopes.send([text, MPI.BYTE], dest)
-            return requests
+            return
         to, here = self.to[dest], self.places[self.rank]
         fields = self.context, here, tag, nbytes, slot, number, asks
         while not self.words.publish(*to, *fields):
             self.check()  # the receiver has looked at none of very many envelopes
             progress.advance()
             time.sleep(PAUSE)
-        return requests
+
+    def is_announced(self, outgoing: Outgoing, number: int, sent: int) -> bool:
+        """Return whether the envelope of a message was sent before an interrupt.
+
+        Args:
+            outgoing: the message.
+            number: the message's.
+            sent: envelopes that MPI had sent before.
+        """
+        if outgoing.apart:
+            return self._envelopes.sent[outgoing.dest] > sent
+        return bool(rings.last(self.to[outgoing.dest][0], NUMBER) == number)
 
     def fill(
         self, outgoing: Outgoing, stream: int, slot: int, number: int
@@ -316,6 +335,7 @@ class Sends:
     @alone
     def take_back(self) -> None:
         """Reuse the memory of messages that were read."""
+        self._data.reap()
         for each in [each for each in self._unread if self._was_read(each)]:
             self._unread.remove(each)
             self.release(each)
@@ -406,7 +426,7 @@ class Sending(Own):
         slot: of its words; ``NO_SLOT``: the array may be used.
         number: the message's.
         used: keeps the array.
-        matched: what :meth:`Sends.announce` has returned.
+        matched: what :meth:`Sends.announce` has filled.
     """
 
     _post: Sends

@@ -70,6 +70,9 @@ _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
 FIELDS = struct_.Struct("<7q")
 """An envelope: context, the sender's place or rank, and the rest of ``Envelope``."""
 
+NUMBER = 5
+"""The place of the message's number in these fields."""
+
 
 class Envelope(NamedTuple):
     """What a sender announces of its message.
