@@ -29,11 +29,6 @@ FLAGGED = [name for name in ALGORITHMS if name not in MAILED]
 ALL_ONES = 2**64 - 1
 
 
-def ones(nbytes):
-    """Return a word of ones."""
-    return 2 ** (8 * nbytes) - 1
-
-
 def add(enqueue, stream):
     """Enqueue a launch, or call a function that enqueues several."""
     if isinstance(enqueue, Launch):
@@ -111,7 +106,7 @@ class World(Messages):
                 place = (offset - region.slots) % code.ONE_SHOT["marked"].tile_bytes
                 marked = self.layout.one_shot_marked, self.layout.two_shot_marked
                 nbytes = 4 if region in marked and place >= code.TILE_BYTES else 8
-                return nbytes, ones(nbytes)
+                return nbytes, 2 ** (8 * nbytes) - 1
         return 0, 0
 
     def epochs(self, region, blocks=None):
@@ -472,7 +467,10 @@ def float_of(word):
 
 def float_sum(words):
     """Return the bits of the sum in that order, or None if it is a NaN."""
-    return None if ALL_ONES in words else bits_of(sum(map(float_of, words)))
+    total = 0.0
+    for word in words:  # from Python 3.12 on, sum() does not round as additions do
+        total += float_of(word)
+    return None if ALL_ONES in words else bits_of(total)
 
 
 def integer_sum(words):
