@@ -1,5 +1,7 @@
 """What a board shows while other ranks arrive, fail and leave."""
 
+import time
+
 import pytest
 
 from numba_symm import board, waits
@@ -10,6 +12,29 @@ from tests.boards import on_ranks, record, store
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch):
     monkeypatch.setattr(board, "SIMULATED", True)
+
+
+def test_a_piece_stays_until_all_have_read_it():
+    """Rank 0 reads each piece, but those of the last value, late: after the next."""
+    nbytes = board.PIECE + 100
+
+    def play(made, comm):
+        place, found = made._place, []
+
+        def late(rank):
+            if comm.rank == 0 and rank == 1 and number < 2:
+                while made._steps[1] <= made._step:
+                    time.sleep(0.001)
+            return place(rank)
+
+        made._place = late
+        for number in range(3):
+            value = bytes([10 * number + comm.rank]) * nbytes
+            found.append(made.all_gather(value, Wait("zeros", comm.rank, 600)))
+        return [[(len(each), *{*each}) for each in values] for values in found]
+
+    wanted = [[(nbytes, 10 * number + r) for r in range(2)] for number in range(3)]
+    assert on_ranks(2, play) == [wanted] * 2
 
 
 @pytest.mark.parametrize("seeing", [{0}, {1, 2}, {0, 1, 2}])
