@@ -5,6 +5,8 @@ import importlib.util
 import threading
 import weakref
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import example, given, settings
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 
 from numba_symm import driver, entry, events
 from numba_symm.collectives import requests
-from numba_symm.collectives.enqueueing import PackedCall
+from numba_symm.collectives.enqueueing import Enqueuer, PackedCall
+from numba_symm.collectives.protocols.binding import Series
 from numba_symm.record import Description
 from tests.executing import ExecutingDriver, Unordered
 from tests.gates import gate
@@ -41,8 +44,8 @@ class Program:
     def __init__(self, streams, cuda, patch):
         self.cuda = cuda
         made = gate(patch, **cuda.table())
-        self.order = streams.StreamOrder(4)
-        made.board.open(self.order.gate)
+        self.order, self.board = streams.StreamOrder(4), made.board
+        self.board.open(self.order.gate)
         self.work = streams.Copy(WORKSPACE, X, 8)
         about = Description("a call")
         self.packed = PackedCall(self.order.gate, about, self.work, entry.NEVER)
@@ -145,6 +148,22 @@ def test_in_a_capture_a_call_right_behind_the_last_one_does_not_wait():
         assert not capture.valid
         assert not streams.spoil_capture(C)
         assert cuda.calls[-1] == "cuStreamIsCapturing"  # a query would spoil nothing
+
+
+def test_a_call_follows_what_python_has_enqueued_of_the_last_one():
+    """The compiled function takes the steps before and after that of Python."""
+    with on_driver() as (streams, cuda, patch):
+        program = Program(streams, cuda, patch)
+        members = SimpleNamespace(
+            board=program.board, engine=object(), gpu=SimpleNamespace(ordinal=0)
+        )
+        enqueuer = Enqueuer(members, program.order, None)
+        step = partial(cuda.launch, "Python's", stores=WORKSPACE)
+        work = Series(program.work, step, program.work, step, program.work)
+        enqueuer.run(enqueuer.pack(Description("a call"), work), A)
+        found = [what for what, _ in cuda.works]
+        assert found == ["a copy", "Python's", "a copy", "Python's", "a copy"]
+        program.call(B)
 
 
 def work_beside(streams, cuda, fail=False):

@@ -7,7 +7,15 @@ NEAREST = {
         "tests/host/test_stream_order.py",
         "tests/host/test_guarded_order.py",
         "tests/host/test_watchdog.py",
+        "tests/host/test_entry.py",
     ),
+    "enqueueing": (
+        "tests/host/test_calls.py",
+        "tests/host/test_stream_order.py",
+        "tests/host/test_guarded_order.py",
+        "tests/host/test_record.py",
+    ),
+    "record": ("tests/host/test_record.py", "tests/host/test_entry.py"),
     "heap": (
         "tests/host/test_heap.py",
         "tests/simulated/test_symmetric_bytes.py",
@@ -54,8 +62,14 @@ NEAREST = {
 _MUTANTS = [
     Mutant(
         "streams.no_wait",
+        "numba_symm/entry.py",
+        'self.driver("cuStreamWaitEvent", stream, event, _I64(0))',
+        "pass",
+    ),
+    Mutant(
+        "streams.capture_no_wait",
         "numba_symm/streams.py",
-        "if self._last is not None and place != self._last:",
+        "if self.place is not None and place != self.place:",
         "if False:",
     ),
     Mutant(
@@ -67,8 +81,8 @@ _MUTANTS = [
     Mutant(
         "streams.fill_high_half",
         "numba_symm/streams.py",
-        "word = number >> 32 * half & 0xFFFFFFFF",
-        "word = number & 0xFFFFFFFF",
+        "self.number >> 32 * n & 0xFFFFFFFF",
+        "self.number & 0xFFFFFFFF",
     ),
     Mutant(
         "streams.spoil_no_query",
@@ -81,9 +95,39 @@ _MUTANTS = [
     ),
     Mutant(
         "streams.leave_no_record",
+        "numba_symm/entry.py",
+        'self.driver("cuEventRecord", self.of_gate("event"), stream)',
+        "pass",
+    ),
+    Mutant(
+        "streams.eager_no_record",
         "numba_symm/streams.py",
-        ('(status,) = driver.function("cuEventRecord")(self._event, self._stream)'),
-        "status = 0",
+        "self._eager.end(stream)",
+        "pass",
+    ),
+    Mutant(
+        "enqueueing.capture_not_recorded",
+        "collectives/enqueueing.py",
+        "self.record.note_captured(call.about, stream)",
+        "pass",
+    ),
+    Mutant(
+        "enqueueing.step_left_out",
+        "collectives/enqueueing.py",
+        "status = call.enqueue(stream, entry.FIRST + step + 1)",
+        "status = call.enqueue(stream, entry.FIRST + step + 2)",
+    ),
+    Mutant(
+        "record.chain_of_one_call",
+        "numba_symm/entry.py",
+        "b.add(b.mul(e.load(book, Book.chain.offset), _I64(31)), digest)",
+        "digest",
+    ),
+    Mutant(
+        "record.number_once",
+        "numba_symm/entry.py",
+        "number = b.add(e.load(book, at), _I64(1))",
+        "number = e.load(book, at)",
     ),
     Mutant(
         "heap.remove_keeps_places",
@@ -154,14 +198,14 @@ _MUTANTS = [
     Mutant(
         "staging.line",
         "collectives/staging.py",
-        "self._used += -(-nbytes // _LINE) * _LINE",
-        "self._used += nbytes",
+        "self.used += -(-nbytes // _LINE) * _LINE",
+        "self.used += nbytes",
     ),
     Mutant(
         "staging.room_off_by_one",
         "collectives/staging.py",
-        "self._used + nbytes > whole:",
-        "self._used + nbytes > whole + 1:",
+        "self.used + nbytes > whole:",
+        "self.used + nbytes > whole + 1:",
     ),
     Mutant(
         "staging.out_not_packed",
@@ -249,7 +293,7 @@ _MUTANTS = [
     ),
     Mutant(
         "win.bytes_unchecked",
-        "numba_symm/mpi/win.py",
+        "numba_symm/mpi/one_sided.py",
         "if found.nbytes != origin.nbytes:",
         "if False:",
     ),
