@@ -84,6 +84,10 @@ class Islands(Members):
         exchange = self.exchange
         rank = self.world.rank
         exchange.nodes = self.nodes
+        if self._known is None:
+            # An interrupt since the ranks tried to be one island was reported to all.
+            # Nobody reads that in the next step, which is of one node's ranks.
+            exchange.barrier("Communicator")
         self.shown = environment.show_islands() and rank == 0
         self.parts = self._bind(device)
         self.places = Places(self.parts)

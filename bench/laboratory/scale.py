@@ -90,7 +90,7 @@ def sizes(name: str) -> list[int]:
     return [each for each in SIZES if each <= most] or [0]
 
 
-STEPS = 10, 2
+STEPS = 11, 2
 """Steps of a construction between all ranks, and between those of a node."""
 
 PAUSE = 1e3

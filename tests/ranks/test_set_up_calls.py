@@ -17,6 +17,7 @@ import pytest
 from mpi4py import MPI
 
 import numba_symm as ns
+from numba_symm import environment
 from numba_symm.collectives import lifetime
 from numba_symm.launch import duplicates, waiting
 from numba_symm.members import Members
@@ -318,7 +319,12 @@ def test_an_interrupt_between_steps_of_the_constructor_is_reported(
             comm.zeros(3)
 
     lines = At(function, event, number) if world.rank == away else Lines()
+    warn, warned = environment.warn, []
+    record = lambda text: warned.append(text) or warn(text)  # noqa: E731
+    monkeypatch.setattr(environment, "warn", record)
     errors = world.allgather(lines.of(construct)[0])
     again = world.allgather(Lines().of(construct)[0])
+    # A rank that is left waiting warns, and raises that, because warnings are errors.
+    assert not any(world.allgather(warned)), errors
     assert again == [""] * world.size, (errors, again)
     assert all("Late" in each for each in errors) or world.size == 1, errors
