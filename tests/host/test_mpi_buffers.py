@@ -32,6 +32,7 @@ def host_arrays(monkeypatch):
 PAGE = Path(__file__).parents[2] / "docs" / "mpi4py-calls.md"
 X = np.arange(12, dtype=np.int32)
 VECTOR = MPI.INT.Create_vector(2, 1, 3)
+BACKWARDS = MPI.INT.Create_resized(0, -4)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +124,7 @@ def test_items_of_each_rank(spec, counts, displs):
         ([X, (1, -1)], "negative displacement"),
         ([X[:5], MPI.DOUBLE], "cannot infer count"),
         ([X, 4, VECTOR], "within the array's 48 bytes"),
+        ([X, 3, BACKWARDS], "within the array's 48 bytes"),
         ([MPI.BOTTOM, 1, MPI.INT], "pass the array itself"),
         ([X, 1, 1, 1, 1], "2 to 4 items"),
         ([X, 1, MPI.SUM], r"got MPI\.SUM;"),
