@@ -117,6 +117,9 @@ class Collectives:
             request = getattr(self.comm, name + "_init")(*args)
             self.persistent.append(request)
             request.Start()
+            if self.draw.random() < 0.5:
+                request.Wait()
+                request.Start()
         self.pending.add(request, done, receives=True)
 
     def _done(self, name, form, result, status):

@@ -54,161 +54,6 @@ def both(world, comm):
     return Both(world, comm)
 
 
-def waited(name):
-    """Return calls of a method: blocking, by a request, and persistent, twice."""
-
-    def started(comm, *args, **options):
-        getattr(comm, f"I{name.lower()}")(*args, **options).Wait()
-
-    def prepared(comm, *args, **options):
-        request = getattr(comm, f"{name}_init")(*args, **options)
-        for _ in range(2):
-            request.Start()
-            request.Wait()
-        request.Free()
-
-    def blocking(comm, *args, **options):
-        getattr(comm, name)(*args, **options)
-
-    return [blocking, started, prepared]
-
-
-@pytest.mark.parametrize("form", range(3), ids=["blocking", "request", "persistent"])
-def test_data_movement(both, form):
-    def of(name):
-        return waited(name)[form]
-
-    size, rank, root = both.size, both.rank, both.size - 1
-    at_root = rank == root
-    x, all_of = both.values(2, 3), both.empty(size, 2, 3)
-    both(lambda comm, x: of("Bcast")(comm, x, root), x.copy())
-    both(lambda comm, x: of("Bcast")(comm, [x, MPI.INT], root=root), x.copy())
-    gather, scatter = of("Gather"), of("Scatter")
-    both(lambda c, x, y: gather(c, x, y if at_root else None, root), x, all_of)
-    every = both.values(size, 4)
-    out = both.empty(4)
-    both(lambda c, x, y: scatter(c, x if at_root else None, y, root), every, out)
-    both(lambda c, x, y: of("Allgather")(c, x, y), x, both.empty(size * 6))
-    both(lambda c, x, y: of("Allgather")(c, [x, MPI.BYTE], y), x, both.empty(size, 6))
-    # A first axis that is not a multiple of the number of ranks.
-    x, y = both.values(1, 3, size), both.empty(size * 3)
-    both(lambda c, x, y: of("Alltoall")(c, x, [y, 3, MPI.INT]), x, y)
-    # In place.
-    mine = both.values(size, 2)
-    both(lambda c, x: of("Allgather")(c, IN_PLACE, x), mine.copy())
-    both(lambda c, x: of("Alltoall")(c, IN_PLACE, x), mine.copy())
-    both(
-        lambda c, x, y: gather(c, None if at_root else x, y if at_root else None, root),
-        both.values(2),
-        mine.copy(),
-    )
-    both(
-        lambda c, x, y: scatter(
-            c, x if at_root else None, IN_PLACE if at_root else y, root
-        ),
-        mine,
-        both.empty(2),
-    )
-
-
-@pytest.mark.parametrize("form", range(3), ids=["blocking", "request", "persistent"])
-def test_vector_forms(both, form):
-    def of(name):
-        return waited(name)[form]
-
-    size, rank = both.size, both.rank
-    counts = [1 + r % 3 for r in range(size)]
-    displs = [5 * (size - 1 - r) + 1 for r in range(size)]  # backwards, with gaps
-    x, room = both.values(counts[rank]), both.empty(5 * size + 3)
-    place = counts, displs
-    gather, scatter = of("Gatherv"), of("Scatterv")
-
-    def recv(y):
-        return [y, place, MPI.INT] if rank == 0 else None
-
-    both(lambda c, x, y: gather(c, x, recv(y)), x, room.copy())
-    both(lambda c, x, y: scatter(c, recv(y), x), x.copy(), both.values(5 * size + 3))
-    spread = of("Allgatherv")
-    both(lambda c, x, y: spread(c, x, [y, counts, displs, MPI.INT]), x, room.copy())
-    both(lambda c, y: spread(c, IN_PLACE, [y, place]), both.values(5 * size + 3))
-    both(lambda c, x, y: spread(c, x, [y, counts]), x, both.empty(sum(counts)))
-    # Rank r sends (r + s) % 3 items to rank s.
-    sent = [(rank + s) % 3 for s in range(size)]
-    every = [4 * s for s in range(size)]
-    x, y = both.values(4 * size), both.empty(5 * size + 3)
-    exchange, typed = of("Alltoallv"), of("Alltoallw")
-    both(lambda c, x, y: exchange(c, [x, (sent, every)], [y, (sent, displs)]), x, y)
-    both(lambda c, y: exchange(c, IN_PLACE, [y, (sent, displs)]), x[:1].repeat(90))
-    # In place, and the parts lie one after another.
-    both(lambda c, y: exchange(c, IN_PLACE, [y, [2] * size]), both.values(2 * size))
-    ints, twos = [MPI.INT] * size, ([2] * size, [8 * s for s in range(size)])
-    both(lambda c, y: typed(c, IN_PLACE, (y, twos, ints)), both.values(2 * size))
-    places = [4 * each for each in every], [4 * each for each in displs]
-    both(
-        lambda c, x, y: typed(
-            c, (x, (sent, places[0]), ints), (y, (sent, places[1]), ints)
-        ),
-        x,
-        y,
-    )
-
-
-@pytest.mark.parametrize("form", range(3), ids=["blocking", "request", "persistent"])
-def test_reductions(both, form):
-    def of(name):
-        return waited(name)[form]
-
-    size, rank = both.size, both.rank
-    at_root = rank == size - 1
-    reduce, every = of("Reduce"), of("Allreduce")
-    x = both.values(2, 4, dtype="f4")
-    for op in (MPI.SUM, MPI.MAX):
-        both(
-            lambda c, x, y, op=op: reduce(c, x, y if at_root else None, op, size - 1),
-            x,
-            both.empty(8, dtype="f4"),
-        )
-        both(
-            lambda c, x, y, op=op: every(c, x, [y, MPI.FLOAT], op=op),
-            x,
-            both.empty(8, dtype="f4"),
-        )
-    if form < 2:  # a second start reduces the result again, on host and device
-        both(lambda c, x: every(c, IN_PLACE, x, MPI.PROD), x.copy())
-        both(
-            lambda c, x: (
-                reduce(c, IN_PLACE, x, root=size - 1)
-                if at_root
-                else reduce(c, x, None, root=size - 1)
-            ),
-            x.copy(),
-        )
-        both(lambda c, x: of("Scan")(c, IN_PLACE, x), x.copy())
-        both(lambda c, x: of("Exscan")(c, IN_PLACE, x), x.copy())
-    both(lambda c, x, y: of("Scan")(c, x, y, op=MPI.MIN), x, both.empty(8, dtype="f4"))
-
-    def exscan(comm, x, y):
-        of("Exscan")(comm, x, y)
-        if rank == 0:  # undefined there
-            y[:] = 0
-
-    both(exscan, x, both.empty(8, dtype="f4"))
-    whole, part = both.values(size, 3), both.empty(3)
-    both(lambda c, x, y: of("Reduce_scatter_block")(c, x, y), whole, part)
-    counts = [r + 1 for r in range(size)]
-    whole, part = both.values(sum(counts)), both.empty(rank + 1)
-    scatter = of("Reduce_scatter")
-    both(lambda c, x, y: scatter(c, x, y, counts, MPI.BOR), whole, part)
-    both(lambda c, x, y: scatter(c, x, y), whole, part)
-    if form == 0:
-
-        def in_place(comm, x):
-            comm.Reduce_scatter(IN_PLACE, x, counts)
-            x[rank + 1 :] = 0  # undefined
-
-        both(in_place, whole.copy())
-
-
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("op", [MPI.MINLOC, MPI.MAXLOC], ids=["minloc", "maxloc"])
 def test_pairs(both, name, op):
@@ -273,38 +118,22 @@ def derived():
     yield MPI.INT.Dup(), 40
 
 
-def test_derived_datatypes(both):
-    size, rank, root = both.size, both.rank, 0
+def test_reductions_of_derived_datatypes(comm):
+    """MPI itself reduces none."""
     for datatype, room in derived():
         datatype.Commit()
-        x, y = both.values(room), both.empty(room)
-        both(lambda c, x, t=datatype: c.Bcast([x, 2, t], root), x.copy())
-        for nbytes in (2, datatype.size + 3):  # the last item in part
-
-            def part(comm, x, y, n=nbytes, t=datatype):
-                comm.Sendrecv([x, n, MPI.BYTE], rank, 0, [y, 2, t], rank)
-
-            both(part, x, y.copy())
-        # MPI itself reduces no derived types.
-        mask, ones = np.zeros(room, "i4"), np.ones(room, "i4")
+        y, mask, ones = (
+            np.full(room, 99, "i4"),
+            np.zeros(room, "i4"),
+            np.ones(room, "i4"),
+        )
         spec = [ones, 2, datatype], [mask, 2, datatype]
         MPI.COMM_SELF.Sendrecv(spec[0], 0, recvbuf=spec[1], source=0)
         into, of = cuda.to_device(y), cuda.to_device(ones)
-        both.comm.Allreduce([of, 2, datatype], [into, 2, datatype])
-        assert np.array_equal(into.copy_to_host(), np.where(mask, size, y))
-        both.comm.Allreduce(IN_PLACE, [of, 2, datatype])
-        assert np.array_equal(of.copy_to_host(), np.where(mask, size, 1))
-        many = both.empty(room * size)
-        both(lambda c, x, y, t=datatype: c.Allgather([x, 1, t], [y, 1, t]), x, many)
-        many = both.values(room * size)
-        both(lambda c, y, t=datatype: c.Allgather(IN_PLACE, [y, 1, t]), many.copy())
-        both(lambda c, y, t=datatype: c.Alltoall(IN_PLACE, [y, 1, t]), many.copy())
-        places = ([1] * size, [2 * r for r in range(size)]), datatype
-
-        def gathered(comm, x, y, t=datatype, places=places):
-            comm.Gatherv([x, 1, t], [y, *places] if rank == 0 else 0)
-
-        both(gathered, x, both.empty(2 * room * size))
+        comm.Allreduce([of, 2, datatype], [into, 2, datatype])
+        assert np.array_equal(into.copy_to_host(), np.where(mask, comm.size, y))
+        comm.Allreduce(IN_PLACE, [of, 2, datatype])
+        assert np.array_equal(of.copy_to_host(), np.where(mask, comm.size, 1))
         datatype.Free()
 
 
