@@ -31,7 +31,7 @@ TESTS = Path(__file__).parent
 TOGETHER = [
     ("operations", "messages", "all_reduce"),
     (
-        *("communicators", "misuse", "test_set_up_calls.py"),
+        *("test_random_calls.py", "communicators", "misuse", "test_set_up_calls.py"),
         *("memory", "mpi", "test_launch.py"),
     ),
     ("test_bench.py", "test_doctor.py", "test_prepare.py", "islands"),
@@ -52,7 +52,13 @@ def jobs():
     return [*together, *((file,) for file in others)]
 
 
-NIGHTLY = {4: ("operations", "messages", "misuse", "mpi", "memory", "test_launch.py")}
+NIGHTLY = {
+    2: ("misuse", "test_set_up_calls.py"),
+    4: (
+        *("operations", "messages", "all_reduce", "misuse", "mpi", "memory"),
+        *("test_set_up_calls.py", "test_launch.py"),
+    ),
+}
 """What is not simulated on that many ranks by default: it costs most, and seldom fails
 where three ranks pass. `make nightly` runs it."""
 
@@ -64,7 +70,7 @@ def cases():
         everything = ASKED or WHOLE or cli.visible_gpus()
         left_out = () if everything else NIGHTLY.get(ranks, ())
         found.append((tuple(part for part in job if part.name not in left_out), ranks))
-    return found
+    return [(job, ranks) for job, ranks in found if job]
 
 
 def name_of(job, *ranks):

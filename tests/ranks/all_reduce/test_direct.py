@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 
-from numba_symm.collectives.kernels.direct_shards import LOADS
-from numba_symm.collectives.protocols.handshake import BLOCKS
-from numba_symm.collectives.protocols.partition import LINE
-from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, layout
+from numba_symm.collectives.protocols.workspace import VECTOR, layout
 from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import (
@@ -22,7 +19,6 @@ from tests.ranks.helpers import (
 )
 
 F4 = np.dtype(np.float32)
-SOME = operators.PAIRS[:: 3 if SIMULATED else 7]  # compiling takes seconds
 WHOLE = 4  # elements of a vector
 
 each_operation = pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
@@ -79,55 +75,6 @@ class Case:
             left[self.mine] = self.inputs[self.comm.rank][self.mine]
         assert same(left, self.inputs[self.comm.rank])
         self.x.read()
-
-
-def edges(size, blocks):
-    """Return counts of a shard around where a vector, line, grid or batch begins."""
-    grid = min(blocks, BLOCKS) * THREADS * WHOLE
-    found = {1, WHOLE, LINE * WHOLE, THREADS * WHOLE, grid}
-    found |= {grid * max(1, LOADS // size), 2 * grid * max(1, LOADS // size)}
-    if SIMULATED:  # where a vector costs a millisecond
-        found = {count for count in found if count < 2000}
-    return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@each_operation
-def test_every_edge_of_a_shard(comm, world, name, in_place):
-    calls = []
-    for count in edges(comm.size, comm._calls.end.max_blocks):
-        whole = count * comm.size if name == "all_reduce" else count
-        case = Case(comm, name, whole, count)
-        out = case.in_place if in_place else case.window(whole).array
-        case.call(out)
-        calls.append((case, out))
-    comm.synchronize()
-    for case, out in calls:
-        case.check(out)
-    wait_for_all(comm, world)
-
-
-@each_operation
-def test_types_and_operators(comm, world, name):
-    calls = []
-    for step, (kind, op) in enumerate(SOME):
-        inputs = [
-            operators.random(kind, 33 * comm.size, [step, r]) for r in range(comm.size)
-        ]
-        host = inputs[comm.rank]
-        x = comm.empty(host.size, host.dtype)
-        put(x, host)
-        parts = comm.size if name == "reduce_scatter" else 1
-        out = comm.empty(host.size // parts, host.dtype)
-        getattr(comm, name)(x, op=op, out=out, algorithm="direct")
-        mine = slice(None)
-        if parts > 1:
-            mine = slice(comm.rank * out.size, (comm.rank + 1) * out.size)
-        calls.append((operators.wanted([each[mine] for each in inputs], op), out))
-    comm.synchronize()
-    for pair, (wanted, out) in zip(SOME, calls, strict=True):
-        assert operators.same(get(out), wanted).all(), pair
-    wait_for_all(comm, world)
 
 
 def first_less_second(a, b):

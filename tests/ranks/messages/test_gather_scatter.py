@@ -26,45 +26,6 @@ from tests.ranks.messages.contents import (
 )
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-def test_gather_and_scatter(comm, world, uneven):
-    calls = []
-    for step, dtype in enumerate(DTYPES):
-        root = step % comm.size
-        counts = [3 + (r * 57 + step) % 91 * uneven for r in range(comm.size)]
-        counts[step % comm.size] *= step != 1  # one that has none
-        if not uneven:
-            counts = [17 + step] * comm.size
-        parts = [content(n, dtype, r, step) for r, n in enumerate(counts)]
-        wanted = np.concatenate(parts)
-        x = Part(comm, counts[comm.rank], dtype, parts[comm.rank])
-        back = Part(comm, counts[comm.rank], dtype)
-        out = Part(comm, wanted.size, dtype)
-        is_root = comm.rank == root
-        if uneven:
-            listed = counts if is_root else None
-            found = comm.gather_v(
-                x.array,
-                counts=listed,
-                displs=None,
-                root=root,
-                out=out.array if is_root else None,
-            )
-            whole = found if is_root else None
-            comm.scatter_v(whole, counts=listed, displs=None, root=root, out=back.array)
-        else:
-            into = out.array if is_root else None
-            found = comm.gather(x.array, root=root, out=into)
-            comm.scatter(found, root=root, out=back.array)
-        assert found is (out.array if is_root else None)
-        calls.append((is_root, wanted, out, back, parts[comm.rank]))
-    comm.synchronize()
-    for is_root, wanted, out, back, part in calls:
-        assert same(out.read(), wanted if is_root else np.zeros_like(wanted))
-        assert same(back.read(), part)
-    world.barrier()
-
-
 def test_new_outputs_and_their_shapes(comm, world):
     x = comm.zeros((2, 3), np.int16)
     put(x, np.full((2, 3), comm.rank, np.int16))

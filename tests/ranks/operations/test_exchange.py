@@ -5,12 +5,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm.collectives.kernels import direct_exchange, direct_shards
 from numba_symm.collectives.operations import OPERATIONS
-from numba_symm.collectives.protocols import handshake
-from numba_symm.collectives.protocols.workspace import CHUNKED, THREADS
-from numba_symm.environment import SIMULATED
-from tests.algorithms import PROTOCOLS, entry, takes, those
 from tests.ranks.helpers import (
     bits,
     get,
@@ -25,29 +20,6 @@ from tests.ranks.helpers import (
 FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
 DTYPES = [np.dtype(dtype) for dtype in (*FLOATS, np.int32, np.int64)]
 NAMES = ("all_gather", "all_to_all", "reduce_scatter")
-by_algorithm = pytest.mark.parametrize(
-    ("name", "algorithm"),
-    [(name, algorithm) for name in NAMES for algorithm in OPERATIONS[name].algorithms],
-)
-
-
-def edges(dtype, made, size, blocks):
-    """Return counts of a shard around those at which another chunk begins."""
-    lanes = 16 // dtype.itemsize
-    if made.handshake and not made.copies:  # a vector for each thread, and a batch
-        unit, grid = THREADS, min(blocks, handshake.BLOCKS)
-        held = {each.LOADS for each in (direct_exchange, direct_shards)}
-        most = (grid, *(grid * max(1, loads // size) for loads in sorted(held)))
-    elif not made.transport:
-        unit, most = CHUNKED.tiles(size) * THREADS, (blocks, 5 * blocks)
-    else:
-        protocol, unit = PROTOCOLS[made.region], THREADS
-        most = (min(blocks, protocol.blocks) * protocol.tiles(size),)
-    found = {1, 2, 3, lanes}
-    found |= {unit * lanes * times for times in (1, *most)}
-    if SIMULATED:  # where an epoch takes tens of milliseconds
-        found = {count for count in found if count * dtype.itemsize < 20_000}
-    return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
 
 
 def inputs_of(name, count, dtype, size, seed):
@@ -83,27 +55,6 @@ def on_device(host, symmetric, comm):
         x = ordinary(host.size, host.dtype)
     x.copy_to_device(host) if host.dtype not in DTYPES else put(x, host)
     return x
-
-
-@by_algorithm
-@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.int64)], ids=str)
-def test_every_edge_of_its_pieces(comm, world, name, algorithm, dtype):
-    if not takes(name, algorithm, dtype):
-        pytest.skip("for floats")
-    calls, made = [], entry(name, algorithm)
-    for count in edges(dtype, made, comm.size, comm._calls.end.max_blocks):
-        inputs = inputs_of(name, count, dtype, comm.size, count)
-        x = on_device(inputs[comm.rank], count % 2 == 0, comm)
-        wanted = wanted_of(name, inputs, "sum", comm.rank)
-        out = comm.empty(wanted.size, dtype) if made.copies else None
-        result = call(comm, name, x, out=out, algorithm=algorithm)
-        calls.append((count, inputs, x, result))
-    comm.synchronize()
-    for count, inputs, x, result in calls:
-        wanted = wanted_of(name, inputs, "sum", comm.rank)
-        assert same(get(result).ravel(), wanted), count
-        assert same(get(x), inputs[comm.rank])
-    wait_for_all(comm, world)
 
 
 @pytest.mark.parametrize("algorithm", OPERATIONS["all_gather"].algorithms)
@@ -148,35 +99,6 @@ def test_elements_of_any_size_are_moved(comm, world, algorithm):
         wait_for_all(comm, world)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    dict.fromkeys(
-        each
-        for name in NAMES
-        for each in (None, *those(name, lambda made: not made.floats))
-    ),
-)
-@pytest.mark.parametrize("part", [21, 64])  # whole vectors or not
-@pytest.mark.parametrize("name", NAMES)
-def test_in_place(comm, world, name, part, algorithm):
-    if algorithm not in (None, *OPERATIONS[name].algorithms):
-        pytest.skip("not one of the operation's")
-    dtype = np.dtype(np.float32)
-    inputs = inputs_of(name, part, dtype, comm.size, 3)
-    whole = comm.empty(part * comm.size, dtype)
-    mine = whole[part * comm.rank : part * (comm.rank + 1)]
-    x, out = {
-        "all_gather": (mine, whole),
-        "all_to_all": (whole, whole),
-        "reduce_scatter": (whole, mine),
-    }[name]
-    put(x, inputs[comm.rank])
-    assert call(comm, name, x, out=out, algorithm=algorithm) is out
-    comm.synchronize()
-    assert same(get(out), wanted_of(name, inputs, "sum", comm.rank))
-    wait_for_all(comm, world)
-
-
 def test_shapes(comm, world):
     x = comm.zeros((2 * comm.size, 3), np.int32)
     assert comm.all_gather(x).shape == (comm.size, 2 * comm.size, 3)
@@ -203,24 +125,6 @@ def test_bad_calls(comm, world):
     whole = comm.zeros((comm.size + 1) * 8, np.float32)
     with pytest.raises(ns.ArgumentError, match="arrays that overlap"):
         comm.all_gather(whole[4:12], out=whole[: comm.size * 8])
-    wait_for_all(comm, world)
-
-
-def test_plans(comm, world):
-    part = 50
-    inputs = inputs_of("all_to_all", part, np.dtype(np.float32), comm.size, 9)
-    x = comm.empty(part * comm.size, np.float32)
-    put(x, inputs[comm.rank])
-    plans = [comm.all_gather_init, comm.all_to_all_init, comm.reduce_scatter_init]
-    outs = [comm.empty(part * comm.size**2), comm.empty(part * comm.size)]
-    outs.append(comm.empty(part))
-    made = [plan(x, out=out) for plan, out in zip(plans, outs, strict=True)]
-    for _ in range(3):
-        results = [plan() for plan in made]
-    comm.synchronize()
-    assert same(get(results[0]), np.concatenate(inputs))
-    for name, result in zip(NAMES[1:], results[1:], strict=True):
-        assert same(get(result), wanted_of(name, inputs, "sum", comm.rank))
     wait_for_all(comm, world)
 
 

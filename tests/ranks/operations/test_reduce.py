@@ -5,18 +5,8 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.collectives import operations
-from numba_symm.collectives.algorithms import GENERAL
-from numba_symm.collectives.kernels.direct_reduce import LOADS
-from numba_symm.collectives.protocols.handshake import BLOCKS
-from numba_symm.collectives.protocols.partition import LINE
-from numba_symm.collectives.protocols.workspace import (
-    CHUNKED,
-    THREADS,
-    layout,
-)
 from numba_symm.environment import SIMULATED
 from tests import operators
-from tests.algorithms import ONE_SHOTS, PROTOCOLS, entry, takes, usable
 from tests.ranks.helpers import (
     array_of,
     check_works,
@@ -31,40 +21,9 @@ from tests.ranks.helpers import (
 )
 
 ALGORITHMS = tuple(operations.REDUCE.algorithms)
-F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
-SOME = operators.PAIRS[:: 3 if SIMULATED else 7]  # compiling takes seconds
+F4 = np.dtype(np.float32)
 
 by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-
-
-def edges(dtype, algorithm, size, blocks):
-    """Return counts around where another vector, shard, chunk or epoch begins."""
-    lanes = 16 // dtype.itemsize
-    made = entry("reduce", algorithm)
-    if made.copies:  # a line, and full slots of three halving chunks
-        slot = layout(2).copied
-        room = (slot.end - slot.slots) // 2 // dtype.itemsize
-        counts = [7 * LINE * lanes] + ([] if SIMULATED else [room, 7 * room // 4])
-        return sorted({1, 2, *(each + by for each in counts for by in (-1, 0, 1))})
-    if not made.transport:
-        of_two = 1 if made.handshake else 2
-        shares = size - 1 if size > 2 else min(size, of_two)
-        unit, most = CHUNKED.tiles(size) * THREADS * shares, (2 * blocks, 5 * blocks)
-    else:
-        protocol = PROTOCOLS[made.region]
-        shares = 1 if made.region in ONE_SHOTS else size
-        unit = THREADS * shares
-        most = (min(blocks, protocol.blocks) * protocol.tiles(size),)
-    found = {1, lanes, LINE * lanes * shares}
-    if algorithm == GENERAL and size == 2:  # one way up to a chunk of all blocks
-        found |= {blocks * CHUNKED.tiles(2) * THREADS * lanes}
-    found |= {unit * lanes * times for times in (1, *most)}
-    if made.handshake:  # a vector for each thread of an owner, and a batch
-        grid = min(blocks, BLOCKS) * THREADS * shares
-        found |= {grid * lanes, grid * lanes * max(1, LOADS // size)}
-    if SIMULATED:  # where an epoch takes tens of milliseconds
-        found = {count for count in found if count * dtype.itemsize < 40_000}
-    return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
 
 
 def check(comm, out, wanted, root, what=None):
@@ -72,46 +31,6 @@ def check(comm, out, wanted, root, what=None):
         assert operators.same(get(out), wanted).all(), what
     else:
         assert out is None
-
-
-@by_algorithm
-@pytest.mark.parametrize("dtype", [F4, I8], ids=str)
-def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
-    if not takes("reduce", algorithm, dtype):
-        pytest.skip("for floats")
-    calls = []
-    for step, count in enumerate(
-        edges(dtype, algorithm, comm.size, comm._calls.end.max_blocks)
-    ):
-        root = step % comm.size
-        inputs = [values([count, rank], count, dtype) for rank in range(comm.size)]
-        symmetric = entry("reduce", algorithm).handshake or count % 2 == 0
-        x = array_of(comm, inputs[comm.rank], symmetric)
-        out = comm.empty(count, dtype) if symmetric else None
-        out = comm.reduce(
-            x, root=root, out=out if comm.rank == root else None, algorithm=algorithm
-        )
-        calls.append((root, inputs, x, out))
-    comm.synchronize()
-    for root, inputs, x, out in calls:
-        check(comm, out, operators.wanted(inputs, "sum"), root, x.size)
-        assert same(get(x), inputs[comm.rank])
-    wait_for_all(comm, world)
-
-
-def test_types_and_operators(comm, world):
-    calls = []
-    for step, (kind, op) in enumerate(SOME):
-        root = step % comm.size
-        inputs = [operators.random(kind, 33, [step, r]) for r in range(comm.size)]
-        x = array_of(comm, inputs[comm.rank], step % 2 == 0)
-        algorithm = usable("reduce", ALGORITHMS[step % len(ALGORITHMS)], x.dtype)
-        out = comm.reduce(x, op=op, root=root, algorithm=algorithm)
-        calls.append((operators.wanted(inputs, op), root, out))
-    comm.synchronize()
-    for pair, (wanted, root, out) in zip(SOME, calls, strict=True):
-        check(comm, out, wanted, root, pair)
-    wait_for_all(comm, world)
 
 
 def first_less_second(a, b):
@@ -231,15 +150,3 @@ def test_debug_mode_reports_differing_roots(careful, world, name):
         f"rank {careful.size - 1}: reduce: root: expected a rank",
     )
     check_works(careful)
-
-
-def test_plans(comm, world):
-    inputs = [values([3, rank], 50, F4) for rank in range(comm.size)]
-    x = array_of(comm, inputs[comm.rank], True)
-    plans = [comm.reduce_init(x, op="max", root=root) for root in range(comm.size)]
-    for _ in range(3):
-        results = [plan() for plan in plans]
-    comm.synchronize()
-    for root, out in enumerate(results):
-        check(comm, out, operators.wanted(inputs, "max"), root)
-    wait_for_all(comm, world)

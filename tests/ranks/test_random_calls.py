@@ -5,6 +5,7 @@ NUMBA_SYMM_TEST_SEED    the seed of them; default 1
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from numba_symm.environment import SIMULATED
 from tests.drivers import calls
 from tests.ranks.islands.test_islands import interleaved, of_one
 
-CALLS = int(os.environ.get("NUMBA_SYMM_TEST_CALLS", 40 if SIMULATED else 200))
+CALLS = int(os.environ.get("NUMBA_SYMM_TEST_CALLS", 100 if SIMULATED else 200))
 SEED = int(os.environ.get("NUMBA_SYMM_TEST_SEED", 1))
 
 
@@ -27,7 +28,14 @@ def reverse(world):
         return comm.split(0, key=-comm.rank)
 
 
-KINDS = [whole, reverse, of_one, interleaved]
+def of_few_blocks(world):
+    """One in whose calls even small messages take several epochs."""
+    comm = whole(world)
+    comm._calls.end = replace(comm._calls.end, max_blocks=2)
+    return comm
+
+
+KINDS = [whole, of_few_blocks, reverse, of_one, interleaved]
 
 
 def failed(world, make, seed, first, last):
