@@ -484,8 +484,8 @@ def search(scenario, ranks, schedules, shape=SMALL, haste=0.0, absent=None, **me
 
 
 def holds(scenario, ranks, schedules, **settings):
-    """Fail if a schedule finds a fault; except in full, try a half of them."""
-    found = search(scenario, ranks, -(-schedules // (2 - WHOLE)), **settings)
+    """Fail if a schedule finds a fault; except in full, try a quarter of them."""
+    found = search(scenario, ranks, -(-schedules // (4 - 3 * WHOLE)), **settings)
     if found:
         seed, finding = found
         steps = "\n".join(finding.__notes__)
