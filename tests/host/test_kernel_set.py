@@ -38,6 +38,7 @@ from numba_symm.errors import ArgumentError
 from numba_symm.kernels import Kernel
 from numba_symm.waits import BARRIER
 from tests.kernels import bound_kernels, every_kernel, listed, named
+from tests.whole import WHOLE
 
 GPU = SimpleNamespace(ordinal=0, compute_capability=(9, 0), name="a GPU")
 FOUND = {**OPERATIONS, "reduce_scatter_v": REDUCE_SHARD}
@@ -47,7 +48,7 @@ REDUCED = [
     *((np.dtype("f4, i4"), "minloc"), (np.dtype("i8, i8"), "maxloc")),
 ]
 MOVED = [("float32", "sum"), ("bfloat16", "sum"), ("complex128", "sum"), ("V3", "sum")]
-CALLS = 120  # for each type and number of ranks
+CALLS = 120 if WHOLE else 40  # for each type and number of ranks
 
 
 def listing(name, dtype="float32", op="sum", size=4, max_blocks=256):

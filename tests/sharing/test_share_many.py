@@ -17,7 +17,7 @@ from tests.sharing.work import (
 )
 from tests.spawned import run_ranks
 
-IN_A_ROW = 20_000
+IN_A_ROW = 5_000
 AT_A_TIME = 100
 ALIVE = 2_000
 THREADS = 4
