@@ -32,6 +32,7 @@ from numba_symm.collectives.kernels import (
     mailed_combine,
     mailed_dispatch,
     mailed_epilogue,
+    message_copy,
     one_shot,
     pack,
     reduce_shards,
@@ -165,6 +166,7 @@ SIGNALS = {
     "transfer_counted": lambda n: transfer.kernel(n, 8, True, 1, 1, True),
     "transfer_asked": lambda n: transfer.kernel(n, 8, True, 1, 1, True, True),
     "counted_copy": lambda n: counted_copy.kernel(n, 8),
+    "message_copy": lambda n: message_copy.kernel(),
     "dispatch": expert_dispatch.kernel,
     "mailed_dispatch": mailed_dispatch.kernel,
 }
@@ -234,8 +236,8 @@ FINISHED += [("mailed_apply", 4, "bfloat16", "norm")]
 COLLECTIVE += EXPERTS + CODED + FINISHED
 GAPS = [("pack", 2), ("pack", 3)]
 DIGEST = ("digest", 2)
-OWN = ("counted_copy", 2)
-EVERY = [*COLLECTIVE, *PADS, *cases("finish", "reduce_shards"), *GAPS, DIGEST, OWN]
+OWN = [("counted_copy", 2), ("message_copy", 2)]
+EVERY = [*COLLECTIVE, *PADS, *cases("finish", "reduce_shards"), *GAPS, DIGEST, *OWN]
 
 
 def element(dtype):

@@ -71,14 +71,16 @@ def make_message_copy() -> Any:
         while i < nbytes:
             intrinsics.st_u8(target + i, intrinsics.ld_u8(source + i))
             i += step
-        intrinsics.syncthreads()  # before thread 0 tells of the other threads' accesses
+        # Before thread 0 tells of the other threads' accesses.
+        intrinsics.syncthreads()  # explore: synchronize
         if thread != 0:
             return
         if grid > 1:
+            # explore: count
             others = intrinsics.atom_add_release_sys_u64(count_at, 1)
             if others != grid - 1:
                 return
-            intrinsics.st_u64(count_at, 0)  # for the next copy, after the word
+            intrinsics.st_relaxed_sys_u64(count_at, 0)  # for the next copy
         intrinsics.fence_acq_rel_sys()  # explore: fence
         intrinsics.st_relaxed_sys_u64(word_at, word)
 

@@ -28,6 +28,7 @@ from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
     globaltimer,
+    ld_acquire_sys_u64,
     ld_u64,
     poll_pause,
     st_u64,
@@ -65,6 +66,14 @@ def exchange(ctx: Any, inputs: int, outputs: int, rounds: int) -> None:
             st_u64(outputs + 8 * ((rounds * worker + i) * ctx.size + r), word)
         if not barrier(ctx, block):
             break
+
+
+@device_function
+def see(address: int, word: int) -> None:
+    """Wait until memory has a word, as a host does that then launches a kernel."""
+    if cuda.threadIdx.x == 0:
+        while ld_acquire_sys_u64(address) != word:
+            poll_pause()
 
 
 @device_function

@@ -275,6 +275,8 @@ def _device_code(
         add(name, module)
         if last == "workspace":
             _shrink(module, shape)
+        if last == "message_copy":
+            module.THREADS, module.MOST_BLOCKS = shape.threads, shape.blocks
         if last == "partition":
             module.LINE = 1  # shards of any number of vectors
         if last == "few_tokens":

@@ -17,6 +17,7 @@ from explore.source import device_code
 from explore.test_copies import calls_by_copies
 from explore.test_expert_calls import calls_of_experts, calls_of_few_tokens
 from explore.test_failures import CALLS
+from explore.test_message_copies import messages_through_a_room
 from explore.test_operations import PAIRS, calls_of_pairs
 from explore.world import INT64, World, add, an_integer
 from tests import kernel_cases
@@ -145,6 +146,7 @@ SCENARIOS = [
     calls_by_copies,
     calls_of_experts,
     calls_of_few_tokens,
+    messages_through_a_room,
     messages_with_gaps,
     plain_stores_between_barriers,
     lambda code: plain_stores_between_barriers(code, World.pad_barrier),
