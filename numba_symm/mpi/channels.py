@@ -2,6 +2,7 @@
 
 import math
 import operator
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,8 +67,6 @@ _ARRIVES = 1.0  # seconds after a report, in which messages that were sent befor
 class Channel:
     """A communicator whose messages are counted.
 
-    The caller ensures that one thread at a time calls it.
-
     Args:
         comm: a communicator of mpi4py for these messages alone.
 
@@ -81,8 +80,10 @@ class Channel:
         self.comm = comm
         self.sent = [0] * comm.size
         self.taken = 0
-        self._kept: list[tuple[list[MPI.Request], Any]] = []
+        self._kept: list[tuple[list[MPI.Request], Any, Ended]] = []
         self._looks = MOST
+        # Threads call it under several locks; under this one, none takes another.
+        self._lock = threading.RLock()
 
     @property
     def sends(self) -> bool:
@@ -112,43 +113,65 @@ class Channel:
         requests: list[MPI.Request] = [] if into is None else into
         self.keep(requests, data)
         start = self.comm.Issend if matched else self.comm.Isend
-        try:
-            begin(requests, start, data, dest, tag)
-        finally:  # counted even if an interrupt follows the start
-            if requests:
-                self.sent[dest] += 1
+        with self._lock:
+            try:
+                begin(requests, start, data, dest, tag)
+            finally:  # counted even if an interrupt follows the start
+                if requests:
+                    self.sent[dest] += 1
         return requests[0]
 
     def receive(
-        self, requests: list[MPI.Request], room: Any, source: int, tag: int = 0
+        self,
+        requests: list[MPI.Request],
+        room: Any,
+        source: int,
+        tag: int = 0,
+        ended: "Ended | None" = None,
     ) -> None:
         """Start to receive a message, and keep its room until it has arrived.
 
-        Its request is appended to ``requests``.
+        Its request is appended to ``requests``; ``ended`` is as for :meth:`keep`.
         """
-        self.keep(requests, room)
+        self.keep(requests, room, ended)
         number = len(requests)
-        try:
-            begin(requests, self.comm.Irecv, room, source, tag)
-        finally:  # counted even if an interrupt follows the start
-            if requests[number:]:
-                self.taken += 1
+        with self._lock:
+            try:
+                begin(requests, self.comm.Irecv, room, source, tag)
+            finally:  # counted even if an interrupt follows the start
+                if requests[number:]:
+                    self.taken += 1
 
-    def keep(self, requests: list[MPI.Request], data: Any) -> None:
-        """Keep data until the requests that calls will append to a list have ended."""
-        # The limit grows with what is kept, so a message costs the same on average.
-        if len(self._kept) >= self._looks:
-            self.reap()
-            self._looks = MOST + 2 * len(self._kept)
-        self._kept.append((requests, data))
+    def keep(
+        self, requests: list[MPI.Request], data: Any, ended: "Ended | None" = None
+    ) -> None:
+        """Keep data until the requests that calls will append to a list have ended.
+
+        Args:
+            requests: the list.
+            data: the data.
+            ended: returns whether a request has ended; None: its ``Test``, after which
+                nobody can look at its status.
+        """
+        with self._lock:
+            # The limit grows with what is kept, so a message costs the same on average.
+            if len(self._kept) >= self._looks:
+                self.reap()
+                self._looks = MOST + 2 * len(self._kept)
+            self._kept.append((requests, data, ended or _tested))
 
     def reap(self) -> None:
         """Drop the data that MPI has sent."""
-        if self._kept:
-            self._kept = [each for each in self._kept if not all(map(_done, each[0]))]
+        with self._lock:
+            self._kept = [
+                each for each in self._kept if not all(map(each[2], each[0]))
+            ]
 
 
-_done = operator.methodcaller("Test")
+Ended = Callable[[MPI.Request], bool]
+_tested: Ended = operator.methodcaller("Test")
+seen: Ended = operator.methodcaller("Get_status")
+"""Returns whether a request has ended, whose status the caller looks at later."""
 
 
 _PART = 1 << 30  # bytes of data in one message of MPI, whose counts are C's int
@@ -177,11 +200,17 @@ class Data(Channel):
         for _ in range(0, nbytes, _PART):
             self.send([empty, MPI.BYTE], dest, tag)
 
-    def receive_parts(self, envelope: Any, data: Any, requests: list[Any]) -> None:
+    def receive_parts(
+        self,
+        envelope: Any,
+        data: Any,
+        requests: list[Any],
+        ended: Ended | None = None,
+    ) -> None:
         """Start to receive the parts of data that are not being received yet."""
         tag = envelope.number % self._tags
         for part in _parts(data)[len(requests) :]:
-            self.receive(requests, [part, MPI.BYTE], envelope.source, tag)
+            self.receive(requests, [part, MPI.BYTE], envelope.source, tag, ended)
 
     def drop(self) -> None:
         """Receive the data of messages without a receive."""

@@ -28,7 +28,7 @@ from numba_symm.launch.waiting import Wait, begin
 from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.calls import waited
-from numba_symm.mpi.channels import Channel, Data, after_messages, apart
+from numba_symm.mpi.channels import Channel, Data, after_messages, apart, seen
 from numba_symm.mpi.errors import FREED, MPIError
 from numba_symm.mpi.parts import CopyStream
 from numba_symm.mpi.rings import MATCHED, READ, READY
@@ -368,7 +368,7 @@ class Post(Sends):
 
     def receive_parts(self, envelope: Envelope, data: Any, requests: list[Any]) -> None:
         """Start to receive the data of a message by MPI."""
-        self._data.receive_parts(envelope, data, requests)
+        self._data.receive_parts(envelope, data, requests, seen)
 
     def refuse(self, envelope: Envelope) -> None:
         """Let the sender reuse the memory of a message, and MPI drop its data."""

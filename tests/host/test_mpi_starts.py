@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from threading import RLock
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from numba_symm.engines import mpi as engine_of_mpi
 from numba_symm.engines.protocol import Parcel
 from numba_symm.launch import duplicates, tagged, waiting
 from numba_symm.launch.waiting import Wait
-from numba_symm.mpi import crossings
-from numba_symm.mpi.channels import Channel
-from numba_symm.mpi.crossings import Data
-from numba_symm.mpi.envelopes import Envelope, Posted
+from numba_symm.mpi import channels
+from numba_symm.mpi.channels import Channel, Data
+from numba_symm.mpi.messages import Post
+from numba_symm.mpi.words import NO_SLOT, Envelope
 
 SIGNAL = signal.SIGUSR1
 
@@ -63,29 +65,34 @@ def interrupted(call, *args, **options):
 
 
 def test_a_receive_of_an_envelope():
-    posted = Posted(bytearray(8), source=1, tag=1)
-    interrupted(posted.start, Host())
-    assert posted._requests == [0]
+    """The next look for envelopes asks for this one, and starts no other receive."""
+    post = object.__new__(Post)
+    post.words, post._freed = SimpleNamespace(lock=RLock()), False
+    post._coming, post._text = [], bytearray(8)
+    post._envelopes = Channel(Host())
+    interrupted(post._fetch)
+    assert post._coming == [0]
 
 
 @pytest.mark.parametrize("matched", [False, True])
 def test_a_send_is_counted_and_its_data_kept(matched):
     channel, data = Channel(Host()), b"data"
     interrupted(channel.send, data, 1, matched=matched)
-    assert channel._kept == [([0], data)]
+    assert [each[:2] for each in channel._kept] == [([0], data)]
     assert channel.sent == [0, 1]
 
 
 def test_each_part_of_data_is_received_once(monkeypatch):
-    monkeypatch.setattr(crossings, "_PART", 2)
+    monkeypatch.setattr(channels, "_PART", 2)
     data = Data(Host(), tags=8)
-    coming = data.coming(Envelope(1, 0, number=3, nbytes=5, offset=0, handle=b""))
+    room, requests = np.empty(5, np.uint8), []
+    envelope = Envelope(1, tag=0, nbytes=5, slot=NO_SLOT, number=3, asks=0)
     for number in (1, 2, 3):
-        interrupted(data.receive_parts, coming)
-        assert data.taken == len(coming.requests) == number
-    data.receive_parts(coming)
+        interrupted(data.receive_parts, envelope, room, requests)
+        assert data.taken == len(requests) == number
+    data.receive_parts(envelope, room, requests)
     assert data.taken == 3
-    assert all(requests is coming.requests for requests, _ in data._kept)
+    assert all(each[0] is requests for each in data._kept)
 
 
 @pytest.mark.parametrize("kind", [engine_of_mpi._Send, engine_of_mpi._Receive])
