@@ -157,8 +157,13 @@ def _elements(datatype: MPI.Datatype) -> Iterator[tuple[np.dtype[Any], Any]]:
     else:
         places = [_starts(name, info, basetype.Get_extent()[1], basetype)]
     for member, starts in zip(members, places, strict=True):
-        for base, offsets in _elements(member):
-            yield base, np.add.outer(starts, offsets).ravel()
+        parts = list(_elements(member))
+        if len({base for base, _ in parts}) == 1:
+            parts = [(parts[0][0], np.concatenate([each for _, each in parts]))]
+        # Each start has all of the member's parts, before the next start.
+        for some in [starts] if len(parts) == 1 else starts[:, None]:
+            for base, offsets in parts:
+                yield base, np.add.outer(some, offsets).ravel()
         if not member.is_predefined:  # a new handle
             member.Free()
 

@@ -5,6 +5,7 @@ Host arrays stand for arrays of the device: nothing here looks at their contents
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,14 +73,16 @@ def test_arrays_with_gaps_are_refused():
 
 def test_a_specification_is_read_once(monkeypatch):
     """This holds for the same memory and a type that cannot change."""
-    spec, other = [X, 3, MPI.INT], X[:]
+    kind = SimpleNamespace(always=True, read=arrays.fields)
+    monkeypatch.setitem(arrays.KINDS, np.ndarray, kind)
+    spec, other = [X, MPI.INT], X[:]
     first = buffers.message(spec)
     for kind, elements in ((MPI.INT, 2), (MPI.DOUBLE, 1)):
         vector = kind.Create_vector(elements, 1, 2).Commit()
         assert buffers.message([X, 1, vector]).size == elements
         vector.Free()  # the next type may get its handle
     monkeypatch.delattr(buffers, "_items")
-    found = buffers.message([other, 3, MPI.INT])
+    found = buffers.message([other, MPI.INT])
     assert found[1:] == first[1:]
     assert found.array is other
 
@@ -252,6 +255,8 @@ def test_layouts():
     assert (vector.run, vector.low, vector.high, vector.nbytes) == (4, 0, 20, 12)
     whole, at = offsets(MPI.INT.Create_contiguous(3).Create_contiguous(2))
     assert whole.runs is None
+    pair = MPI.INT.Create_struct([1, 1], [8, 0], [MPI.INT, MPI.INT])
+    assert offsets(pair.Create_contiguous(2))[1] == [8, 0, 20, 12]
     same, at = offsets(MPI.INT.Create_struct([1, 2], [8, 0], [MPI.INT, MPI.INT]))
     assert same.uniform
     mixed, at = offsets(MPI.INT.Create_struct([1, 1], [4, 0], [MPI.INT, MPI.BYTE]))
