@@ -163,9 +163,7 @@ class Channel:
     def reap(self) -> None:
         """Drop the data that MPI has sent."""
         with self._lock:
-            self._kept = [
-                each for each in self._kept if not all(map(each[2], each[0]))
-            ]
+            self._kept = [each for each in self._kept if not all(map(each[2], each[0]))]
 
 
 Ended = Callable[[MPI.Request], bool]
