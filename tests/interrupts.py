@@ -4,8 +4,11 @@ import signal
 import time
 from collections.abc import Callable
 
-CALLBACKS = "weakrefset.py", "weakref.py"
-"""Files with functions that Python calls when it drops objects."""
+CALLBACKS = "weakrefset.py", "weakref.py", "driver_table.py"
+"""Files with functions that C calls: when Python drops objects, and in the simulator.
+
+They report no exception to C, and those of the simulator are one call on a GPU.
+"""
 
 
 class Interrupt(BaseException):

@@ -7,7 +7,6 @@ elsewhere (``tests/orders.py``).
 import itertools
 import sys
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from threading import RLock
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -21,7 +20,7 @@ from numba_symm.arrays import ArrayView
 from numba_symm.collectives import communicator, equality, lifetime, requests
 from numba_symm.engines import mpi as engine
 from numba_symm.errors import DriverError
-from numba_symm.mpi import copies, crossings, host_only, jobs, postponed, sends, win
+from numba_symm.mpi import host_only, jobs, sends, win
 from numba_symm.sharing import received, sent
 from numba_symm.sharing.consumer import Reference
 from tests.executing import ExecutingDriver, Unordered
@@ -92,7 +91,7 @@ def a_stream():
 def test_every_branch_that_orders_a_gpu_is_named_by_a_test():
     found, named = guarded(), places_in_tests()
     assert len(found) > 25
-    assert "mpi.sends.Sends._wait" in found
+    assert "mpi.sends.on_host" in found
     missing = found - named.keys()
     assert not missing, f"no test records the order in {missing}: add one, by @orders"
     gone = named.keys() - found
@@ -268,10 +267,10 @@ def test_mpi_moves_what_the_stream_has_stored(gpu):
     gpu.launch("after a failure", STREAM, MORE)
 
 
-@orders("mpi.copies.CopyStream.settle")
+@orders("mpi.sends.CopyStream.settle")
 def test_the_stream_of_copies_is_destroyed_when_it_is_done(gpu):
-    gpu.take(copies)
-    of_messages = copies.CopyStream()
+    gpu.take(sends)
+    of_messages = sends.CopyStream()
     of_messages.settle()
     assert not gpu.calls
     stream = of_messages.stream
@@ -282,62 +281,12 @@ def test_the_stream_of_copies_is_destroyed_when_it_is_done(gpu):
         gpu.launch("another", stream)
 
 
-@orders("mpi.crossings.on_host")
+@orders("mpi.sends.on_host")
 def test_data_for_another_island_is_read_when_its_copy_has_ended(gpu):
-    gpu.take(crossings)
-    data = crossings.on_host(SimpleNamespace(address=DATA), 8, STREAM)
-    gpu.host("MPI", data.ctypes.data)()
-
-
-@orders("mpi.sends.Sends._wait")
-def test_an_envelope_is_sent_when_the_copy_of_its_message_has_ended(gpu):
     gpu.take(sends)
-    room = SimpleNamespace(offset=0, handle=b"", once=None)
-    post = MagicMock(
-        _numbers=itertools.count(),
-        _receipts=SimpleNamespace(unread={}),
-        _give_back=gpu.frees("give back"),
-    )
-    post.is_apart.return_value = False
-    post._envelopes.send = gpu.reads("envelope")
-    post._wait = lambda staged: sends.Sends._wait(post, staged)
-    staged = sends.StagedSend(1, 0, 8, room, STREAM)
-    sends.Sends.announce(post, staged)
-    gpu.work()
-    sends.Sends.drop(post, staged)
-    assert gpu.names[1::2] == ["envelope", "give back"]
-    gpu.failing = {"cuStreamSynchronize"}
-    with pytest.raises(DriverError):
-        sends.Sends.announce(post, staged)
-    assert gpu.names == ["cuStreamSynchronize", "give back"]
-
-
-@orders("mpi.postponed.Postponed._place")
-def test_postponed_data_is_copied_after_its_work_and_sent_after_the_copy(gpu):
-    """Within an island through a room, and to another one through host memory."""
-    gpu.take(postponed)
-    for apart in (False, True):
-        send = MagicMock(_placing=[], _room=None, _number=1, _nbytes=8, _done=None)
-        post, flow = send.post, send.post.flow
-        post._freed, post._by_mpi, post.outgoing.stream = False, {}, OTHER
-        post.outgoing.event = lambda stream: recorded(gpu, stream)
-        post.is_apart.return_value = apart
-
-        def room(_, flow=flow):
-            flow.sent.assert_called()  # before other threads look
-            return SimpleNamespace(address=MORE, offset=0, handle=b"", once=None)
-
-        post._room_for = room
-        send._found.address, send._after = DATA, recorded(gpu, STREAM)
-        send._start = partial(postponed.Postponed._start, send)
-        send._place = partial(postponed.Postponed._place, send)
-        sent = []
-        send._send_place = lambda text, sent=sent: sent.append(gpu.host("it", MORE)())
-        post.send_data = lambda data, *_, sent=sent: sent.append(
-            gpu.host("MPI", data.ctypes.data)()
-        )
-        postponed.Postponed._advance(send)
-        assert len(sent) == 1
+    whole = SimpleNamespace(runs=None)
+    data = sends.on_host(SimpleNamespace(address=DATA, nbytes=8, layout=whole), STREAM)
+    gpu.host("MPI", data.ctypes.data)()
 
 
 @orders("mpi.host_only.Op.Reduce_local")

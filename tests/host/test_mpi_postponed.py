@@ -1,14 +1,59 @@
-"""Postponed messages: what their copies follow, and who knows of them."""
+"""Postponed messages and rooms, with stubs of what they use: order, threads, ends."""
 
-from threading import RLock
+import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
-from numba_symm.mpi import postponed
+from numba_symm import streams
+from numba_symm.errors import ArgumentError, CollectiveTimeout, ExchangeError
+from numba_symm.mpi import progress, rooms
+from numba_symm.mpi.channels import Data
 from numba_symm.mpi.postponed import Postponed
+from numba_symm.mpi.sends import Sends, Unread
+from numba_symm.mpi.words import NO_SLOT, READY
 
-NUMBER, DEST, NBYTES, COPIES = 3, 1, 64, 0xC0
+NUMBER, DEST, NBYTES, SLOT, COPIES = 7, 1, 64, 2, 0xC0
+
+
+class Post(Sends):
+    """The sending part of a communicator, whose steps are noted."""
+
+    def __init__(self, steps):
+        super().__init__(2)
+        self.limit, self.timeout, self._freed, self.rank = NBYTES, 0, False, 0
+        self._lock, self._data = threading.RLock(), object.__new__(Data)
+        self._data._tags = 100
+        self._data.reap = lambda: None
+        self._data.send = lambda data, *given: steps.append((data[0].size, *given))
+        self.unread[DEST] = NBYTES
+        self.check_open = self.check = lambda *_: None
+        self.steps, self.matched = steps, True
+        self.outgoing = SimpleNamespace(
+            stream=COPIES, settle=lambda: steps.append("settle")
+        )
+        stored = {}
+        self.words = SimpleNamespace(
+            values=stored,
+            holds=lambda slot, word, number: stored.get((slot, word)) == number,
+            end=lambda slot, number: stored.update({(slot, READY): number}),
+            rooms=SimpleNamespace(give_back=lambda room: steps.append(room)),
+        )
+
+    def is_matched(self, *_):
+        return self.matched
+
+    def idle(self, stream):
+        return True
+
+    def room_for(self, size):
+        return "room"
+
+    def fill_room(self, room, outgoing, stream, *word):
+        assert self.unread[DEST] == 2 * NBYTES  # whoever looks meanwhile knows of it
+        self.steps.append((room, stream, *word))
 
 
 @pytest.fixture
@@ -18,67 +63,169 @@ def steps():
 
 
 @pytest.fixture
-def send(steps, monkeypatch):
-    """A message that was announced, and has a room."""
+def message(steps):
+    """A message to rank 1, whose envelope was sent."""
     made = object.__new__(Postponed)
-
-    def noting(name, answer=None):
-        def step(*args):
-            steps.append((name, *args))
-            return answer
-
-        return step
-
-    made._number, made._dest, made._nbytes = NUMBER, DEST, NBYTES
-    made._found = SimpleNamespace(address=0xA000)
-    made._room = SimpleNamespace(address=0xB000)
-    made._done, made._after = None, SimpleNamespace(wait=noting("wait"))
-    made._placing, made.ended = [], False
-    made.post = SimpleNamespace(
-        _lock=RLock(),
-        _give_back=noting("give back"),
-        _receipts=SimpleNamespace(unread={NUMBER: None}),
-        flow=SimpleNamespace(sent=noting("sent")),
-        is_apart=lambda dest: False,
-        outgoing=SimpleNamespace(
-            stream=COPIES, event=noting("event", 7), settle=noting("settle")
-        ),
-    )
-    monkeypatch.setattr(postponed.streams, "copy", noting("copy"))
+    made.post, made._dest, made._nbytes, made._tag = Post(steps), DEST, NBYTES, 3
+    made._outgoing = SimpleNamespace(size=NBYTES)
+    made._array, made._asked, made._error = "array", [], None
+    made._tried = made._started = made._hurries = made.ended = False
+    made._after = SimpleNamespace(query=lambda: True)
+    made._message = Unread(NUMBER, DEST, NBYTES, SLOT, None, ["array"])
     return made
 
 
-def test_a_copy_is_counted_and_follows_what_wrote_the_array(send, steps):
-    """Whoever looks at the flow of messages meanwhile knows of it."""
-    send._start()
-    assert steps == [
-        ("sent", NUMBER, DEST, NBYTES),
-        ("wait", COPIES),
-        ("copy", 0xB000, 0xA000, NBYTES, COPIES),
-        ("event", COPIES),
-    ]
-    assert send._done == 7
+def done_in_a_thread(call):
+    """Return what the call returns in another thread, which must not wait."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(300)
+    return found
 
 
-@pytest.mark.parametrize("placed", [False, True])
-def test_a_message_that_is_dropped_expects_no_receipt_of_an_unknown_room(
-    send, steps, placed
-):
-    room = send._room
-    send._placing += [object()] * placed
-    send.drop(ZeroDivisionError())
-    assert (NUMBER in send.post._receipts.unread) == placed
-    assert steps == ([] if placed else [("settle",), ("give back", room)])
+def test_a_copy_follows_what_wrote_the_array(message, steps):
+    done = []
+    message._after.query = lambda: bool(done)
+    assert not message.advance()
+    assert not steps
+    done.append(True)
+    assert not message.advance()
+    assert steps == [("room", COPIES, SLOT, NUMBER)]
+    assert not message.advance()  # the array is in use
+    assert message._array
+    message.post.words.end(SLOT, NUMBER)
+    assert message.advance()
+    assert len(steps) == 1
+    kept = message._message
+    assert (message._array, kept.room, kept.used) == (None, None, [])
 
 
-def test_a_message_that_fails_on_its_way_to_another_island_is_received_by_nobody(
-    send, steps
-):
-    """Its receiver sends no receipt, so this rank counts it no longer."""
-    post = send.post
-    post._freed, post._by_mpi, post.is_apart = False, {}, lambda dest: True
-    post.flow.received = lambda number: steps.append(("received", number))
-    post._data = SimpleNamespace(refuse_parts=lambda *args: steps.append(args))
-    send._fail(ZeroDivisionError())
-    assert steps == [("received", NUMBER), (NBYTES, DEST, NUMBER)]
-    assert send.ended
+def test_a_message_waits_for_its_match_or_for_the_limit(message, steps):
+    post = message.post
+    post.matched = False
+    assert not message.advance()
+    assert not steps
+    post.unread[DEST] = 0
+    post.fill_room = lambda *given: steps.append("copy")
+    message.advance()
+    assert steps == ["copy"]
+
+
+def test_a_message_of_a_busy_communicator_is_not_waited_for(message, steps):
+    """The thread that has its lock may wait for a lock of this one."""
+    with message.post._lock:
+        assert done_in_a_thread(message.advance) == [False]
+    assert not steps
+    assert done_in_a_thread(message.advance) == [False]
+    assert steps
+
+
+def test_a_thread_with_another_gpu_fails_no_message_of_others(message):
+    def check_open(what):
+        raise ArgumentError("Send: expected GPU 0")
+
+    message.post.check_open = check_open
+    assert not message.advance()
+    assert not message.ended
+    assert message._error is None
+    for call in (lambda: message.wait("Wait"), message.hurry):
+        with pytest.raises(ArgumentError, match="expected GPU 0"):
+            call()
+    assert not message.ended
+    message.post._freed = True
+    assert message.advance()
+
+
+def test_a_failed_message_keeps_only_its_slot_until_it_is_refused(message, steps):
+    """Its receiver learns that the message is nowhere. No copy writes the room then."""
+    post = message.post
+
+    def failing(*_):
+        raise MemoryError
+
+    post.fill_room = failing
+    assert message.advance()
+    assert steps == ["settle", "room"]
+    assert post.words.holds(SLOT, READY, NUMBER)
+    assert post.unread[DEST] == 2 * NBYTES  # until the receiver has answered
+    with pytest.raises(MemoryError):
+        message.raise_error()
+
+
+def test_a_failed_message_to_another_island_ends_on_both_sides(message, steps):
+    """The sender's parts are empty, so the receiver raises."""
+    message._message = message._message._replace(slot=NO_SLOT)
+    message._nbytes = (1 << 30) + 1
+    assert message.advance()  # there are no items that could be copied
+    assert steps == [(0, DEST, NUMBER)] * 2
+    assert message.post.unread[DEST] == NBYTES
+    with pytest.raises(AttributeError):
+        message.raise_error()
+
+
+def test_a_dropped_message_raises_its_first_error(message):
+    for text in "78":
+        message.drop(ValueError(text))
+    with pytest.raises(ValueError, match="7"):
+        message.raise_error()
+
+
+def test_only_a_send_that_needs_no_match_has_a_deadline(message):
+    """Another receive may match a synchronous send at any later time."""
+    message.post.timeout = 1e-9
+    for matched, error in ((True, None), (False, CollectiveTimeout)):
+        looks = iter([False] * 3 + [True])
+        message.advance = lambda looks=looks: next(looks)
+        with nullcontext() if error is None else pytest.raises(error):
+            message.wait("Wait", matched)
+
+
+def test_a_failed_allocation_frees_the_rooms_of_one_message(monkeypatch):
+    failing, released, removed = [], [], []
+    monkeypatch.setattr(rooms, "on_allocation_failure", failing.append)
+    monkeypatch.setattr(rooms.reserve, "idle", lambda: True)
+
+    def collect():
+        raise ExchangeError("a process is stopped")
+
+    monkeypatch.setattr(rooms, "collect", collect)
+    blocks = SimpleNamespace(remove=removed.append)
+    made = rooms.Rooms(SimpleNamespace(release=released.append), blocks)
+    for number, block in enumerate(("first", "second")):
+        made.give_back(rooms.Room(None, number, 0, 8, once=MagicMock()))
+        made._freeable.append((block, number))
+    (callback,) = failing
+    callback()
+    assert released == ["first", "second"]
+    assert removed == [0, 1]
+    assert not made._leaving
+
+
+def test_a_thread_that_has_ended_is_replaced(monkeypatch):
+    """A new one makes the GPU current before it advances messages."""
+    ended = threading.Thread(target=int)
+    ended.start()
+    ended.join()
+    calls, started = [], []
+
+    def advance():
+        calls.append("advance")
+        return True
+
+    def start(thread, what):
+        thread.start()
+        started.append(thread)
+
+    monkeypatch.setattr(streams, "SIMULATED", True)
+    monkeypatch.setattr(progress, "_pending", [SimpleNamespace(advance=advance)])
+    monkeypatch.setattr(progress, "_thread", ended)
+    monkeypatch.setattr(progress.threads, "start", start)
+    levels = {"Query_thread": lambda: 3, "THREAD_MULTIPLE": 3}
+    stub = SimpleNamespace(**levels, Is_finalized=lambda: False)
+    monkeypatch.setattr(progress, "MPI", stub)
+    progress.in_background(calls.append)
+    (thread,) = started
+    thread.join(300)
+    assert calls == ["Isend", "advance"]
+    progress.remove(stub)  # another thread has removed it before

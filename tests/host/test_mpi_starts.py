@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from numba_symm.engines import mpi as engine_of_mpi
 from numba_symm.engines.protocol import Parcel
@@ -93,6 +94,24 @@ def test_each_part_of_data_is_received_once(monkeypatch):
     data.receive_parts(envelope, room, requests)
     assert data.taken == 3
     assert all(each[0] is requests for each in data._kept)
+
+
+def test_a_look_for_sent_data_leaves_a_receive_its_status():
+    """It tells that the sender has failed."""
+    comm, requests, status = MPI.COMM_SELF.Dup(), [], MPI.Status()
+    post = object.__new__(Post)
+    post._data = Data(comm, tags=8)
+    envelope = Envelope(0, tag=0, nbytes=5, slot=NO_SLOT, number=3, asks=0)
+    post.receive_parts(envelope, np.empty(5, np.uint8), requests)
+    post._data.refuse_parts(5, 0, 3)
+    for _ in range(2):
+        post._data.reap()
+    assert requests[0].Get_status(status)
+    assert (status.source, status.Get_count(MPI.BYTE)) == (0, 0)
+    requests[0].Wait()
+    post._data.reap()
+    assert not post._data.sends
+    comm.Free()
 
 
 @pytest.mark.parametrize("kind", [engine_of_mpi._Send, engine_of_mpi._Receive])

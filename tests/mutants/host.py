@@ -37,7 +37,7 @@ NEAREST = {
         "tests/host/test_mpi_postponed.py",
         "tests/host/test_guarded_order.py",
         "tests/ranks/mpi/test_mpi_flow.py",
-        "tests/ranks/mpi/test_mpi_receipts.py",
+        "tests/ranks/mpi/test_mpi_memory.py",
         "tests/ranks/mpi/test_mpi_failures.py",
         "tests/ranks/mpi/test_mpi_messages.py",
     ),
@@ -231,34 +231,31 @@ _MUTANTS = [
     Mutant(
         "postponed.flow_not_noted",
         "numba_symm/mpi/postponed.py",
-        (
-            "post.flow.sent(self._number, self._dest, self._nbytes)  # "
-            "before others look"
-        ),
-        "pass",
+        "            post.lend(message)\n        assert",
+        "        assert",
     ),
     Mutant(
         "postponed.copy_no_wait",
         "numba_symm/mpi/postponed.py",
-        "        self._after.wait(stream)\n",
+        "not self._after.query() or ",
         "",
     ),
     Mutant(
         "postponed.back_no_settle",
         "numba_symm/mpi/postponed.py",
-        "self.post.outgoing.settle()  # a copy may still write the room",
+        "post.outgoing.settle()  # a copy may still write the room",
         "pass",
     ),
     Mutant(
-        "postponed.drop_keeps_unread",
+        "postponed.back_no_word",
         "numba_symm/mpi/postponed.py",
-        "self.post._receipts.unread.pop(self._number, None)",
+        "post.words.end(message.slot, message.number)",
         "pass",
     ),
     Mutant(
-        "postponed.fail_no_receipt",
+        "postponed.end_keeps_room",
         "numba_symm/mpi/postponed.py",
-        "post.flow.received(number)  # no receipt arrives",
+        "self._message = self._message._replace(room=None)",
         "pass",
     ),
     Mutant(

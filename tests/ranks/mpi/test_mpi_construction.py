@@ -20,7 +20,7 @@ def test_comm_makes_no_call_of_mpi_that_blocks(apart, monkeypatch):
         patch.setattr(MPI.Intracomm, "_plain", WatchedComm)
         called.clear()
         made = MPI.Comm(apart, timeout=20)
-        assert called["Idup"] == 4  # envelopes, receipts, data and the library's own
+        assert called["Idup"] == 4  # envelopes, data, set-up calls, the library's own
         assert not blocking()
         made.Free()
 
@@ -42,7 +42,7 @@ def test_what_an_interrupted_call_has_left_reaches_no_new_communicator(apart):
     comm = MPI.Comm(apart, timeout=20)
     with pytest.raises(KeyboardInterrupt), comm.post.set_up("Win.Create"):
         raise KeyboardInterrupt  # on all ranks, after which no step follows
-    channel = comm.post._receipts.comm
+    channel = comm.post._own
     comm.Free()
     assert channel
     for _ in range(3):

@@ -1,5 +1,6 @@
 """Messages and collectives in mpi4py's spelling that fail on one rank."""
 
+import itertools
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,10 @@ from numba_symm import mpi as MPI
 from numba_symm.errors import CollectiveTimeout, RankLeft
 from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
-from numba_symm.mpi import crossings, jobs, messages, sends
-from numba_symm.mpi.crossings import Copying
-from numba_symm.mpi.envelopes import Envelope, Posted
+from numba_symm.mpi import jobs, messages, sends
 from numba_symm.mpi.pending import Receiving
-from numba_symm.mpi.rooms import LEAST, rooms_of
+from numba_symm.mpi.rooms import LEAST
+from numba_symm.mpi.words import NO_SLOT
 from numba_symm.sharing import sent
 from tests.interrupts import interrupted
 from tests.orders import orders
@@ -46,7 +46,7 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
             with pytest.raises(MPI.Exception) as found:
                 call(sent, comm.size, 0, room, left, 1)
             assert found.value.Get_error_class() == MPI.ERR_RANK
-            assert not comm.post._open
+            assert not comm.post.posted
     for call in (comm.Sendrecv, comm.Isendrecv):
         with pytest.raises(MPI.Exception, match="or all on the host, got both"):
             call(out, right, 0, np.zeros(1, "i4"), left, 1)
@@ -63,7 +63,7 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        patch.setattr(Receiving, "_start", interrupted)
+        patch.setattr(Receiving, "_take", interrupted)
         patch.setattr(comm.post, "check", interrupted)
         for tag in (2, 5):  # one that is there, and one that is not
             with pytest.raises(KeyboardInterrupt):
@@ -77,31 +77,38 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
     matched = comm.Mprobe(comm.rank, 2)
     comm.Send(array(2), comm.rank, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(comm.post.copies, "event", interrupted)
+        patch.setattr(comm.post, "idle", interrupted)
         for source, tag in ((comm.rank, 2), (left, 5)):
             with pytest.raises(KeyboardInterrupt):
                 comm.Irecv(out, source, tag)
         with pytest.raises(KeyboardInterrupt):
             matched.Irecv(out)
     matched.Recv(out)
-    with monkeypatch.context() as patch:
+    match = comm.post.match
+    for late in (False, True):
+        with monkeypatch.context() as patch:
 
-        def interrupted_once(_):
-            patch.undo()
-            raise KeyboardInterrupt
+            def interrupted_once(found, late=late, patch=patch):
+                patch.undo()
+                if late:
+                    match(found)
+                raise KeyboardInterrupt
 
-        patch.setattr(Posted, "_read", interrupted_once)
-        with pytest.raises(KeyboardInterrupt):
-            comm.Recv(out, comm.rank, 2)
+            patch.setattr(comm.post, "match", interrupted_once)
+            comm.Send(array(2), comm.rank, 4)
+            with pytest.raises(KeyboardInterrupt):
+                comm.Recv(out, comm.rank, 4)
+        comm.Recv(out, comm.rank, 4)
+        assert not comm.Iprobe(comm.rank, 4)
     comm.Recv(out, comm.rank, 2)
     assert out.copy_to_host()[0] == 2
     comm.Send(array(1), comm.rank, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(comm.post, "end", interrupted)
+        patch.setattr(Receiving, "_end", interrupted)
         with pytest.raises(KeyboardInterrupt):
             comm.Recv(out, comm.rank, 2)
     assert not comm.Iprobe(comm.rank, 2)  # it was copied, so it is not there again
-    assert not comm.post._open
+    assert not comm.post.posted
     found = []
     for _ in range(2):
         message = comm.Improbe(left, MPI.ANY_TAG, status)
@@ -113,71 +120,39 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
     comm.Barrier()
 
 
-@needs_peers
-def test_data_for_other_islands(apart, monkeypatch):
-    """It is sent in parts, before the envelope that announces it."""
-    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
-    monkeypatch.setattr(crossings, "_PART", 1000)
-    comm = MPI.Comm(apart, timeout=20)
-    right, left = around(comm)
-    post, x, out = comm.post, array(*range(600)), array(*(-1 for _ in range(600)))
-    comm.Sendrecv(x, right, 1, out, left, 1)
-    assert out.copy_to_host().tolist() == list(range(600))
-    assert post._data.sent[right] == 3
-    comm.Barrier()
-    for _ in range(1000):  # later messages let go of data that was sent
-        comm.Sendrecv(x, comm.rank, 1, out, comm.rank, 1)
-        if not post._data._kept:
-            break
-    assert not post._data._kept
-
-    class Refused:
-        @staticmethod
-        def Isend(*_):
-            raise OverflowError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(post._data, "comm", Refused)
-        with pytest.raises(OverflowError):
-            comm.Send(x, right, 2)
-    comm.Send(np.ones(1, "i4"), right, 3)
-    comm.Probe(left, 3)  # this message, of the host, is the last one sent
-    assert not comm.Iprobe(left, 2)
-    comm.Recv(np.ones(1, "i4"), left, 3)
-    comm.Free()
-
-
 def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
-    comm = comm.Dup()
-    comm.Sendrecv(array(1), comm.rank, 1, array(1), comm.rank, 1)
-    while comm.post._receipts.unread:
-        comm.post.reap()
-    free = rooms_of(comm.post.words.allocator)._free[LEAST]
-    before = len(free)
+    comm, out = comm.Dup(), array(0)
+    comm.Sendrecv(array(1), comm.rank, 1, out, comm.rank, 1)
+    words, post = comm.post.words, comm.post
+    free = words.rooms._free[LEAST]
+
+    def used():
+        post.reap()
+        return len(free), len(words._free), len(post._unread), sum(post.unread)
 
     def failing(*_):
         raise MemoryError
 
-    with monkeypatch.context() as patch:
-        patch.setattr(messages.streams, "copy", failing)
-        with pytest.raises(MemoryError):
-            comm.Send(array(1), comm.rank, 1)
-    assert len(free) == before
-    with monkeypatch.context() as patch:
-        patch.setattr(messages.streams, "copy_to_host", failing)
-        patch.setattr(comm.post, "islands", [*range(comm.size), -1])
-        patch.setattr(comm.post, "_rank", -1)  # in an island of its own
-        with pytest.raises(MemoryError):
-            comm.Send(array(1), 0, 1)
-    assert len(free) == before
-    with monkeypatch.context() as patch:
-        patch.setattr(comm.post._envelopes, "send", failing)
-        with pytest.raises(MemoryError):
-            comm.Send(array(1), comm.rank, 1)
+    before = used()
+    for owner, name, *without in (
+        (words, "copy"),
+        (post, "announce"),
+        (words.rooms, "take_free"),
+        (sends.streams, "copy_to_host", (words, "take", lambda: NO_SLOT)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, failing)
+            for given in without:
+                patch.setattr(*given)
+            with pytest.raises(MemoryError):
+                comm.Send(array(1), comm.rank, 1)
+        assert used() == before
     with pytest.raises(MPI.Exception):
         comm.Sendrecv(array(1), comm.rank, 1, array(1), comm.size, 1)
-    assert len(free) == before
-    assert not comm.post._open
+    assert used() == before
+    assert not post.posted
+    comm.Sendrecv(array(1), comm.rank, 1, out, comm.rank, 1)
+    assert out.copy_to_host()[0] == 1
     comm.Free()
 
 
@@ -199,8 +174,6 @@ def test_messages_ask_no_event_during_a_capture(comm, monkeypatch):
 
 def test_two_threads(comm, monkeypatch):
     """What one of them changes, the other does not change meanwhile."""
-    comm.Send(array(1), comm.rank, 1)
-    comm.Recv(array(1), comm.rank, 1)
     asked = []
 
     class Slow:
@@ -209,8 +182,11 @@ def test_two_threads(comm, monkeypatch):
             time.sleep(0.05)
             return True
 
-    envelope = Envelope(comm.rank, 0, next(comm.post._numbers), 0, 0, b"")
-    comm.post._copying.append(Copying(Slow(), envelope, None, None))
+        def advance(self):
+            comm.post.arriving.remove(self)
+            return self.query()
+
+    comm.post.arriving.append(Slow())
     with ThreadPoolExecutor(2) as threads:
         for each in [threads.submit(comm.post.reap) for _ in range(2)]:
             each.result()
@@ -226,6 +202,25 @@ def test_two_threads(comm, monkeypatch):
         ]:
             each.result()
     assert len(asked) == 3
+
+
+def test_threads_that_send_and_receive_at_a_time(comm):
+    """Each has its own tag, from and to the same ranks."""
+    right, left = around(comm)
+
+    def play(tag):
+        out, found = array(-1), []
+        for number in range(100):
+            sent = comm.Issend(array(number), right, tag)
+            comm.Recv(out, left, tag)
+            sent.Wait()
+            found.append(int(out.copy_to_host()[0]))
+        return found
+
+    with ThreadPoolExecutor(3) as threads:
+        for found in threads.map(play, (1, 2, 3)):
+            assert found == list(range(100))
+    comm.Barrier()
 
 
 def test_the_gpu_is_current_in_each_thread(comm, monkeypatch):
@@ -252,39 +247,6 @@ def test_the_gpu_is_current_in_each_thread(comm, monkeypatch):
     ordinal = comm.communicator.device.ordinal
     assert entered == [(ordinal, "Recv", thread)]
     assert out.copy_to_host()[0] == 7
-
-
-@needs_peers
-def test_a_copy_that_fails_is_reported_by_its_request(apart, monkeypatch):
-    """Other calls, which may start it when its data arrives, do not raise."""
-    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
-    comm = MPI.Comm(apart, timeout=20)
-    right, left = around(comm)
-    out = array(0)
-    rooms = rooms_of(comm.post.words.allocator)
-    comm.Sendrecv(array(1), right, 1, out, left, 1)
-    comm.Barrier()
-    before = len(rooms._free[LEAST])
-    requests = [comm.Irecv(out, left, tag) for tag in (1, 2)]
-
-    def failing(*_):
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(messages.streams, "copy_from_host", failing)
-        comm.Send(array(1), right, 1)
-        while not comm.post._copying:
-            requests[0]._progress()
-        while comm.post._copying:
-            comm.post.reap()
-    comm.Send(array(2), right, 2)
-    requests[1].Wait()
-    assert out.copy_to_host()[0] == 2
-    with pytest.raises(MemoryError):
-        requests[0].Wait()
-    assert not requests[0]
-    assert len(rooms._free[LEAST]) == before
-    comm.Free()
 
 
 @needs_peers
@@ -330,20 +292,66 @@ def test_a_failed_construction_duplicates_nothing(apart, monkeypatch):
     assert len(messages._posts) == before
 
 
-def test_free_waits_for_no_message_that_an_interrupt_has_ended(apart, monkeypatch):
-    made, x, out = MPI.Comm(apart, timeout=20), array(1), array(-1)
+@pytest.mark.parametrize("limit", [0, 1])
+def test_an_interrupted_call_spoils_no_message(apart, monkeypatch, limit):
+    """What it has sent arrives whole, nothing arrives twice, and Free waits for none.
+
+    Above the limit, a thread may copy the message.
+    """
+    made, number = MPI.Comm(apart, timeout=20), itertools.count(1)
+    made.post.limit = limit
+    out = cuda.to_device(np.zeros(64, "i4"))
+    received = []
 
     def call():
-        made.Sendrecv(x, made.rank, 1, out, made.rank, 1)
+        tag = next(number)
+        x = cuda.to_device(np.full(64, tag, "i4"))
+        requests = [made.Isend(x, made.rank, tag) for _ in range(2)]
+        made.Recv(out, made.rank, tag)
+        requests[0].Wait()
 
     def take_what_was_left():
-        while (found := made.Improbe(made.rank)) is not None:
+        status = MPI.Status()
+        tags = []
+        while (found := made.Improbe(made.rank, MPI.ANY_TAG, status)) is not None:
             found.Recv(out)
+            assert set(out.copy_to_host()) == {status.tag}
+            tags.append(status.tag)
+        assert len(tags) <= 2
+        assert not set(tags) & set(received)
+        received.extend(set(tags))
 
     call()
     assert interrupted(call, take_what_was_left, turns=400)
     monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "5")
     made.Free()
+
+
+def test_a_message_whose_send_was_interrupted_stays_whole(comm, monkeypatch):
+    """Its envelope may have been sent: then no later message uses its memory."""
+    words, out = comm.post.words, array(0)
+    comm.Sendrecv(array(1), comm.rank, 1, out, comm.rank, 1)
+    publish = words.publish
+    for limit in (0, 1):
+        comm.Isend(array(7), comm.rank, 9)
+        monkeypatch.setattr(comm.post, "limit", limit)
+        with monkeypatch.context() as patch:
+
+            def interrupted_after(*given):
+                publish(*given)
+                raise KeyboardInterrupt
+
+            patch.setattr(words, "publish", interrupted_after)
+            with pytest.raises(KeyboardInterrupt):
+                comm.Send(array(2), comm.rank, 2)
+        monkeypatch.setattr(comm.post, "limit", 0)
+        comm.post.take_back()
+        for _ in range(3):
+            comm.Send(array(3), comm.rank, 3)
+        comm.Recv(out, comm.rank, 2)
+        assert out.copy_to_host()[0] == 2
+        for tag in (3, 3, 3, 9):
+            comm.Recv(out, comm.rank, tag)
 
 
 @needs_peers
@@ -379,9 +387,8 @@ def test_free_waits_for_no_rank_that_has_left(world, apart, comm, monkeypatch):
     monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "0.1")
     late = r"waited for other ranks in Free \(set-up timeout: 0.1 s\)"
     if stays:
-        pending = SimpleNamespace(query=lambda: other.rank)  # of a rank that has ended
-        envelope = Envelope(other.rank, 0, 0, 0, 0, b"")
-        other.post._copying.append(Copying(pending, envelope, None, None))
+        if other.rank == 0:  # of a copy that does not end
+            other.post.arriving.append(SimpleNamespace(advance=lambda: False))
         with pytest.raises(MPI.Exception, match=late) as found:
             other.Free()
         assert isinstance(found.value.__cause__, CollectiveTimeout)

@@ -1,6 +1,5 @@
 """Sends, receives and probes in mpi4py's spelling."""
 
-import contextlib
 import gc
 from types import SimpleNamespace
 
@@ -11,9 +10,10 @@ from numba import cuda
 from numba_symm import mpi as MPI
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
-from numba_symm.mpi import arrivals, sends
+from numba_symm.mpi import sends
 from numba_symm.mpi.p2p import Together
-from numba_symm.mpi.rooms import BLOCK, LEAST, rooms_of
+from numba_symm.mpi.rooms import BLOCK, LEAST
+from numba_symm.mpi.words import READ
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island
@@ -191,47 +191,43 @@ def test_a_refused_receive_takes_no_message(comm, monkeypatch):
     assert (out.copy_to_host()[0], late.copy_to_host()[0]) == (7, 9)
     assert early
     early.Wait()
-    assert not comm.post._open
+    assert not comm.post.posted
     comm.Barrier()
 
 
 def test_a_receive_is_done_when_its_copy_is(comm, monkeypatch):
     """Test never waits for a copy, and the sender keeps the data until its end."""
-    ended, right, left = [], *around(comm)
+    (right, left), words, late = around(comm), comm.post.words, []
+    copy = words.copy
 
-    class Event:
-        def record(self, stream):
-            pass
+    def copy_later(*given):
+        if READ in given[5:6]:
+            late.append(given)
+        else:
+            copy(*given)
 
-        wait = record
-
-        def query(self):
-            return bool(ended)
-
-    monkeypatch.setattr(copies, "Event", Event)
-    comm = comm.Dup()
+    monkeypatch.setattr(words, "copy", copy_later)
     outs = [room(1) for _ in range(2)]
     requests = [comm.Irecv(out, left, tag) for tag, out in enumerate(outs)]
     for tag in (0, 1):
         comm.Send(array(tag), right, tag)
-    while len(comm.post._copying) < 2:
+    while len(late) < 2:
         assert not any([request.Test() for request in requests])
     del requests[1]  # its array lives until the copy has ended
     gc.collect()
-    assert any(each.into.array is outs[1] for each in comm.post._copying)
-    assert all((each.block or each.on_host) is not None for each in comm.post._copying)
+    assert any(each._array is outs[1] for each in comm.post.arriving)
     comm.Barrier()
     comm.post.reap()
-    assert len(comm.post._receipts.unread) == 2
+    assert comm.post.unread[right] == 8
     assert not requests[0].Test()
     comm.Barrier()
-    ended.append(True)
-    assert requests[0].Test()
-    assert not comm.post._copying
-    while comm.post._receipts.unread:
+    for given in late:
+        copy(*given)
+    requests[0].Wait()
+    while comm.post.arriving or comm.post.unread[right]:
         comm.post.reap()
     assert [out.copy_to_host()[0] for out in outs] == [0, 1]
-    comm.Free()
+    comm.Barrier()
 
 
 @needs_peers
@@ -294,7 +290,7 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
     """Sends that wait end, receives end, and the memory is reused."""
     other = comm.Dup()
     right, left = around(other)
-    rooms = rooms_of(other.post.words.allocator)
+    rooms = other.post.words.rooms
     before = len(rooms._free.get(LEAST, ()))
     other.Send(array(1), right, 1)
     request = other.Issend(array(2), right, 2)
@@ -304,81 +300,15 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
     other.Irecv(room(1), left, 6).Cancel()
     other.Send(array(3), right, 5)
     gc.collect()
-    assert len(other.post._open) == 4
+    assert other.post.posted
     comm.Barrier()
     assert not request.Test()
     other.Free()
     assert request.Test()
-    assert not other.post._open
-    assert inline.MOST or len(rooms._free[LEAST]) >= max(before, 3)
+    assert not other.post.posted
+    assert not other.post._unread
+    assert len(rooms._free[LEAST]) >= max(before, 3)
     comm.Barrier()
-
-
-@needs_peers
-def test_several_islands(apart, monkeypatch):
-    """Collectives and messages cross them; windows do not."""
-    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
-    made = MPI.Comm(apart, timeout=20)
-    x = array(1)
-    made.Allreduce(MPI.IN_PLACE, x)
-    assert x.copy_to_host()[0] == made.size
-    part = made.Create_cart([made.size])
-    for comm in (made, part):
-        check_crossing(comm)
-        comm.Send(x, comm.rank)  # to itself
-        comm.Recv(x, comm.rank)
-    found = "; ".join(f"rank {rank}" for rank in range(made.size))
-    with pytest.raises(NotImplementedError, match=f"got the islands {found};"):
-        MPI.Win.Allocate_device(8, comm=made)
-    right, left = around(made)
-    host = np.zeros(1)
-    made.Sendrecv(np.ones(1), right, recvbuf=host, source=left)
-    assert host[0] == 1
-    # Messages that nobody receives, larger than MPI sends them before a receive.
-    large = cuda.to_device(np.zeros(1 << 20, "i4"))
-    for tag in (1, 2, 3):
-        part.Send(large, right, tag)
-    assert part.Mprobe(left, 2)
-    part.Irecv(room(1 << 20), left, 1).Free()
-    part.Free()
-    made.Free()
-
-
-def check_crossing(comm):
-    """Check messages of all kinds to the rank on the right, of another island."""
-    right, left = around(comm)
-    pairs = MPI.INT.Create_vector(2, 1, 3).Commit()
-    for count in (0, 1, 300_000):
-        x, out = cuda.to_device(np.arange(count, dtype="i4")), room(count + 1)
-        status, requests = MPI.Status(), [comm.Irecv(out, left, 1)]
-        for tag in (3, 2, 1):
-            comm.Send(x, right, tag)
-            if count:
-                x[0] = comm.rank + tag  # the next message has this value
-        MPI.Request.Waitall(requests)
-        found = out.copy_to_host()
-        assert found[1:count].tolist() == list(range(1, count))
-        assert found[0] == (left + 2 if count else -1)
-        with (
-            pytest.raises(MPI.Exception, match="at most 0 bytes")
-            if count
-            else (contextlib.nullcontext())
-        ):
-            comm.Recv(room(0), left, 3)
-        comm.Mprobe(left, 2).Recv(out, status)
-        assert status.Get_count(MPI.INT) == count
-        assert not count or out.copy_to_host()[0] == left + 3
-    x, out = array(1, 2, 3, 4), room(4)
-    comm.Sendrecv([x, 1, pairs], right, 0, [out, 1, pairs], left)
-    assert out.copy_to_host().tolist() == [1, -1, -1, 4]
-    request = comm.Issend(x, right, 5)
-    comm.Barrier()
-    assert not request.Test()
-    comm.Barrier()
-    comm.Recv(out, left, 5)
-    request.Wait()
-    assert out.copy_to_host().tolist() == [1, 2, 3, 4]
-    pairs.Free()
 
 
 def test_ranks_that_do_not_exist(comm):
@@ -390,16 +320,14 @@ def test_ranks_that_do_not_exist(comm):
 
 
 def test_a_refused_tag_keeps_no_memory(comm):
-    comm = comm.Dup()  # no receipt is on its way to a new communicator
     comm.Isend(array(1), comm.rank, 1)
-    free = rooms_of(comm.post.words.allocator)._free[LEAST]
+    free = comm.post.words.rooms._free[LEAST]
     before = len(free)
     with pytest.raises(MPI.Exception) as found:
         comm.Send(array(1), comm.rank, -5)
     assert found.value.Get_error_class() == MPI.ERR_TAG
     assert len(free) == before
     comm.Recv(room(1), comm.rank, 1)
-    comm.Free()
 
 
 def test_requests_of_mpi4py(comm):

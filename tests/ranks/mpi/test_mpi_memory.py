@@ -2,20 +2,19 @@
 
 import gc
 import time
+from collections import deque
 
 import numpy as np
 import pytest
 from numba import cuda
 
-from numba_symm import deferred, events
+from numba_symm import deferred
 from numba_symm import mpi as MPI
-from numba_symm.mpi import copies, messages, p2p
-from numba_symm.mpi.buffers import message
-from numba_symm.mpi.channels import MOST, SMALL
+from numba_symm.mpi import messages, p2p
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.rooms import BLOCK, rooms_of
-from numba_symm.sharing import stats
-from numba_symm.streams import LEGACY_DEFAULT
+from numba_symm.mpi.rooms import BLOCK, LEAST
+from numba_symm.mpi.words import READ
+from numba_symm.sharing import collect, stats
 from tests.ranks.helpers import of_one_island
 
 pytestmark = of_one_island  # of messages of device arrays
@@ -28,91 +27,92 @@ def own(comm):
     made.Free()
 
 
+def array(*values):
+    return cuda.to_device(np.array(values, "i4"))
+
+
 def around(comm):
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
-def test_small_messages_have_receipts_together(own):
-    right, left = around(own)
-    receipts = own.post._receipts
-    x, out = (cuda.device_array(SMALL + 1, "u1") for _ in range(2))
+def copying_late(words, monkeypatch):
+    """Return a list of receivers' copies, which do not begin, and what begins them."""
+    late, copy = [], words.copy
 
-    def passed(nbytes):
-        own.Sendrecv([x, nbytes], right, 1, [out, nbytes], left, 1)
+    def copy_later(*given):
+        if READ in given[5:6]:
+            late.append(given)
+        else:
+            copy(*given)
 
-    for nbytes in (SMALL + 1, SMALL, 1, 0):  # so that there is room for each
-        passed(nbytes)
-    own.Iprobe(left)  # as any probe, sends all receipts
-    sent = receipts.sent[left]
-    while receipts.unread:
-        own.Iprobe(left)  # and takes them
-    for _ in range(MOST - 1):
-        passed(1)
-    assert receipts.sent[left] == sent
-    assert len(receipts.unread) == MOST - 1
-    passed(SMALL)
-    assert receipts.sent[left] == sent + 1
-    passed(0)  # without memory, so without a receipt
-    passed(1)
-    assert receipts.sent[left] == sent + 1
-    passed(SMALL + 1)  # the receipt of a larger message does not wait for others
-    assert receipts.sent[left] == sent + 2
+    def begin():
+        monkeypatch.setattr(words, "copy", copy)
+        while late:
+            copy(*late.pop(0))
+
+    monkeypatch.setattr(words, "copy", copy_later)
+    return late, begin
 
 
-def test_an_interrupt_sends_no_receipt_again(own, monkeypatch):
-    x, receipts = cuda.to_device(np.zeros(1, "i4")), own.post._receipts
-    own.Sendrecv(x, own.rank, 1, x, own.rank, 1)
-
-    def sent(*given):
-        monkeypatch.undo()
-        receipts.send(*given)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(receipts, "send", sent)
-    with pytest.raises(KeyboardInterrupt):
-        own.post.reap()
-    while receipts.unread:
-        own.post.reap()
-    own.Sendrecv(x, own.rank, 1, x, own.rank, 1)
-    own.post.reap()
-
-
-def test_an_event_is_used_again_once(monkeypatch):
-    """The same holds if an interrupt ends a copy, which then begins again."""
-    made, x = copies.CopyStream(), cuda.to_device(np.zeros(1, "i4"))
-    into, after = message(x), made.event(LEGACY_DEFAULT)
-    given = into, into.address, into.nbytes, x, after
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(copies.streams, "copy", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            made.begin(*given)
-    done = made.begin(*given)
-    assert made.event(LEGACY_DEFAULT) is not done
-    made.settle()
-
-
-def test_a_sender_looks_for_receipts_before_it_allocates(own):
+def test_a_sender_looks_for_read_messages_before_it_allocates(own):
     right, left = around(own)
     x, out = (cuda.device_array(BLOCK + 1, "u1") for _ in range(2))
     for step in range(3):
         own.Sendrecv(x, right, 1, out, left, 1)
-        own.Barrier()  # the receipt has arrived afterwards
+        own.Barrier()  # the receiver has read it
         if not step:
             before = stats().counters
     assert stats().counters == before
 
 
-def settle(own, rooms):
-    """Wait until all receipts have arrived, and free what is not used any more."""
-    end = time.monotonic() + 300
-    while own.post._receipts.unread or rooms._leaving:
+def test_slots_and_rooms_are_used_again(own):
+    """A sender that never waits for anything else looks for those that were read."""
+    right, left = around(own)
+    words, out = own.post.words, array(-1)
+    own.Sendrecv(array(0), right, 1, out, left, 1)
+    rooms = len(words.rooms._free[LEAST])
+    for step in range(1000):
+        own.Sendrecv(array(step), right, 1, out, left, 1)
+        assert out.copy_to_host()[0] == step
+        assert len(own.post._unread) <= 64
+    assert len(words.rooms._free[LEAST]) + len(own.post._unread) <= rooms + 64
+
+
+@pytest.mark.parametrize("what", ["_free", "_entries"])
+def test_messages_without_a_slot_or_a_block_pass_through_mpi(own, monkeypatch, what):
+    """They arrive in order with others, and synchronous ones wait for their match."""
+    right, left = around(own)
+    words, x = own.post.words, cuda.to_device(np.arange(BLOCK, dtype="i4"))
+    own.Send(array(1), right, 5)
+    own.Barrier()
+    with monkeypatch.context() as patch:
+        patch.setattr(words, what, deque())
+        patch.setattr(words.rooms, "_free", {})
+        own.Send(x, right, 5)
+        request = own.Issend([x, 3], right, 5)
+    own.Send(array(4), right, 5)
+    out = cuda.device_array(BLOCK, "i4")
+    own.Barrier()
+    assert not request.Test()
+    status, found = MPI.Status(), []
+    for _ in range(4):
+        own.Recv(out, left, 5, status)
+        count = status.Get_count(MPI.INT)
+        found.append((count, out[:count].copy_to_host().tolist()))
+    assert found[0] == (1, [1])
+    assert found[1] == (BLOCK, list(range(BLOCK)))
+    assert found[2:] == [(3, [0, 1, 2]), (1, [4])]
+    request.Wait()
+
+
+def settle(own):
+    """Wait until all messages were read, and free what is not used any more."""
+    end = time.monotonic() + 60
+    while own.post._unread or own.post.words.rooms._leaving:
         assert time.monotonic() < end
         own.post.reap()
     gc.collect()
+    collect()
     deferred.give_back()  # as the next allocation would
 
 
@@ -120,16 +120,15 @@ def settle(own, rooms):
 def test_rooms_shrink_again(own, monkeypatch, limit):
     """Also those of messages that are sent later."""
     right, left = around(own)
-    rooms = rooms_of(own.post.words.allocator)
+    rooms, blocks = own.post.words.rooms, own.post.words.allocator._blocks
     own.Sendrecv(cuda.device_array(1), right, 1, cuda.device_array(1), left, 1)
     own.Barrier()
-    settle(own, rooms)  # what earlier tests have left
+    settle(own)  # what earlier tests have left
     monkeypatch.setattr(rooms, "most", rooms._kept)
     for size in [size for size in rooms._free if size > BLOCK]:
         monkeypatch.setitem(rooms._free, size, [])
-    monkeypatch.setattr(own.post.flow, "limit", limit)
-    blocks, before = own.post.words.allocator._blocks, stats()
-    number = len(blocks)
+    monkeypatch.setattr(own.post, "limit", limit)
+    before, number = stats(), len(blocks)
     xs = [cuda.to_device(np.full(BLOCK + 1, tag, "u1")) for tag in range(3)]
     requests = [own.Isend(x, right, tag) for tag, x in enumerate(xs)]
     # The thread that sends messages later may send one beside a call of this thread.
@@ -141,7 +140,7 @@ def test_rooms_shrink_again(own, monkeypatch, limit):
         assert (out.copy_to_host() == tag).all()
     MPI.Request.Waitall(requests)
     own.Barrier()
-    settle(own, rooms)
+    settle(own)
     own.Barrier()
     assert len(blocks) == number
     assert stats() == before
@@ -152,32 +151,34 @@ def test_rooms_shrink_again(own, monkeypatch, limit):
 def test_a_message_that_nobody_waits_for_is_received(own, monkeypatch):
     """Later receives note the end of a copy whose request was given up."""
     right, left = around(own)
-    outs = [cuda.to_device(np.full(1, -1, "i4")) for _ in range(2)]
+    late, begin = copying_late(own.post.words, monkeypatch)
+    outs = [array(-1) for _ in range(2)]
     requests = [own.Irecv(out, left, tag) for tag, out in enumerate(outs)]
     for tag in range(2):
-        own.Send(cuda.to_device(np.full(1, tag, "i4")), right, tag)
-    own.Barrier()
-    for request in requests:
-        while not own.post._copying and not request._copying:
-            request._progress()
+        own.Send(array(tag), right, tag)
+    while len(late) < 2:
+        assert not any([request.Test() for request in requests])
     given_up = requests.pop(0)
     given_up.Free()
+    begin()
     with monkeypatch.context() as patch:
         patch.setattr(Post, "reap", None)
         requests[0].Wait()
-    assert not own.post._copying
+    own.Sendrecv(outs[1], right, 2, outs[1], left, 2)
+    own.post.reap()
+    assert not own.post.arriving
     assert [out.copy_to_host()[0] for out in outs] == [0, 1]
     MPI.Request.Waitall([given_up])
 
 
 def test_no_message_is_copied_after_free(comm):
     """Its sender reuses the memory."""
-    own, out = comm.Dup(), cuda.to_device(np.full(1, -1, "i4"))
+    own, out = comm.Dup(), array(-1)
     right, left = around(own)
     matched = own.Irecv(out, left, 1)
     for tag in range(3):
-        own.Send(cuda.to_device(np.full(1, tag, "i4")), right, tag)
-    own.Probe(left, 2)  # takes all from MPI
+        own.Send(array(tag), right, tag)
+    own.Probe(left, 2)  # after which all were matched
     prepared = [own.Recv_init(out, left, tag) for tag in (0, 3)]
     own.Free()
     for call in (matched.Wait, *(each.Start for each in prepared)):
@@ -187,26 +188,23 @@ def test_no_message_is_copied_after_free(comm):
 
 
 def test_waitall_starts_all_copies_before_it_waits_for_one(own, monkeypatch):
-    copying = []
+    late, begin = copying_late(own.post.words, monkeypatch)
+    x, looks, sent = cuda.to_device(np.arange(3)), [], []
 
-    class Event(events.Event):
-        def synchronize(self):
-            copying.append(len(own.post._copying))
-            super().synchronize()
-
-    def late():
+    def check():
+        looks.append(1)
+        assert len(looks) < 1000
         if not sent:
             sent.append(own.Isend(x, own.rank, 1))
+        if len(late) == 2:
+            begin()
 
-    monkeypatch.setattr(copies, "Event", Event)
-    x, sent = cuda.to_device(np.arange(3)), []
     outs = [cuda.device_array_like(x) for _ in range(2)]
     prepared = own.Recv_init(outs[0], own.rank, 0)
     prepared.Start()
     requests = [prepared, own.Isendrecv(x, own.rank, 0, outs[1], own.rank, 1)]
-    monkeypatch.setattr(own.post, "check", late)
+    monkeypatch.setattr(own.post, "check", check)
     MPI.Request.Waitall(requests)
-    assert copying[0] == 2
     assert all(out.copy_to_host().tolist() == [0, 1, 2] for out in outs)
 
 
