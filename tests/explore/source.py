@@ -249,6 +249,7 @@ def _device_code(
 ) -> SimpleNamespace:
     compiled = ModuleType("kernels")
     compiled.GUARD, compiled.Kernel, compiled.Launch = None, _Kernel, Launch
+    compiled.simulate = None
     numba = ModuleType("numba")
     numba.cuda = intrinsics.cuda
     environment = ModuleType("environment")

@@ -58,14 +58,21 @@ def messages_through_a_room(code, reused_early=False):
 def copy(world, rank, target, source, nbytes, counts, place, *word):
     """Enqueue a copy, as the host does."""
     made = world.code.message_copy
-    width, grid = made.shape(target, source, nbytes)
+    width = width_of(made, target, source)
+    grid = min(-(-nbytes // (width * made.THREADS)), made.MOST_BLOCKS)
     given = target, source, nbytes, width, grid, counts[rank] + 8 * place, *word
     world.streams[rank].append(made.kernel().bind(grid, *given))
 
 
+def width_of(made, target, source):
+    """Return how many bytes a thread copies at a time."""
+    either = target | source
+    return made.VECTOR if either % made.VECTOR == 0 else 8 if either % 8 == 0 else 1
+
+
 def plant(world, source, target, nbytes):
     """Put values at a source, which are expected at the target."""
-    width, _ = world.code.message_copy.shape(target, source, nbytes)
+    width = width_of(world.code.message_copy, target, source)
     at = 0
     while at < nbytes:
         whole = width >= 8 and at < nbytes // width * width

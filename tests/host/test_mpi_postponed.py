@@ -191,9 +191,9 @@ def test_a_failed_allocation_frees_the_rooms_of_one_message(monkeypatch):
 
     monkeypatch.setattr(rooms, "collect", collect)
     blocks = SimpleNamespace(remove=removed.append)
-    made = rooms.Rooms(SimpleNamespace(release=released.append), blocks)
+    made = rooms.Rooms(SimpleNamespace(release=released.append), blocks, None)
     for number, block in enumerate(("first", "second")):
-        made.give_back(rooms.Room(None, number, 0, 8, once=MagicMock()))
+        made.give_back(rooms.Room(None, number, 0, 8, -1, once=MagicMock()))
         made._freeable.append((block, number))
     (callback,) = failing
     callback()

@@ -3,6 +3,7 @@
 import pytest
 
 from numba_symm import mpi
+from numba_symm.mpi.rings import READ, READY
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +19,40 @@ def apart(world):
     made = world.Dup()
     yield made
     made.Free()
+
+
+@pytest.fixture
+def copying_late(monkeypatch):
+    """What lets a communicator's receives start no copy, until they all begin.
+
+    It returns the list of these copies, and what begins them.
+    """
+
+    def of(post):
+        late, words, arrive = [], post.words, post.arrive
+        copy = words.copy
+
+        def copy_later(*given):
+            if READ in given[5:6]:
+                late.append(given)
+            else:
+                copy(*given)
+
+        def arrive_later(port, *given):
+            *place, number, _ = given
+            there = words.holds(place[-1], READY, number)
+            if there:
+                late.append((*place, READ, number))
+            return int(there)
+
+        def begin():
+            monkeypatch.setattr(words, "copy", copy)
+            monkeypatch.setattr(post, "arrive", arrive)
+            while late:
+                copy(*late.pop(0))
+
+        monkeypatch.setattr(words, "copy", copy_later)
+        monkeypatch.setattr(post, "arrive", arrive_later)
+        return late, begin
+
+    return of

@@ -18,6 +18,7 @@ from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
 from numba_symm.mpi import jobs, messages, sends
 from numba_symm.mpi.pending import Receiving
+from numba_symm.mpi.rings import NONE
 from numba_symm.mpi.rooms import LEAST
 from numba_symm.mpi.words import NO_SLOT
 from numba_symm.sharing import sent
@@ -124,11 +125,11 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
     comm, out = comm.Dup(), array(0)
     comm.Sendrecv(array(1), comm.rank, 1, out, comm.rank, 1)
     words, post = comm.post.words, comm.post
-    free = words.rooms._free[LEAST]
+    free = words.rooms.stack(LEAST)
 
     def used():
         post.reap()
-        return len(free), len(words._free), len(post._unread), sum(post.unread)
+        return free.free, words.port.free, len(post._unread), sum(post.unread)
 
     def failing(*_):
         raise MemoryError
@@ -141,6 +142,7 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
         (sends.streams, "copy_to_host", (words, "take", lambda: NO_SLOT)),
     ):
         with monkeypatch.context() as patch:
+            patch.setattr(post, "_send", lambda *_: NONE)
             patch.setattr(owner, name, failing)
             for given in without:
                 patch.setattr(*given)
@@ -204,11 +206,14 @@ def test_two_threads(comm, monkeypatch):
     assert len(asked) == 3
 
 
-def test_threads_that_send_and_receive_at_a_time(comm):
-    """Each has its own tag, from and to the same ranks."""
+@pytest.mark.parametrize("own", [False, True])
+def test_threads_that_send_and_receive_at_a_time(comm, own):
+    """Each has its own tag or communicator, from and to the same ranks."""
     right, left = around(comm)
+    comms = [comm.Dup() if own else comm for _ in range(3)]
 
     def play(tag):
+        comm = comms[tag - 1]
         out, found = array(-1), []
         for number in range(100):
             sent = comm.Issend(array(number), right, tag)
@@ -221,6 +226,8 @@ def test_threads_that_send_and_receive_at_a_time(comm):
         for found in threads.map(play, (1, 2, 3)):
             assert found == list(range(100))
     comm.Barrier()
+    for each in comms if own else ():
+        each.Free()
 
 
 def test_the_gpu_is_current_in_each_thread(comm, monkeypatch):
@@ -341,6 +348,7 @@ def test_a_message_whose_send_was_interrupted_stays_whole(comm, monkeypatch):
                 publish(*given)
                 raise KeyboardInterrupt
 
+            patch.setattr(comm.post, "_send", lambda *_: NONE)
             patch.setattr(words, "publish", interrupted_after)
             with pytest.raises(KeyboardInterrupt):
                 comm.Send(array(2), comm.rank, 2)

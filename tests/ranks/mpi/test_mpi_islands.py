@@ -206,8 +206,8 @@ def test_a_copy_that_fails_is_reported_by_its_request(islands, monkeypatch):
     comm.Sendrecv(array(1), comm.rank, 1, out, comm.rank, 1)
     comm.Barrier()
     comm.post.reap()
-    free = comm.post.words.rooms._free[LEAST]
-    before = len(free)
+    rooms = comm.post.words.rooms.stack(LEAST)
+    before = rooms.free
     requests = [comm.Irecv(out, left, tag) for tag in (1, 2)]
 
     def failing(*_):
@@ -223,4 +223,4 @@ def test_a_copy_that_fails_is_reported_by_its_request(islands, monkeypatch):
     with pytest.raises(MemoryError):
         requests[0].Wait()
     assert not requests[0]
-    assert len(free) == before
+    assert rooms.free == before

@@ -12,8 +12,9 @@ from numba_symm import deferred
 from numba_symm import mpi as MPI
 from numba_symm.mpi import messages, p2p
 from numba_symm.mpi.messages import Post
+from numba_symm.mpi.rings import NONE, Stack
 from numba_symm.mpi.rooms import BLOCK, LEAST
-from numba_symm.mpi.words import READ
+from numba_symm.mpi.words import NO_SLOT
 from numba_symm.sharing import collect, stats
 from tests.ranks.helpers import of_one_island
 
@@ -35,25 +36,6 @@ def around(comm):
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
-def copying_late(words, monkeypatch):
-    """Return a list of receivers' copies, which do not begin, and what begins them."""
-    late, copy = [], words.copy
-
-    def copy_later(*given):
-        if READ in given[5:6]:
-            late.append(given)
-        else:
-            copy(*given)
-
-    def begin():
-        monkeypatch.setattr(words, "copy", copy)
-        while late:
-            copy(*late.pop(0))
-
-    monkeypatch.setattr(words, "copy", copy_later)
-    return late, begin
-
-
 def test_a_sender_looks_for_read_messages_before_it_allocates(own):
     right, left = around(own)
     x, out = (cuda.device_array(BLOCK + 1, "u1") for _ in range(2))
@@ -70,15 +52,15 @@ def test_slots_and_rooms_are_used_again(own):
     right, left = around(own)
     words, out = own.post.words, array(-1)
     own.Sendrecv(array(0), right, 1, out, left, 1)
-    rooms = len(words.rooms._free[LEAST])
+    rooms = words.rooms.stack(LEAST).free
     for step in range(1000):
         own.Sendrecv(array(step), right, 1, out, left, 1)
         assert out.copy_to_host()[0] == step
         assert len(own.post._unread) <= 64
-    assert len(words.rooms._free[LEAST]) + len(own.post._unread) <= rooms + 64
+    assert words.rooms.stack(LEAST).free + len(own.post._unread) <= rooms + 64
 
 
-@pytest.mark.parametrize("what", ["_free", "_entries"])
+@pytest.mark.parametrize("what", ["slots", "blocks"])
 def test_messages_without_a_slot_or_a_block_pass_through_mpi(own, monkeypatch, what):
     """They arrive in order with others, and synchronous ones wait for their match."""
     right, left = around(own)
@@ -86,8 +68,12 @@ def test_messages_without_a_slot_or_a_block_pass_through_mpi(own, monkeypatch, w
     own.Send(array(1), right, 5)
     own.Barrier()
     with monkeypatch.context() as patch:
-        patch.setattr(words, what, deque())
-        patch.setattr(words.rooms, "_free", {})
+        patch.setattr(own.post, "_send", lambda *_: NONE)
+        if what == "slots":
+            patch.setattr(words, "take", lambda: NO_SLOT)
+        else:
+            patch.setattr(words, "_entries", deque())
+            patch.setattr(words.rooms, "_free", {})
         own.Send(x, right, 5)
         request = own.Issend([x, 3], right, 5)
     own.Send(array(4), right, 5)
@@ -126,7 +112,7 @@ def test_rooms_shrink_again(own, monkeypatch, limit):
     settle(own)  # what earlier tests have left
     monkeypatch.setattr(rooms, "most", rooms._kept)
     for size in [size for size in rooms._free if size > BLOCK]:
-        monkeypatch.setitem(rooms._free, size, [])
+        monkeypatch.setitem(rooms._free, size, Stack())
     monkeypatch.setattr(own.post, "limit", limit)
     before, number = stats(), len(blocks)
     xs = [cuda.to_device(np.full(BLOCK + 1, tag, "u1")) for tag in range(3)]
@@ -148,10 +134,10 @@ def test_rooms_shrink_again(own, monkeypatch, limit):
     assert (out.copy_to_host() == 2).all()
 
 
-def test_a_message_that_nobody_waits_for_is_received(own, monkeypatch):
+def test_a_message_that_nobody_waits_for_is_received(own, monkeypatch, copying_late):
     """Later receives note the end of a copy whose request was given up."""
     right, left = around(own)
-    late, begin = copying_late(own.post.words, monkeypatch)
+    late, begin = copying_late(own.post)
     outs = [array(-1) for _ in range(2)]
     requests = [own.Irecv(out, left, tag) for tag, out in enumerate(outs)]
     for tag in range(2):
@@ -187,8 +173,10 @@ def test_no_message_is_copied_after_free(comm):
     assert out.copy_to_host()[0] == -1
 
 
-def test_waitall_starts_all_copies_before_it_waits_for_one(own, monkeypatch):
-    late, begin = copying_late(own.post.words, monkeypatch)
+def test_waitall_starts_all_copies_before_it_waits_for_one(
+    own, monkeypatch, copying_late
+):
+    late, begin = copying_late(own.post)
     x, looks, sent = cuda.to_device(np.arange(3)), [], []
 
     def check():

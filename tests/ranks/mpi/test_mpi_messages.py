@@ -13,7 +13,6 @@ from numba_symm.errors import CollectiveTimeout
 from numba_symm.mpi import sends
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.rooms import BLOCK, LEAST
-from numba_symm.mpi.words import READ
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island
@@ -195,18 +194,9 @@ def test_a_refused_receive_takes_no_message(comm, monkeypatch):
     comm.Barrier()
 
 
-def test_a_receive_is_done_when_its_copy_is(comm, monkeypatch):
+def test_a_receive_is_done_when_its_copy_is(comm, copying_late):
     """Test never waits for a copy, and the sender keeps the data until its end."""
-    (right, left), words, late = around(comm), comm.post.words, []
-    copy = words.copy
-
-    def copy_later(*given):
-        if READ in given[5:6]:
-            late.append(given)
-        else:
-            copy(*given)
-
-    monkeypatch.setattr(words, "copy", copy_later)
+    (right, left), (late, begin) = around(comm), copying_late(comm.post)
     outs = [room(1) for _ in range(2)]
     requests = [comm.Irecv(out, left, tag) for tag, out in enumerate(outs)]
     for tag in (0, 1):
@@ -221,8 +211,7 @@ def test_a_receive_is_done_when_its_copy_is(comm, monkeypatch):
     assert comm.post.unread[right] == 8
     assert not requests[0].Test()
     comm.Barrier()
-    for given in late:
-        copy(*given)
+    begin()
     requests[0].Wait()
     while comm.post.arriving or comm.post.unread[right]:
         comm.post.reap()
@@ -291,7 +280,7 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
     other = comm.Dup()
     right, left = around(other)
     rooms = other.post.words.rooms
-    before = len(rooms._free.get(LEAST, ()))
+    before = rooms.stack(LEAST).free
     other.Send(array(1), right, 1)
     request = other.Issend(array(2), right, 2)
     other.Irecv(room(1), left, 3)  # is dropped
@@ -307,7 +296,7 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
     assert request.Test()
     assert not other.post.posted
     assert not other.post._unread
-    assert len(rooms._free[LEAST]) >= max(before, 3)
+    assert rooms.stack(LEAST).free >= max(before, 3)
     comm.Barrier()
 
 
@@ -321,12 +310,12 @@ def test_ranks_that_do_not_exist(comm):
 
 def test_a_refused_tag_keeps_no_memory(comm):
     comm.Isend(array(1), comm.rank, 1)
-    free = comm.post.words.rooms._free[LEAST]
-    before = len(free)
+    rooms = comm.post.words.rooms.stack(LEAST)
+    before = rooms.free
     with pytest.raises(MPI.Exception) as found:
         comm.Send(array(1), comm.rank, -5)
     assert found.value.Get_error_class() == MPI.ERR_TAG
-    assert len(free) == before
+    assert rooms.free == before
     comm.Recv(room(1), comm.rank, 1)
 
 

@@ -115,7 +115,7 @@ def test_calls_of_a_communicator_that_was_freed(comm, apart, own):
 @pytest.mark.parametrize("large", [False, True])
 def test_a_message_takes_two_launches_and_waits_for_none(comm, monkeypatch, large):
     """Words tell when its copies have ended. Copy engines copy large messages."""
-    calls, words = [], comm.post.words
+    calls, post = [], comm.post
 
     def noting(owner, name):
         plain = getattr(owner, name)
@@ -131,7 +131,8 @@ def test_a_message_takes_two_launches_and_waits_for_none(comm, monkeypatch, larg
     x = cuda.to_device(np.full(number, comm.rank))
     out = cuda.to_device(np.zeros(number, int))
     comm.Sendrecv(x, right, 0, out, left)  # makes what later messages use again
-    noting(words, "_enqueue")
+    for owner, name in ((post, "_send"), (post, "arrive"), (post.words, "copy")):
+        noting(owner, name)
     for name in ("record", "wait", "synchronize", "query"):
         noting(Event, name)
     for name in ("copy", "copy_to_host", "copy_from_host", "synchronize"):
@@ -141,5 +142,5 @@ def test_a_message_takes_two_launches_and_waits_for_none(comm, monkeypatch, larg
     found = calls.copy()  # what follows is not the message's
     monkeypatch.undo()
     assert set(out.copy_to_host()) == {left}
-    assert found == 2 * [*(["copy"] if large else []), "_enqueue"]
+    assert found == (4 * ["copy"] if large else ["_send", "arrive"])
     comm.Barrier()
