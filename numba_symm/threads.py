@@ -18,6 +18,9 @@ def start(thread: threading.Thread, what: str) -> None:
     try:
         thread.start()
     except RuntimeError as error:
+        cause = error.__context__  # a signal's handler may raise within Python's locks
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause from None
         raise SymmError(
             f"{what}: expected a new thread, got none ({error}); raise the limits of "
             "memory and of processes (ulimit -v, ulimit -u)"
