@@ -2,7 +2,6 @@
 
 import math
 import operator
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -67,6 +66,8 @@ _ARRIVES = 1.0  # seconds after a report, in which messages that were sent befor
 class Channel:
     """A communicator whose messages are counted.
 
+    The caller ensures that one thread at a time calls it.
+
     Args:
         comm: a communicator of mpi4py for these messages alone.
 
@@ -82,8 +83,6 @@ class Channel:
         self.taken = 0
         self._kept: list[tuple[list[MPI.Request], Any, Ended]] = []
         self._looks = MOST
-        # Threads call it under several locks; under this one, none takes another.
-        self._lock = threading.RLock()
 
     @property
     def sends(self) -> bool:
@@ -113,12 +112,11 @@ class Channel:
         requests: list[MPI.Request] = [] if into is None else into
         self.keep(requests, data)
         start = self.comm.Issend if matched else self.comm.Isend
-        with self._lock:
-            try:
-                begin(requests, start, data, dest, tag)
-            finally:  # counted even if an interrupt follows the start
-                if requests:
-                    self.sent[dest] += 1
+        try:
+            begin(requests, start, data, dest, tag)
+        finally:  # counted even if an interrupt follows the start
+            if requests:
+                self.sent[dest] += 1
         return requests[0]
 
     def receive(
@@ -135,12 +133,11 @@ class Channel:
         """
         self.keep(requests, room, ended)
         number = len(requests)
-        with self._lock:
-            try:
-                begin(requests, self.comm.Irecv, room, source, tag)
-            finally:  # counted even if an interrupt follows the start
-                if requests[number:]:
-                    self.taken += 1
+        try:
+            begin(requests, self.comm.Irecv, room, source, tag)
+        finally:  # counted even if an interrupt follows the start
+            if requests[number:]:
+                self.taken += 1
 
     def keep(
         self, requests: list[MPI.Request], data: Any, ended: "Ended | None" = None
@@ -153,17 +150,15 @@ class Channel:
             ended: returns whether a request has ended; None: its ``Test``, after which
                 nobody can look at its status.
         """
-        with self._lock:
-            # The limit grows with what is kept, so a message costs the same on average.
-            if len(self._kept) >= self._looks:
-                self.reap()
-                self._looks = MOST + 2 * len(self._kept)
-            self._kept.append((requests, data, ended or _tested))
+        # The limit grows with what is kept, so a message costs the same on average.
+        if len(self._kept) >= self._looks:
+            self.reap()
+            self._looks = MOST + 2 * len(self._kept)
+        self._kept.append((requests, data, ended or _tested))
 
     def reap(self) -> None:
         """Drop the data that MPI has sent."""
-        with self._lock:
-            self._kept = [each for each in self._kept if not all(map(each[2], each[0]))]
+        self._kept = [each for each in self._kept if not all(map(each[2], each[0]))]
 
 
 Ended = Callable[[MPI.Request], bool]

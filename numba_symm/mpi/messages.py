@@ -370,6 +370,7 @@ class Post(Sends):
         """Start to receive the data of a message by MPI."""
         self._data.receive_parts(envelope, data, requests, seen)
 
+    @alone
     def refuse(self, envelope: Envelope) -> None:
         """Let the sender reuse the memory of a message, and MPI drop its data."""
         if envelope.slot != NO_SLOT:
