@@ -19,8 +19,6 @@ from numba_symm.mpi import comm as comm_of_mpi
 from numba_symm.mpi import jobs, messages, sends
 from numba_symm.mpi.pending import Receiving
 from numba_symm.mpi.rings import NONE
-from numba_symm.mpi.rooms import LEAST
-from numba_symm.mpi.words import NO_SLOT
 from numba_symm.sharing import sent
 from tests.interrupts import interrupted
 from tests.orders import orders
@@ -119,43 +117,6 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
     host = np.zeros(1, "i4")
     comm.Recv(host, left, 3)
     comm.Barrier()
-
-
-def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
-    comm, out = comm.Dup(), array(0)
-    comm.Sendrecv(array(1), comm.rank, 1, out, comm.rank, 1)
-    words, post = comm.post.words, comm.post
-    free = words.rooms.stack(LEAST)
-
-    def used():
-        post.reap()
-        return free.free, words.port.free, len(post._unread), sum(post.unread)
-
-    def failing(*_):
-        raise MemoryError
-
-    before = used()
-    for owner, name, *without in (
-        (words, "copy"),
-        (post, "announce"),
-        (words.rooms, "take_free"),
-        (sends.streams, "copy_to_host", (words, "take", lambda: NO_SLOT)),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(post, "_send", lambda *_: NONE)
-            patch.setattr(owner, name, failing)
-            for given in without:
-                patch.setattr(*given)
-            with pytest.raises(MemoryError):
-                comm.Send(array(1), comm.rank, 1)
-        assert used() == before
-    with pytest.raises(MPI.Exception):
-        comm.Sendrecv(array(1), comm.rank, 1, array(1), comm.size, 1)
-    assert used() == before
-    assert not post.posted
-    comm.Sendrecv(array(1), comm.rank, 1, out, comm.rank, 1)
-    assert out.copy_to_host()[0] == 1
-    comm.Free()
 
 
 def test_messages_ask_no_event_during_a_capture(comm, monkeypatch):

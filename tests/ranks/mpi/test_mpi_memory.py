@@ -10,7 +10,7 @@ from numba import cuda
 
 from numba_symm import deferred
 from numba_symm import mpi as MPI
-from numba_symm.mpi import messages, p2p
+from numba_symm.mpi import messages, p2p, sends
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.rings import NONE, Stack
 from numba_symm.mpi.rooms import BLOCK, LEAST
@@ -89,6 +89,43 @@ def test_messages_without_a_slot_or_a_block_pass_through_mpi(own, monkeypatch, w
     assert found[1] == (BLOCK, list(range(BLOCK)))
     assert found[2:] == [(3, [0, 1, 2]), (1, [4])]
     request.Wait()
+
+
+def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
+    comm, out = comm.Dup(), array(0)
+    comm.Sendrecv(array(1), comm.rank, 1, out, comm.rank, 1)
+    words, post = comm.post.words, comm.post
+    free = words.rooms.stack(LEAST)
+
+    def used():
+        post.reap()
+        return free.free, words.port.free, len(post._unread), sum(post.unread)
+
+    def failing(*_):
+        raise MemoryError
+
+    before = used()
+    for owner, name, *without in (
+        (words, "copy"),
+        (post, "announce"),
+        (words.rooms, "take_free"),
+        (sends.streams, "copy_to_host", (words, "take", lambda: NO_SLOT)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(post, "_send", lambda *_: NONE)
+            patch.setattr(owner, name, failing)
+            for given in without:
+                patch.setattr(*given)
+            with pytest.raises(MemoryError):
+                comm.Send(array(1), comm.rank, 1)
+        assert used() == before
+    with pytest.raises(MPI.Exception):
+        comm.Sendrecv(array(1), comm.rank, 1, array(1), comm.size, 1)
+    assert used() == before
+    assert not post.posted
+    comm.Sendrecv(array(1), comm.rank, 1, out, comm.rank, 1)
+    assert out.copy_to_host()[0] == 1
+    comm.Free()
 
 
 def settle(own):
