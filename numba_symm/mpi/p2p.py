@@ -287,7 +287,7 @@ class Messages:
         """Prepare a receive."""
         into, array = self._incoming(buf, source)
         if into is None:
-            if source == NOBODY:
+            if on_device(buf):
                 return Prequest(partial(DoneRequest, NOBODY))
             return self.host.Recv_init(buf, source, tag)
         self.post.check_receive(source, tag)
@@ -307,7 +307,7 @@ class Messages:
         prepare: Callable[..., Any], buf: Any, dest: int, tag: int
     ) -> Any:
         """Prepare a send from the host, or to nobody."""
-        return Prequest(DoneRequest) if dest == NOBODY else prepare(buf, dest, tag)
+        return Prequest(DoneRequest) if on_device(buf) else prepare(buf, dest, tag)
 
     # Probes.
 

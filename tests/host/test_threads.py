@@ -15,3 +15,15 @@ def test_an_error_names_the_limits(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(SymmError, match=r"share: .*can't start .*ulimit -v, ulimit -u"):
         threads.start(threading.Thread(), "share")
+
+
+def test_an_interrupt_within_python_stays_an_interrupt(monkeypatch):
+    def interrupted(thread):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        threads.start(threading.Thread(), "share")

@@ -131,6 +131,8 @@ def test_a_message_takes_two_launches_and_waits_for_none(comm, monkeypatch, larg
     x = cuda.to_device(np.full(number, comm.rank))
     out = cuda.to_device(np.zeros(number, int))
     comm.Sendrecv(x, right, 0, out, left)  # makes what later messages use again
+    comm.Barrier()
+    post.take_back()
     for owner, name in ((post, "_send"), (post, "arrive"), (post.words, "copy")):
         noting(owner, name)
     for name in ("record", "wait", "synchronize", "query"):
