@@ -22,14 +22,12 @@ from mpi4py import MPI
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import arrays, mpi, streams
+from numba_symm import mpi
 from numba_symm.bench import facts, options
 from numba_symm.environment import SIMULATED
-from numba_symm.mpi import buffers
 
 OURS, SPELLED, STAGED = "ours", "mpi4py's spelling", "through the host"
 REQUESTS, PREPARED = "with requests", "with persistent ones"
-PARTS = "copy to a room", "envelope", "copy from a room"
 
 
 class BlockingWay(NamedTuple):
@@ -172,40 +170,6 @@ def _passed(spelled: Any, nbytes: int) -> list[BlockingWay]:
         BlockingWay(REQUESTS, requested),
         BlockingWay(PREPARED, started),
         BlockingWay(STAGED, staged),
-        *_parts(spelled, x, y, left),
-    ]
-
-
-def _parts(spelled: Any, x: Any, y: Any, left: int) -> list[BlockingWay]:
-    """Return what a message costs without the host's other work. Collective.
-
-    Between islands, nothing, because no rank reads a GPU of another island.
-    """
-    comm: ns.Communicator = spelled.communicator
-    if len(comm.islands) > 1:
-        return []
-    theirs = comm.rendezvous(x).get_buffer(left, x.shape, x.dtype)
-    right = (comm.rank + 1) % comm.size
-    envelope, room = bytes(500), bytearray(500)
-    copies, into = spelled.post.copies, buffers.message(y)
-    here, there = (arrays.view(array, "x").address for array in (x, theirs))
-
-    def copied() -> None:
-        streams.copy(into.address, here, into.nbytes, streams.LEGACY_DEFAULT)
-        if not SIMULATED:
-            streams.synchronize(streams.LEGACY_DEFAULT)
-
-    def exchanged() -> None:
-        spelled.host.Sendrecv(envelope, right, 0, room, left)
-
-    def fetched() -> None:
-        done = copies.begin(into, there, into.nbytes, theirs, None)
-        done.synchronize()
-        copies.reuse(done)
-
-    return [
-        BlockingWay(*each)
-        for each in zip(PARTS, (copied, exchanged, fetched), strict=True)
     ]
 
 

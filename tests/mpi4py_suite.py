@@ -134,7 +134,7 @@ def main(folder, results, *modules):
     names = Names("mpi4py.MPI")
     names.COMM_WORLD = mpi.Comm(mpi.COMM_WORLD, timeout=20)
     names.COMM_SELF = mpi.Comm(mpi.COMM_SELF, timeout=20)
-    allocator = names.COMM_WORLD.post.allocator
+    allocator = names.COMM_WORLD.post.words.allocator
     names.Alloc_mem = functools.partial(alloc_mem, allocator)
     names.Free_mem = lambda memory: None
     real, mpi4py.MPI = mpi4py.MPI, names

@@ -16,6 +16,7 @@ from typing import Any
 from numba.cuda import types
 
 from numba_symm.device import intrinsics, lanes
+from numba_symm.driver_table import Config
 from numba_symm.environment import SIMULATED
 from numba_symm.kernels import Kernel, simulate
 
@@ -98,11 +99,11 @@ class Simulated:
 
     Args:
         values: the memory of its arguments.
-        config: of its launch.
+        config: the address of its launch's configuration.
     """
 
-    def __init__(self, values: Any, config: Any):
-        self._values, self._config = values, config
+    def __init__(self, values: Any, config: int):
+        self._values, self._config = values, Config.from_address(config)
 
     def simulate(self) -> None:
         """Run the kernel."""

@@ -77,7 +77,12 @@ class Receiving(Own):
             try:
                 post.until(0, 0, NEVER, self._is_decided)
             except SymmError as error:
-                error.add_note(f"A receive was waiting for {self._text()}.")
+                source, tag = self.wanted
+                rank = "any rank" if source == MPI.ANY_SOURCE else f"rank {source}"
+                which = "any tag" if tag == MPI.ANY_TAG else f"tag {tag}"
+                error.add_note(
+                    f"A receive was waiting for a message from {rank}, {which}."
+                )
                 raise
         found = self.envelope
         if found is None:
@@ -123,12 +128,6 @@ class Receiving(Own):
                 progress.advance()
                 post.check()
         self.advance()
-
-    def _text(self) -> str:
-        source, tag = self.wanted
-        rank = "any rank" if source == MPI.ANY_SOURCE else f"rank {source}"
-        which = "any tag" if tag == MPI.ANY_TAG else f"tag {tag}"
-        return f"a message from {rank}, {which}"
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._await_start()

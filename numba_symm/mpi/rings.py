@@ -23,7 +23,7 @@ from numba_symm.compiled import I64 as _I64
 from numba_symm.compiled import Emitter, definition, engine_of, new_function
 from numba_symm.driver_table import WORD, Config, struct
 
-ENTRIES = 1024
+ENTRIES = 8192
 """Envelopes in a ring, at most; a power of two."""
 
 FIELDS = 7

@@ -191,19 +191,17 @@ class Words:
 
     def _bound(self) -> Any:
         """Bind the kernel of copies to the port's arguments; return what it needs."""
-        kernel, port, launch = message_copy.kernel(), self.port, None
-        config = driver_table.launch_config(1, message_copy.THREADS, 1, False)
+        port, launch = self.port, message_copy.kernel().bind(1, *8 * [0])
+        _, port.config, port.kernel, _ = launch.steps[0]
         first = self.port_at + Port.values.offset
         pointers = (WORD * 8)(*range(first, first + 64, 8))
-        if SIMULATED:
-            launch = message_copy.Simulated(port.values, config)
-            port.kernel = driver_table.stand_in(launch)
-        else:
-            port.kernel = int(kernel.load())
-        port.launch = driver_table.address("cuLaunchKernelEx")
-        port.config = ctypes.addressof(config)
         port.parameters = ctypes.addressof(pointers)
-        return launch, config, pointers
+        port.launch = driver_table.address("cuLaunchKernelEx")
+        if not SIMULATED:
+            return launch, pointers
+        simulated = message_copy.Simulated(port.values, port.config)
+        port.kernel = driver_table.stand_in(simulated)
+        return launch, pointers, simulated
 
     def take(self) -> int:
         """Return a slot of this rank, or ``NO_SLOT`` if all are in use."""

@@ -60,7 +60,7 @@ def test_calls_of_all_sizes_bind_prepared_kernels(comm, world, prepared, monkeyp
     monkeypatch.setattr(kernels.Kernel, "bind", checked)
     with monkeypatch.context() as patch:
         if SIMULATED:  # what is bound is launched, but does nothing, on all ranks
-            patch.setattr(kernels, "_simulate", lambda *given: None)
+            patch.setattr(kernels, "simulate", lambda *given: None)
         for new in (comm.empty, ordinary):
             every_size(comm, new)
     wait_for_all(comm, world)

@@ -191,7 +191,7 @@ def count(event, call):
 
 def test_remembered_calls_survive_what_cannot_change_them(comm, monkeypatch):
     """They are forgotten when memory that they were bound to is mapped or unmapped."""
-    monkeypatch.setattr(kernels, "_simulate", lambda *args: None)
+    monkeypatch.setattr(kernels, "simulate", lambda *args: None)
     monkeypatch.setattr(kernels.Launch, "simulate", lambda *args: None)
     gc.collect()  # no finalizer runs within a count
     address = comm.allocator.alloc(64)  # not symmetric yet
@@ -227,7 +227,7 @@ def test_remembered_calls_survive_what_cannot_change_them(comm, monkeypatch):
 @pytest.mark.skipif("config.pluginmanager.get_plugin('agreement').comm.size > 1")
 def test_many_arrays_cost_no_more_than_a_few(comm, monkeypatch):
     """Counted in lines of Python, on a rank that waits for no other one."""
-    monkeypatch.setattr(kernels, "_simulate", lambda *args: None)
+    monkeypatch.setattr(kernels, "simulate", lambda *args: None)
     monkeypatch.setattr(kernels.Launch, "simulate", lambda *args: None)
     many = []
 
