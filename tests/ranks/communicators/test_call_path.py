@@ -1,5 +1,6 @@
 """How many functions of the library a repeated call passes."""
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from numba import cuda
 
 import numba_symm
 from numba_symm import kernels, mpi
+from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="kernels would run")
@@ -93,3 +95,24 @@ def test_a_repeated_call_in_mpi4py_s_spelling_passes_few(world, x):
     found = passed(lambda: made.Allreduce(x, y))
     assert len(found) <= 24, found
     made.Free()
+
+
+def test_a_message_in_mpi4py_s_spelling_passes_few(world, monkeypatch):
+    """It is one to itself: messages to other ranks pass more while they wait."""
+    comm = mpi.Comm(world)
+    x, y = (cuda.to_device(np.ones(100, np.float32)) for _ in range(2))
+
+    def copied(launch):
+        *_, address, number = launch._values
+        ctypes.c_int64.from_address(address).value = number
+
+    def exchange():
+        requests = [comm.Irecv(y, comm.rank), comm.Isend(x, comm.rank)]
+        mpi.Request.Waitall(requests)
+
+    monkeypatch.setattr(message_copy.Simulated, "simulate", copied)
+    for _ in range(3):
+        exchange()
+    found = passed(exchange)
+    assert len(found) <= 55, found
+    comm.Free()
