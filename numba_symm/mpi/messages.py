@@ -128,7 +128,7 @@ class Post(Sends):
         _next[0] = max(_next[0], self.context + 1)
         self.words.open(self.context, self)
         if self._has_others:
-            progress.match_by(self._fetch)
+            progress.match_by(self._fetch, self.words.lock)
         return [each for _, each in found]
 
     def free(self) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from mpi4py import MPI
 
@@ -35,7 +35,7 @@ class StartedMessage(Protocol):
 
 
 _pending: list[StartedMessage] = []
-_matching: list[Callable[[], None]] = []
+_matching: list[tuple[Callable[[], None], Any]] = []
 _lock = threading.Lock()  # of the thread's start and end
 _thread: threading.Thread | None = None
 _stopped = False
@@ -67,20 +67,43 @@ def remove(message: StartedMessage) -> None:
         _pending.remove(message)
 
 
-def match_by(match: Callable[[], None]) -> None:
-    """Call this in every wait; it matches the messages that have arrived."""
-    _matching.append(match)
+def match_by(match: Callable[[], None], lock: Any) -> None:
+    """Call this in every wait; it matches the messages that have arrived.
+
+    Args:
+        match: what to call.
+        lock: the lock that it takes.
+    """
+    _matching.append((match, lock))
 
 
 def forget(match: Callable[[], None]) -> None:
     """Call this no more."""
-    _matching.remove(match)
+    _matching[:] = [each for each in _matching if each[0] != match]
 
 
 def advance() -> None:
     """Do what can be done now for all messages. Never wait."""
-    for match in tuple(_matching):
+    for match, _ in tuple(_matching):
         match()
+    _advance_pending()
+
+
+def _advance_beside() -> None:
+    """Do the same in the thread, which waits for no lock.
+
+    An interrupt may have left a lock to the main thread for ever.
+    """
+    for match, lock in tuple(_matching):
+        if lock.acquire(blocking=False):
+            try:
+                match()
+            finally:
+                lock.release()
+    _advance_pending()
+
+
+def _advance_pending() -> None:
     if not _pending:
         return
     with streams.relaxed():  # the program may be capturing one of its streams
@@ -115,7 +138,7 @@ def _serve(enter: Callable[[str], None]) -> None:
             if _stopped or not _pending or MPI.Is_finalized():
                 _thread = None
                 return
-        advance()
+        _advance_beside()
         time.sleep(_PAUSE)
 
 

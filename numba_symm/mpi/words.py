@@ -178,7 +178,7 @@ class Words:
         to = [at + ring * (place * size + rank) for place in range(size)]
         self.to = list(zip(to, bells, strict=True))
         self._from = at + ring * size * rank, size, ring, self.bell, self._inbox
-        progress.match_by(self.progress)
+        progress.match_by(self.progress, self.lock)
 
     def _register(self) -> int:
         """Map the words for this process' kernels."""
