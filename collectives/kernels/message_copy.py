@@ -45,8 +45,9 @@ def make_message_copy() -> Any:
     ) -> None:
         thread = intrinsics.thread_index_x()
         first, step = intrinsics.block_index() * THREADS + thread, grid * THREADS
-        i, count = first, nbytes // width
+        i, count = first, 0
         if width == VECTOR:
+            count = nbytes // VECTOR
             while i + 3 * step < count:  # loads first, because links are long
                 here, there = source + VECTOR * i, target + VECTOR * i
                 a = intrinsics.ld_v2_u64(here)
@@ -63,11 +64,10 @@ def make_message_copy() -> Any:
                 intrinsics.st_v2_u64(target + VECTOR * i, word_pair)
                 i += step
         elif width == 8:
+            count = nbytes // 8
             while i < count:
                 store_8(target + 8 * i, load_8(source + 8 * i))
                 i += step
-        else:
-            count = 0
         i = count * width + first
         while i < nbytes:
             intrinsics.st_u8(target + i, intrinsics.ld_u8(source + i))

@@ -109,7 +109,10 @@ def test_memory_is_global_and_nothing_is_atomic(case, cc):
     code = compiled(case, cc)
     assert code.find(r"LDG\b.*")
     assert code.find(r"STG\b.*")
-    assert not code.find(r"(LD|ST|ATOM|ATOMG|ATOMS|RED|REDG)(\..*)?")
+    # The blocks of a message's copy count themselves in their own GPU's memory.
+    counted = 1 if case[0] == "message_copy" else 0
+    found = code.find(r"(LD|ST|ATOM|ATOMG|ATOMS|RED|REDG)(\..*)?")
+    assert len(found) == counted
 
 
 @on([case for case in EVERY if case not in (*GAPS, *CODED, *FINISHED)])
@@ -124,7 +127,7 @@ def test_nothing_is_called(case, cc):
 
 
 # These read many words before they store: those of a digest, counts to add up, codes.
-@on([case for case in EVERY if case not in (DIGEST, OWN, *EXPERTS, *CODED, *FINISHED)])
+@on([case for case in EVERY if case not in (DIGEST, *OWN, *EXPERTS, *CODED, *FINISHED)])
 def test_no_plain_load_is_polled(case, cc):
     # A loop that loads data stores some, or is that of epochs; one that waits does not.
     code = compiled(case, cc)
