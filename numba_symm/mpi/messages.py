@@ -33,7 +33,7 @@ from numba_symm.mpi.errors import FREED, MPIError
 from numba_symm.mpi.parts import CopyStream
 from numba_symm.mpi.rings import MATCHED, READ, READY
 from numba_symm.mpi.sends import Sends, alone
-from numba_symm.mpi.words import FIELDS, NO_SLOT, Envelope, Words
+from numba_symm.mpi.words import FIELDS, NO_SLOT, Envelope, Words, drop
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
 
@@ -77,7 +77,7 @@ class Post(Sends):
         self._interrupted = False  # whether some of them may be left in MPI
         self._exchange = StoreExchange(tagged.whole(own[1], owned=False), "Comm")
         self._freed = False
-        self.words = words
+        self.words, self.context = words, -1
         words.users += 1
         self.islands, self.places = islands, places
         self.rank: int = host.rank
@@ -182,6 +182,7 @@ class Post(Sends):
         self._unread.clear()
         _posts.discard(self)
         self._freed = True
+        self.words.forget(self.context)
         self.outgoing.close()
         self.copies.close()
         self.words.users -= 1
@@ -226,6 +227,7 @@ class Post(Sends):
         self.outgoing.close()
         self.copies.close()
         self._freed = True  # and kept, because MPI may still write a receive's room
+        self.words.forget(self.context)
         if self._has_others:
             progress.forget(self._fetch)
 
@@ -241,7 +243,8 @@ class Post(Sends):
         if self._freed:
             return
         for each in list(self.arriving):
-            each.advance()
+            if each.advance():  # also if an interrupt has come before it was dropped
+                drop(self.arriving, each)
         for channel in (self._envelopes, self._data):
             channel.reap()
         self.take_back()
@@ -290,7 +293,7 @@ class Post(Sends):
                 self._coming.clear()
                 self._envelopes.taken += 1
                 if matched is not None:
-                    self.posted.remove(matched)
+                    drop(self.posted, matched)
 
     def _answer(self, found: Envelope) -> None:
         """Tell a sender that asks for it that a receive has matched its message."""
@@ -319,8 +322,7 @@ class Post(Sends):
         with self.words.lock:
             if receiving.envelope is None:
                 receiving.cancelled = True
-                if receiving in self.posted:
-                    self.posted.remove(receiving)
+                drop(self.posted, receiving)
 
     def withdraw(self, receiving: Any) -> None:
         """Take a receive back; a message that has matched it stays for another one."""

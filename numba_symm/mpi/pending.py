@@ -22,7 +22,7 @@ from numba_symm.mpi.requests import Own
 from numba_symm.mpi.rings import LINE, READ, READY
 from numba_symm.mpi.rooms import Opened
 from numba_symm.mpi.sends import LOOKS, NEVER
-from numba_symm.mpi.words import NO_SLOT, Envelope, failure_of
+from numba_symm.mpi.words import NO_SLOT, Envelope, drop, failure_of
 from numba_symm.own_arrays import Memory
 
 
@@ -72,6 +72,8 @@ class Receiving(Own):
         post = self._post
         if not self._active or self._begun:
             return
+        if post._freed:  # its stream of copies is gone
+            post.check_open("Recv")
         post.refuse_capture(self._stream, "Recv")
         if self.envelope is None and not self.cancelled:
             try:
@@ -199,8 +201,8 @@ class Receiving(Own):
     def advance(self) -> bool:
         """Do what can be done now; return whether it has ended. Never wait."""
         found, post = self.envelope, self._post
-        if found is None or not self._taken:
-            return False
+        if found is None or not self._taken or post._freed:
+            return self._copied
         values, slot = post.words.values, LINE * found.slot
         with post._lock:
             try:
@@ -282,8 +284,7 @@ class Receiving(Own):
     def _end(self) -> None:
         post, found = self._post, self.envelope
         self._copied = True
-        if self in post.arriving:
-            post.arriving.remove(self)
+        drop(post.arriving, self)
         if self._error is not None and found is not None and found.slot != NO_SLOT:
             post.words.store(found.slot, READ, found.number)
         for event in (self._after, self._done):

@@ -99,6 +99,11 @@ def failure_of(status: int) -> BaseException:
     return driver_table.raised() or driver.failure("cuLaunchKernelEx", status)
 
 
+def drop(requests: list[Any], request: Any) -> None:
+    """Remove a request from a list, if it is there. Requests that ended are equal."""
+    requests[:] = [each for each in requests if each is not request]
+
+
 class Words:
     """The memory of this rank's island. Collective.
 
@@ -143,7 +148,7 @@ class Words:
             rings=Ring * (size * size),  # by reader, and by writer
         )
         nbytes = ctypes.sizeof(memory)
-        with ExitStack() as files:
+        with ExitStack() as files, ExitStack() as undo:
             with exchange.agreed("making the memory of messages"):
                 if rank == 0:
                     fd = memory_file("numba_symm messages", nbytes)
@@ -156,11 +161,12 @@ class Words:
                     files.callback(os.close, fd)
                 self._mapping = mapped(fd, nbytes)
                 self._memory = memory.from_buffer(self._mapping)
-                self._undo = ExitStack()
+                self._undo = undo  # in case a rank fails
                 self._on_gpu = waiting.undisturbed(self._register)
                 self._counts = packing.on_device(np.zeros(SLOTS * size, np.int64))
                 self._counts_at = arrays.view(self._counts, "Comm").address
                 self._launch = self._bound()
+            self._undo = undo.pop_all()
         self.values = self._memory.words
         self.port.host, self.port.words = ctypes.addressof(self.values), self._on_gpu
         self.port.counts = self._counts_at
@@ -321,7 +327,7 @@ class Words:
                 matched = post.match(Envelope(post.ranks[place], *rest))
                 del inbox[0]
                 if matched is not None:
-                    post.posted.remove(matched)
+                    drop(post.posted, matched)
 
     def _keep(self, text: bytes) -> None:
         """Keep an envelope for a communicator that this rank has not made yet."""
@@ -340,6 +346,12 @@ class Words:
             self.posts[context] = post
             self._inbox[:0] = self._early.pop(context, [])
         self.progress()
+
+    def forget(self, context: int) -> None:
+        """Refuse what arrives for a communicator from now on."""
+        with self.lock:
+            self.freed.add(context)
+            self.posts.pop(context, None)
 
     def let_go(self) -> None:
         """Unmap the blocks of other processes."""

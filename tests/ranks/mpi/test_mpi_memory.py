@@ -245,3 +245,19 @@ def test_persistent_messages_read_their_arguments_once(own, monkeypatch):
     MPI.Prequest.Startall(requests)
     MPI.Request.Waitall(iter(requests))  # an iterator ends after one pass
     assert out.copy_to_host().tolist() == [0, 1, 2]
+
+
+def test_a_receive_whose_request_was_freed_stands_for_itself_alone(comm):
+    """Requests that ended are equal, and each keeps its own place."""
+    own, out = comm.Dup(), cuda.to_device(np.zeros(1, "i4"))
+    requests = [own.Irecv(out, own.rank, tag) for tag in (1, 2)]
+    first = own.post.posted[0]
+    for each in requests:
+        each.Free()
+    own.Send(cuda.to_device(np.ones(1, "i4")), own.rank, 2)
+    assert not own.Iprobe(own.rank, 2)  # the second one has it
+    assert own.post.posted == [first]
+    assert own.post.posted[0] is first
+    words, context = own.post.words, own.post.context
+    own.Free()
+    assert context not in words.posts  # nothing keeps a communicator that was freed
