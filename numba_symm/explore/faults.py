@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from numba_symm.errors import SymmError
 
 
-class Fault(Exception):
-    """A fault of the program, in one execution.
+class Fault(BaseException):
+    """A fault of the program, in one execution. No program catches it by accident.
 
     Attributes:
         kind: ``race``, ``access``, ``deadlock``, ``divergence``, ``livelock``,
@@ -52,13 +52,6 @@ NOWHERE = Site("?", 0)
 
 Files = Mapping[str, list[str]]
 """The lines of the program's files, by name."""
-
-
-def is_library(frame: FrameType) -> bool:
-    """Return whether a frame runs this package's code, or that of stand-ins."""
-    return "__explored__" not in frame.f_globals and "numba_symm" in str(
-        frame.f_globals.get("__name__")
-    )
 
 
 def site(files: Files) -> Site:

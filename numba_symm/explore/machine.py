@@ -37,6 +37,10 @@ MOST_STEPS = 200_000
 """The strong accesses of one execution; a program that makes more never ends."""
 
 
+MOST_REPEATS = 10_000
+"""How often a thread loads the same bytes at the same line before it polls for ever."""
+
+
 class Full(Exception):
     """The program has more threads than the clocks have places."""
 
@@ -136,6 +140,8 @@ class Thread(Observer):
         seen: how long the list of its reads was, by its state at a load.
         loads: its strong reads since it last changed anything.
         polling: the places of a loop in which it waits, with the values it has seen.
+        where: its last weak access, which it has repeated ``again`` times.
+        peek: the value for a predicate of ``Machine.wait``, whose access is ``probed``.
         local: what stand-ins keep for it.
     """
 
@@ -149,6 +155,8 @@ class Thread(Observer):
         self.seen: dict[Any, int] = {}
         self.loads: list[tuple[Op, Place, int]] = []
         self.polling: list[tuple[Op, Place, int]] = []
+        self.where: Any = None
+        self.again = 0
         self.peek: int | None = None
         self.probed: tuple[Region, int, int, str] | None = None
         self.result: Any = None
@@ -162,8 +170,11 @@ class Thread(Observer):
             self.done = True
         except Stopped:
             pass
-        except Exception as error:
-            machine.error = machine.error or error
+        except (Exception, Fault, SystemExit) as error:
+            if isinstance(error, SystemExit) and not error.code:
+                self.done = True
+            else:
+                machine.error = machine.error or error
 
     def switch(self, value: Any = None) -> None:
         """Run the thread until it stops for something."""
@@ -185,6 +196,14 @@ class Thread(Observer):
         if self.loads:
             self.seen.clear()
             self.loads.clear()
+
+
+_running: list["Machine"] = []
+
+
+def running() -> "Machine":
+    """Return the execution that runs."""
+    return _running[-1]
 
 
 class Machine:
@@ -215,7 +234,7 @@ class Machine:
         self.main = getcurrent()
         self.threads: dict[int, Thread] = {}
         self.current: Thread | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.steps = 0
         self.closed = False
         self.traced: Callable[[Thread, Op, int, Any], None] | None = None
@@ -240,6 +259,7 @@ class Machine:
 
     def run(self) -> None:
         """Run all threads to their ends, or raise a Fault or Pruned."""
+        _running.append(self)
         try:
             while True:
                 self._settle()
@@ -251,6 +271,7 @@ class Machine:
                     return
         finally:
             self._close()
+            _running.remove(self)
 
     def _close(self) -> None:
         self.closed = True
@@ -355,10 +376,20 @@ class Machine:
 
     def weak(self, region: Region, offset: int, nbytes: int, write: bool) -> None:
         """Check a weak access of the thread that runs."""
-        thread = self.me()
+        thread, site = self.me(), self.site()
         if write:
             thread.changed()
-        self.memory.weak(thread, region, offset, nbytes, write, self.site())
+        where = site, region, offset
+        thread.again = thread.again + 1 if where == thread.where else 0
+        thread.where = where
+        if thread.again > MOST_REPEATS:
+            raise Fault(
+                "livelock",
+                f"{thread.name.text} polls with a plain load, which another thread's "
+                "store need never end; load with acquire",
+                sites=[(thread.name.text, site)],
+            )
+        self.memory.weak(thread, region, offset, nbytes, write, site)
 
     def access(self, op: Op, state: Any) -> Any:
         """Make a strong access; return the old value.

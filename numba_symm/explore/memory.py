@@ -155,6 +155,7 @@ class Region:
         self.rank = -1
         self.shape: tuple[int, ...] | None = None
         self.dtype: Any = None
+        self.made: Any = None
         self.slots: Callable[[int], Any] | None = None
         self.cells: dict[int, Cell] = {}
         self.places: dict[int, Place] = {}
