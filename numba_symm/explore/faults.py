@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ class Site(NamedTuple):
     called: str = ""
 
 
+_DEVICE = str(Path(__file__).parents[1] / "device")
+
 NOWHERE = Site("?", 0)
 
 Files = Mapping[str, list[str]]
@@ -62,7 +65,7 @@ def site(files: Files) -> Site:
         code = frame.f_code
         if code.co_filename in files:
             return Site(code.co_filename, frame.f_lineno, called)
-        if code.co_filename[0] != "<" and not code.co_name.startswith(("_", "<")):
+        if code.co_filename.startswith(_DEVICE) and code.co_name[0] not in "_<":
             called = code.co_name
         frame = frame.f_back
     return NOWHERE

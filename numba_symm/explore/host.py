@@ -19,7 +19,6 @@ from numba_symm.explore.faults import Fault, Site
 from numba_symm.explore.machine import Machine, Name, Observer, running
 from numba_symm.explore.memory import Region
 from numba_symm.explore.standins import Kernel, StandIn, prod
-from numba_symm.explore.threads import Grid
 
 PAD_CHANNELS = 128
 
@@ -31,6 +30,12 @@ class Stream:
         self.rank, self.clock = rank, machine.clock()
         self._queue: deque[Any] = deque()
         self._running: Any = None
+        self._launches = 0
+
+    def count(self) -> int:
+        """Count a launch; return its number."""
+        self._launches += 1
+        return self._launches
 
     def learn(self, clock: Any) -> None:
         """Order what a clock knows before later work."""
@@ -70,7 +75,7 @@ class World:
         self.board = machine.memory.allocate("the status board", 8 * size, 8)
         self.pads: dict[Region, Region] = {}
         self._given: dict[Any, dict[int, Any]] = {}
-        self._works: dict[Any, dict[int, "Collective"]] = {}
+        self._works: dict[Any, dict[int, Collective]] = {}
 
     def give(self, key: Any, rank: int, what: str, site: Site, value: Any) -> None:
         """Note that a rank makes a call in which all ranks meet."""

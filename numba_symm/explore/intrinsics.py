@@ -18,7 +18,7 @@ from numba_symm.explore import threads
 from numba_symm.explore.arrays import Array, unsupported
 from numba_symm.explore.faults import Fault
 from numba_symm.explore.machine import running
-from numba_symm.explore.memory import ACQUIRE, AWAIT, LOAD, RELAXED, STORE, UPDATE, Op
+from numba_symm.explore.memory import AWAIT, LOAD, RELAXED, STORE, UPDATE, Op
 from numba_symm.explore.modules import PACKAGE, Modules, Source
 from numba_symm.explore.updates import changed, update_element
 from numba_symm.waits import TABLE

@@ -10,6 +10,8 @@ contains the steps of the execution on which the thread's state depends.
 """
 
 import contextlib
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -39,6 +41,10 @@ MOST_STEPS = 200_000
 
 MOST_REPEATS = 10_000
 """How often a thread loads the same bytes at the same line before it polls for ever."""
+
+
+class OutOfTime(Exception):
+    """The exploration's time is over."""
 
 
 class Full(Exception):
@@ -113,6 +119,7 @@ class Observer:
         self.number = machine.numbers.number(name)
         self.clock = clock
         self.known, self.past = clock
+        machine.observers[self.number] = self
         self.fenced: Any = None
         self.fenced_local: Any = None
         self.unfenced: list[Any] = []
@@ -216,6 +223,8 @@ class Machine:
         threads: the threads that have not ended.
         current: the thread that runs.
         steps: the strong accesses so far.
+        deadline: when the exploration's time is over, of ``time.monotonic``.
+        observers: all threads that there were, by number, the last of each.
         futile: by a thread's state at a load, values with which it comes back to this
             state without a change, as earlier executions have shown.
         learned: more of these.
@@ -233,9 +242,11 @@ class Machine:
         self.memory = Memory()
         self.main = getcurrent()
         self.threads: dict[int, Thread] = {}
+        self.observers: dict[int, Observer] = {}
         self.current: Thread | None = None
         self.error: BaseException | None = None
         self.steps = 0
+        self.deadline = math.inf
         self.closed = False
         self.traced: Callable[[Thread, Op, int, Any], None] | None = None
         self.met: Callable[[Sequence[Thread], Any], None] | None = None
@@ -308,6 +319,8 @@ class Machine:
 
     def _step(self) -> None:
         self.steps += 1
+        if self.steps % 64 == 0 and time.monotonic() > self.deadline:
+            raise OutOfTime
         if self.steps > MOST_STEPS:
             raise Fault(
                 "livelock",
@@ -413,7 +426,7 @@ class Machine:
         place = op.region.places.get(op.offset)
         stays = op.kind is not UPDATE or (
             op.change is not None
-            and op.order is not RELEASE
+            and op.order != RELEASE
             and op.change(value) == value
         )
         if op.kind is STORE or not stays or not polls or place is None:

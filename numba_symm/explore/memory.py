@@ -387,14 +387,14 @@ class Memory:
         ):
             if clock is None:
                 continue
-            if op.order is ACQUIRE:
+            if op.order == ACQUIRE:
                 np.maximum(thread.known, clock, out=thread.known)
             else:
                 thread.unfenced.append(clock)
         if op.kind is UPDATE:
             assert op.change is not None
             bits = op.change(found.bits)
-            if bits != found.bits or op.order is RELEASE:
+            if bits != found.bits or op.order == RELEASE:
                 self._append(thread, place, op, bits, (time, step), found)
         return found.bits
 
@@ -409,7 +409,7 @@ class Memory:
     ) -> None:
         """Store a value; an update continues the release of the value before it."""
         release, local = thread.fenced, thread.fenced_local
-        if op.order is RELEASE:
+        if op.order == RELEASE:
             release, local = thread.known.copy(), None
         if updated is not None:
             release = joined(release, updated.release)

@@ -252,9 +252,13 @@ class Search:
                     return
             elif number == thread.number and step_leads():
                 return
-        for (number, index), _ in node.sleep.items():
+        for (number, index), (kind, _) in node.sleep.items():
             k = begins.get(number)
-            if k is not None and self._steps[k].index == index and leads(k):
+            if k is not None:
+                same = kind in CHANGES or self._steps[k].index == index
+                if same and leads(k):
+                    return
+            elif number == thread.number and kind in CHANGES and step_leads():
                 return
         for k in after:
             if thread.past[self._steps[k].thread] > k:

@@ -23,6 +23,7 @@ class Grid:
         dim, block: the numbers of blocks and of a block's threads, in 3 dimensions.
         blocks, threads: all of them.
         shared: the shared arrays, by block and place in the program.
+        number: which launch of the stream it is, from 1 on.
     """
 
     def __init__(self, function: Any, launch: Any, args: Any, dynamic: int, clock: Any):
@@ -31,6 +32,7 @@ class Grid:
         self.blocks, self.threads = math.prod(self.dim), math.prod(self.block)
         self.dynamic = dynamic
         self.shared: dict[Any, Region] = {}
+        self.number = 0
         self._left = self.blocks * self.threads
         if not 0 < self.threads <= MOST_THREADS or not self.blocks:
             raise Fault(
@@ -41,7 +43,7 @@ class Grid:
 
     def start(self, stream: Any) -> None:
         """Start all threads, after what the stream and the launching host know."""
-        self._stream = stream
+        self._stream, self.number = stream, stream.count()
         execution = running()
         clock = np.maximum(stream.clock, self._clock)
         for block in range(self.blocks):
