@@ -4,7 +4,7 @@ A program is a list of threads, and a thread is a list of steps:
 
 - ``("st", place, value, order)``, ``("ld", place, order)``
 - ``("wait", place, comparison, value, order)``: a declared wait
-- ``("spin", place, comparison, value, order)``: a loop of loads, which returns the value
+- ``("spin", place, comparison, value, order)``: a loop of loads, whose last counts
 - ``("rmw", verb, place, values, order)``
 - ``("fence",)``, ``("bar",)``: a barrier of all threads
 - ``("wst", place, value)``, ``("wld", place)``: weak
@@ -31,7 +31,6 @@ UPDATE = {
 def outcomes(program, most=200_000):
     """Return all outcomes; None if there are too many states."""
     threads = len(program)
-    everything = PLACES + DATA
     nothing = ((0,) * PLACES, frozenset())
     start = (
         (0,) * threads,  # the next steps
@@ -44,7 +43,6 @@ def outcomes(program, most=200_000):
         (),  # weak accesses: (number, thread, place, writes)
     )
     found, seen, todo = set(), {start}, [start]
-    assert everything
     while todo:
         state = todo.pop()
         if len(seen) > most:
@@ -132,7 +130,7 @@ def _steps(program, state):
 
 
 def _weak(state, t, step, on):
-    at, loaded, places, views, fenced, unfenced, data, weak = state
+    _at, loaded, places, views, fenced, unfenced, data, weak = state
     place, writes = step[1] - PLACES, step[0] == "wst"
     view, number = views[t], len(weak)
     for n, (_, other, stores) in enumerate(weak):

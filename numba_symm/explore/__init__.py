@@ -7,27 +7,26 @@ in which its ranks may communicate. It finds races, deadlocks and missing fences
 
     def test_my_kernel():
         report = explore.run("my_kernel.py", ranks=[2, 3], seconds=20)
-        assert report.complete, report
+        assert report.complete, str(report)
 
 The command is ``numba-symm explore my_kernel.py -n 2,3``.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from numba_symm.explore.report import Coverage, Found, Place, Report
+from numba_symm.errors import SymmError
+from numba_symm.explore.report import Coverage, ExploreReport, FaultPlace, FoundFault
 
 if TYPE_CHECKING:
     from numba_symm.explore.exploration import replay, run
 
-__all__ = ["Coverage", "Found", "Place", "Report", "replay", "run"]
+__all__ = ["Coverage", "ExploreReport", "FaultPlace", "FoundFault", "replay", "run"]
 
 
 def __getattr__(name: str) -> Any:
     """Import what needs greenlet when it is first used."""
     if name not in ("replay", "run"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from numba_symm.errors import SymmError
-
     try:
         from numba_symm.explore import exploration
     except ModuleNotFoundError as error:

@@ -9,7 +9,7 @@ import numpy as np
 
 from numba_symm.explore import machine
 from numba_symm.explore.faults import Fault, Unsupported
-from numba_symm.explore.memory import Region
+from numba_symm.explore.memory import Area
 
 Index = Any
 
@@ -17,11 +17,11 @@ Index = Any
 class Array(np.ndarray[Any, Any]):
     """An array in a region."""
 
-    region: Region | None = None
+    region: Area | None = None
     _start: int | None = None
 
     @classmethod
-    def of(cls, region: Region, shape: Any, dtype: Any, offset: int = 0) -> "Array":
+    def of(cls, region: Area, shape: Any, dtype: Any, offset: int = 0) -> "Array":
         """Return the C-contiguous array at an offset of a region."""
         dtype = np.dtype(dtype)
         shape = shape if isinstance(shape, tuple) else (int(shape),)
@@ -107,7 +107,9 @@ class Array(np.ndarray[Any, Any]):
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **_: Any) -> Any:
         raise unsupported(f"np.{ufunc.__name__} of a device array")
 
-    def __array_function__(self, func: Any, *_: Any) -> Any:
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func in (np.ndim, np.shape, np.size):
+            return func(self.memory)
         raise unsupported(f"np.{func.__name__} of a device array")
 
     def __contains__(self, item: Any) -> bool:
@@ -150,11 +152,10 @@ class Array(np.ndarray[Any, Any]):
 
     def copy_to_device(self, ary: Any, stream: Any = 0) -> None:
         """Wait for the stream, and store a copy of an array."""
-        machine.running().me().local.drain()
-        self.store(ary.load() if isinstance(ary, Array) else ary)
+        machine.running().me().local.copy_in(self, ary)
 
 
-def _check(region: Region, offset: int, nbytes: int, write: bool) -> None:
+def _check(region: Area, offset: int, nbytes: int, write: bool) -> None:
     execution = machine.running()
     local = execution.me().local
     if execution.me().name.block is None:
@@ -163,7 +164,7 @@ def _check(region: Region, offset: int, nbytes: int, write: bool) -> None:
 
 
 def _touch(
-    region: Region, offset: int, nbytes: int, write: bool, by: Any, site: Any
+    region: Area, offset: int, nbytes: int, write: bool, by: Any, site: Any
 ) -> None:
     execution = machine.running()
     if by is None:

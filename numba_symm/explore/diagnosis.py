@@ -4,13 +4,12 @@ The execution that has found the fault is repeated with its choices, and observe
 """
 
 import re
-from collections import Counter
 from types import FrameType
 from typing import Any, NamedTuple
 
 from numba_symm.explore.arrays import Array
-from numba_symm.explore.faults import Fault, Files, Site, frame_of
-from numba_symm.explore.machine import Machine, Name, Thread
+from numba_symm.explore.faults import CodePlace, Fault, Files, frame_of
+from numba_symm.explore.machine import Fiber, Machine
 from numba_symm.explore.memory import (
     ACQUIRE,
     AWAIT,
@@ -19,13 +18,14 @@ from numba_symm.explore.memory import (
     LOAD,
     STORE,
     Access,
-    Op,
-    Region,
+    Area,
+    Strong,
     Value,
 )
+from numba_symm.explore.observers import Name
 
 
-class Step(NamedTuple):
+class TracedStep(NamedTuple):
     """A strong access of the repeated execution.
 
     Attributes:
@@ -35,14 +35,16 @@ class Step(NamedTuple):
         value: the loaded bits, or the stored ones.
         read: the value that it loaded; None: none.
         stored: the value that it stored; None: none.
+        known: what its thread knows after it.
     """
 
     thread: int
     time: int
-    op: Op
+    op: Strong
     value: Any
     read: Value | None
     stored: Value | None
+    known: Any
 
 
 class Observed:
@@ -52,21 +54,24 @@ class Observed:
         steps: its strong accesses.
         names: by thread and time, what the program calls the element that it accessed.
         at: by thread and time, how many steps came before an access of the element.
+        known: by thread and time, what its thread knew.
         launches: by thread and time, the number of the launch; 0: no kernel's.
     """
 
     def __init__(self, machine: Machine, fault: Fault):
         self.machine = machine
-        self.steps: list[Step] = []
+        self.steps: list[TracedStep] = []
         self.names: dict[tuple[int, int], str] = {}
         self.at: dict[tuple[int, int], int] = {}
+        self.known: dict[tuple[int, int], Any] = {}
         self.launches: dict[tuple[int, int], int] = {}
-        self._watched: Region | None = fault.details.get("region")
+        self._watched: Area | None = fault.details.get("region")
         self._offset: int = fault.details.get("offset", -1)
         machine.traced = self._trace
         machine.memory.observe = self._observe
+        machine.memory.forgives = fault.kind == "race"
 
-    def _trace(self, thread: Thread, op: Op, index: int, value: Any) -> None:
+    def _trace(self, thread: Fiber, op: Strong, index: int, value: Any) -> None:
         place = op.region.places[op.offset]
         stored = place.values[-1] if op.kind in CHANGES else None
         if stored is not None and stored.step != self.machine.steps - 1:
@@ -77,10 +82,13 @@ class Observed:
             read = last if op.kind in CHANGES or index == LATE else place.values[index]
         shown = stored.bits if op.kind is STORE and stored is not None else value
         time = int(thread.known[thread.number])
-        self.steps.append(Step(thread.number, time, op, shown, read, stored))
+        known = thread.known.copy()
+        self.steps.append(
+            TracedStep(thread.number, time, op, shown, read, stored, known)
+        )
 
     def _observe(
-        self, thread: Any, access: Access, region: Region, offset: int, nbytes: int
+        self, thread: Any, access: Access, region: Area, offset: int, nbytes: int
     ) -> None:
         watched = self._watched
         if watched is None or region.base != watched.base:
@@ -90,12 +98,13 @@ class Observed:
             name = element_name(region, offset, frame, self.machine.files)
             key = access.thread, access.time
             self.names[key], self.at[key] = name, len(self.steps)
-            local = getattr(thread, "local", None)
-            self.launches[key] = local.grid.number if hasattr(local, "grid") else 0
+            self.known[key] = thread.known.copy()
+            grid = getattr(getattr(thread, "local", None), "grid", None)
+            self.launches[key] = 0 if grid is None else grid.number
 
 
 def element_name(
-    region: Region, offset: int, frame: FrameType | None, files: Files
+    region: Area, offset: int, frame: FrameType | None, files: Files
 ) -> str:
     """Return what the program calls an element: ``mine[1, 0] (x of rank 1)``."""
     whole = _whole_name(region, files)
@@ -122,7 +131,7 @@ def element_name(
 
 
 def _index_in(array: Array, offset: int) -> str | None:
-    left, found = offset - array.start(), []
+    left = offset - array.start()
     order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
     places = [0] * array.ndim
     for axis in order:
@@ -133,11 +142,10 @@ def _index_in(array: Array, offset: int) -> str | None:
         left -= places[axis] * stride
         if places[axis] >= array.shape[axis]:
             return None
-    found = ", ".join(map(str, places))
-    return f"[{found}]" if 0 <= left < array.itemsize else None
+    return f"[{', '.join(map(str, places))}]" if 0 <= left < array.itemsize else None
 
 
-def _whole_name(region: Region, files: Files) -> str:
+def _whole_name(region: Area, files: Files) -> str:
     """Return an allocation's name: the variable to which the program assigned it."""
     made = region.made
     if made is not None and made.file in files:
@@ -148,7 +156,7 @@ def _whole_name(region: Region, files: Files) -> str:
     return region.name
 
 
-def code_at(site: Site, files: Files) -> str:
+def code_at(site: CodePlace, files: Files) -> str:
     """Return the program's line."""
     lines = files.get(site.file, [])
     return lines[site.line - 1].strip() if 0 < site.line <= len(lines) else ""
@@ -156,17 +164,17 @@ def code_at(site: Site, files: Files) -> str:
 
 def nearest_order(observed: Observed, first: Access, second: Access) -> str:
     """Return which order there is near a race, and what may be missing."""
-    race = _Race(observed, first, second)
-    return (
-        race.by_other_thread()
-        or race.to_other_thread()
-        or race.by_relaxed()
-        or (race.without_order())
-    )
+    races = [_Race(observed, first, second), _Race(observed, second, first)]
+    for find in (_Race.by_other_thread, _Race.to_other_thread, _Race.by_relaxed):
+        for race in races:
+            found = find(race)
+            if found:
+                return found
+    return races[0].without_order()
 
 
 class _Race:
-    """Two accesses that nothing orders.
+    """Two accesses that nothing orders, of which the first might come first.
 
     Attributes:
         a, b: the names of their threads.
@@ -182,19 +190,20 @@ class _Race:
 
     def by_other_thread(self) -> str:
         """Another thread of the first one's block has signalled."""
-        known = self._machine.observers[self._second.thread].known
+        second = self._second.thread, self._second.time
+        known = self._observed.known.get(second)
         for step in reversed(self._observed.steps[self.since :]):
             name = self._names[step.thread]
             if not _are_mates(name, self.a) or _are_mates(name, self.b):
                 continue
             released = step.stored is not None and step.stored.release is not None
-            if released and step.time <= known[step.thread]:
-                line = step.op.site.line
+            if released and known is not None and step.time <= known[step.thread]:
+                line, other = step.op.site.line, f"thread {name.thread}"
                 return (
-                    f"The {_call(step.op)} of thread {name.thread} at line {line}, which "
-                    f"{self.b.text} knows of, follows thread {name.thread}'s own "
-                    f"accesses. But nothing orders thread {self.a.thread}'s before it: "
-                    f"is a syncthreads missing before line {line}?"
+                    f"The {_call(step.op)} of {other} at line {line}, which "
+                    f"{self.b.text} knows of, follows {other}'s own accesses. But "
+                    f"nothing orders thread {self.a.thread}'s before it: is a "
+                    f"syncthreads missing before line {line}?"
                 )
         return ""
 
@@ -202,7 +211,7 @@ class _Race:
         """Another thread of the second one's block knows."""
         for step in reversed(self._observed.steps[self.since :]):
             name = self._names[step.thread]
-            knows = self._machine.observers[step.thread].known[self._first.thread]
+            knows = step.known[self._first.thread]
             if not _are_mates(name, self.b) or _are_mates(name, self.a):
                 continue
             acquired = step.read is not None and step.op.order == ACQUIRE
@@ -210,9 +219,9 @@ class _Race:
                 line = step.op.site.line
                 return (
                     f"Thread {name.thread} of that block knows of it, by its "
-                    f"{_call(step.op)} at line {line}. But nothing orders the access of "
-                    f"thread {self.b.thread} after that: is a syncthreads missing after "
-                    f"line {line}?"
+                    f"{_call(step.op)} at line {line}. But nothing orders the access "
+                    f"of thread {self.b.thread} after that: is a syncthreads missing "
+                    f"after line {line}?"
                 )
         return ""
 
@@ -226,18 +235,18 @@ class _Race:
             if not _same_block(writer, self.a) or not _same_block(reader, self.b):
                 continue
             store = steps[step.read.step]
-            line = store.op.site.line
+            line, loaded = store.op.site.line, step.op.site.line
             if step.read.release is None:
                 return (
-                    f"The {_call(store.op)} of {writer.text} at line {line} is relaxed, "
-                    f"so it orders nothing for {reader.text}, which loads its value at "
-                    f"line {step.op.site.line}: is a release missing at line {line}?"
+                    f"The {_call(store.op)} of {writer.text} at line {line} is "
+                    f"relaxed, so it orders nothing for {reader.text}, which loads its "
+                    f"value at line {loaded}: is a release missing at line {line}?"
                 )
             if step.op.order != ACQUIRE:
                 return (
-                    f"The {_call(step.op)} of {reader.text} at line {step.op.site.line} "
-                    f"is relaxed, so the release at line {line} orders nothing for it: "
-                    f"is an acquire missing at line {step.op.site.line}?"
+                    f"The {_call(step.op)} of {reader.text} at line {loaded} is "
+                    f"relaxed, so the release at line {line} orders nothing for it: is "
+                    f"an acquire missing at line {loaded}?"
                 )
         return ""
 
@@ -248,7 +257,10 @@ class _Race:
         if first.site.line == second.site.line:
             lines = f"two executions of line {first.site.line}"
         if _same_block(a, b):
-            return f"Both threads are of one block: is a syncthreads missing between {lines}?"
+            return (
+                "Both threads are of one block: is a syncthreads missing between "
+                f"{lines}?"
+            )
         launches = [
             self._observed.launches.get((each.thread, each.time), 0)
             for each in (first, second)
@@ -260,9 +272,9 @@ class _Race:
             launches.reverse()
         did = "stored" if "load" not in first.does else "loaded"
         return (
-            f"Nothing tells {b.text}, in launch {launches[1]}, that {a.text}, in launch "
-            f"{launches[0]}, has {did}: is a barrier, or a signal back, missing after "
-            f"line {first.site.line}?"
+            f"Nothing tells {b.text}, in launch {launches[1]}, that {a.text}, in "
+            f"launch {launches[0]}, has {did}: is a barrier, or a signal back, missing "
+            f"after line {first.site.line}?"
         )
 
 
@@ -275,46 +287,39 @@ def _are_mates(one: Name, other: Name) -> bool:
     return _same_block(one, other) and one.thread != other.thread
 
 
-def _call(op: Op) -> str:
+def _call(op: Strong) -> str:
     return op.site.called or {STORE: "store", LOAD: "load", AWAIT: "wait"}.get(
         op.kind, "update"
     )
 
 
-def waiting(fault: Fault, machine: Machine) -> list[tuple[str, Site]]:
-    """Return who waits for what, each text once."""
-    found: Counter[tuple[str, str, Site]] = Counter()
-    whom: dict[tuple[str, str, Site], list[str]] = {}
-    for name, what, site, op, polling in fault.details.get("waiting", ()):
-        ops = (
-            [op] if op is not None and not polling else [each for each, _, _ in polling]
-        )
+def waiting(fault: Fault, machine: Machine) -> list[tuple[str, CodePlace]]:
+    """Return who waits for what, each text once; hosts only if no kernel waits."""
+    given = fault.details.get("waiting", ())
+    kernels = [each for each in given if each[0].block is not None]
+    found: dict[tuple[str, str, CodePlace], list[str]] = {}
+    for name, what, site, op, polling in kernels or given:
+        ops = [each for each, _, _ in polling] or ([op] if op is not None else [])
+        text = f"at {what}"
         if ops:
-            text = "waits for " + " and ".join(
-                dict.fromkeys(_wanted(name, each, machine) for each in ops)
-            )
-        elif name.block is None:
-            text = f"waits: {what}"
-        else:
-            text = f"waits at {what}"
-        group = (
-            name.text if name.block is None else f"rank {name.rank} block {name.block}"
+            texts = dict.fromkeys(_wanted(name, each, machine) for each in ops)
+            text = "for " + " and ".join(texts)
+        group = f"rank {name.rank}"
+        if name.block is not None:
+            group += f" block {name.block}"
+        found.setdefault((group, text, site), []).append(name.text)
+    return [
+        (
+            f"{who[0]} waits {text}"
+            if len(who) == 1
+            else f"{len(who)} threads of {group} wait {text}",
+            site,
         )
-        key = group, text, site
-        found[key] += 1
-        whom.setdefault(key, []).append(name.text)
-    texts = []
-    for (group, text, site), number in found.items():
-        who = (
-            whom[group, text, site][0]
-            if number == 1
-            else f"{number} threads of {group}"
-        )
-        texts.append((f"{who} {text}", site))
-    return texts
+        for (group, text, site), who in found.items()
+    ]
 
 
-def _wanted(name: Name, op: Op, machine: Machine) -> str:
+def _wanted(name: Name, op: Strong, machine: Machine) -> str:
     region, place = op.region, op.region.places.get(op.offset)
     values = place.values[1:] if place is not None else []
     bits = region.bits(op.offset, op.nbytes)
@@ -328,8 +333,8 @@ def _wanted(name: Name, op: Op, machine: Machine) -> str:
         sent = f"is {bits}" if values else "was never set or added to"
         return f"the word of rank {source} on channel {channel}, which {sent}"
     if region.rank == name.rank:
-        sent = [value for value in values if value.bits == 1]
-        state = f"sent {len(sent)} times before" if sent else "never sent"
+        times = sum(value.bits == 1 for value in values)
+        state = f"sent {times} times before" if times else "never sent"
         return f"the signal of rank {source} on channel {channel}, which was {state}"
     return (
         f"rank {region.rank} to take the signal before on channel {channel}, which it "
@@ -346,8 +351,8 @@ def trace(observed: Observed) -> list[dict[str, Any]]:
         does = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}.get(
             op.kind, "updates"
         )
-        late = step.value is None and op.kind is not STORE
-        value = "looks too late at" if late else does
+        if step.value is None:
+            does = "looks too late at"
         found.append(
             {
                 "step": number,

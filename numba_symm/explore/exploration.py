@@ -1,5 +1,6 @@
 """Explorations of programs: all orders while there is time, then random ones."""
 
+import contextlib
 import json
 import os
 import time
@@ -9,10 +10,11 @@ from typing import Any
 
 from numba_symm.errors import ArgumentError
 from numba_symm.explore import diagnosis
-from numba_symm.explore.faults import Fault, Pruned, Site
-from numba_symm.explore.machine import Full, Machine, Name, OutOfTime
+from numba_symm.explore.faults import CodePlace, Fault, Pruned
+from numba_symm.explore.machine import Machine, OutOfTime
+from numba_symm.explore.observers import Full, Name
 from numba_symm.explore.program import Program
-from numba_symm.explore.report import Coverage, Found, Place, Report
+from numba_symm.explore.report import Coverage, ExploreReport, FaultPlace, FoundFault
 from numba_symm.explore.search import Random, Replay, Search, learn
 
 _SHARE = 0.7
@@ -26,7 +28,7 @@ def run(
     ranks: int | Sequence[int] = (2,),
     seconds: float = 60.0,
     arguments: Sequence[str] = (),
-) -> Report:
+) -> ExploreReport:
     """Explore a program; no MPI and no GPU is used.
 
     The program runs in this process, in threads of its own kind, and imports stand-ins
@@ -57,8 +59,8 @@ def run(
         explored.run(max(share, 0.1))
         coverage.append(explored.coverage)
         if explored.found is not None:
-            return Report(str(program), list(arguments), coverage, explored.found)
-    return Report(str(program), list(arguments), coverage)
+            break
+    return ExploreReport(str(program), list(arguments), coverage, explored.found)
 
 
 def _checked_ranks(numbers: list[Any]) -> list[int]:
@@ -77,7 +79,7 @@ class _Exploration:
     def __init__(self, program: Program):
         self._program = program
         self.coverage = Coverage(program.ranks)
-        self.found: Found | None = None
+        self.found: FoundFault | None = None
         self._search = Search()
 
     def run(self, seconds: float) -> None:
@@ -138,17 +140,13 @@ class _Exploration:
 
 def _described(
     program: Program, chooser: Any, fault: Fault, execution: int, search: Search
-) -> Found:
+) -> FoundFault:
     """Repeat the execution of a fault, and describe it."""
     replay = Replay(list(chooser.choices))
     machine = program.execute(replay, search.futile)
     observed = diagnosis.Observed(machine, fault)
-    try:
+    with contextlib.suppress(Fault, Pruned):
         program.run(machine)
-    except Fault as again:
-        fault = again
-    except Pruned:
-        pass
     files, details = program.files, fault.details
     places = [
         _access(observed, details[k]) for k in ("first", "second") if k in details
@@ -160,14 +158,14 @@ def _described(
     hints = []
     if "first" in details:
         hints = [diagnosis.nearest_order(observed, details["first"], details["second"])]
-    found = Found(fault.kind, fault.text, program.ranks, execution, places, hints)
+    found = FoundFault(fault.kind, fault.text, program.ranks, execution, places, hints)
     found.trace = diagnosis.trace(observed)
     found.choices = list(chooser.choices)
-    found.threads = [tuple(name) for name in program.numbers.names]
+    found.threads = [(*name,) for name in program.numbers.names]
     return found
 
 
-def _access(observed: diagnosis.Observed, access: Any) -> Place:
+def _access(observed: diagnosis.Observed, access: Any) -> FaultPlace:
     machine = observed.machine
     name = machine.numbers.names[access.thread].text
     place = _place(f"{access.does} by {name}", access.site, machine.files)
@@ -175,9 +173,11 @@ def _access(observed: diagnosis.Observed, access: Any) -> Place:
     return place
 
 
-def _place(text: str, site: Site, files: Any) -> Place:
+def _place(text: str, site: CodePlace, files: Any) -> FaultPlace:
     called = f", in {site.called}" if site.called else ""
-    return Place(text + called, site.file, site.line, diagnosis.code_at(site, files))
+    return FaultPlace(
+        text + called, site.file, site.line, diagnosis.code_at(site, files)
+    )
 
 
 def replay(file: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def replay(file: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     try:
         given = json.loads(Path(file).read_text())
-        fault = Found(**given["fault"])
+        fault = FoundFault(**given["fault"])
         program = Program(Path(given["program"]), fault.ranks, given["arguments"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ArgumentError(

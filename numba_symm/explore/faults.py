@@ -31,11 +31,11 @@ class Pruned(BaseException):
     """This execution is equivalent to another one, which is explored, too."""
 
 
-class Stopped(BaseException):
+class Ended(BaseException):
     """Ends a thread of an execution that is over."""
 
 
-class Site(NamedTuple):
+class CodePlace(NamedTuple):
     """A place in the program.
 
     Attributes:
@@ -51,20 +51,20 @@ class Site(NamedTuple):
 
 _DEVICE = str(Path(__file__).parents[1] / "device")
 
-NOWHERE = Site("?", 0)
+NOWHERE = CodePlace("?", 0)
 
 Files = Mapping[str, list[str]]
 """The lines of the program's files, by name."""
 
 
-def site(files: Files) -> Site:
+def site(files: Files) -> CodePlace:
     """Return where the program is: its innermost frame, and what that called."""
     frame: FrameType | None = sys._getframe(1)
     called = ""
     while frame is not None:
         code = frame.f_code
         if code.co_filename in files:
-            return Site(code.co_filename, frame.f_lineno, called)
+            return CodePlace(code.co_filename, frame.f_lineno, called)
         if code.co_filename.startswith(_DEVICE) and code.co_name[0] not in "_<":
             called = code.co_name
         frame = frame.f_back

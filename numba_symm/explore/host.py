@@ -6,24 +6,22 @@ collective copies and reduces when all ranks' streams have reached it; it orders
 comes before it on the ranks that send before what comes after it on those that receive.
 """
 
-import functools
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from numba_symm.explore.arrays import Array, unsupported
-from numba_symm.explore.faults import Fault, Site
-from numba_symm.explore.machine import Machine, Name, Observer, running
-from numba_symm.explore.memory import Region
-from numba_symm.explore.standins import Kernel, StandIn, prod
+from numba_symm.explore.faults import CodePlace, Fault
+from numba_symm.explore.machine import Machine, running
+from numba_symm.explore.memory import Area
+from numba_symm.explore.observers import Name, Observer
 
 PAD_CHANNELS = 128
 
 
-class Stream:
+class RankStream:
     """The default stream of a rank."""
 
     def __init__(self, machine: Machine, rank: int):
@@ -61,7 +59,7 @@ class Stream:
         return self._running is None and not self._queue
 
 
-class World:
+class Job:
     """What the ranks of an execution share.
 
     Attributes:
@@ -73,11 +71,11 @@ class World:
     def __init__(self, machine: Machine, size: int, device: Any):
         self.machine, self.size, self.device = machine, size, device
         self.board = machine.memory.allocate("the status board", 8 * size, 8)
-        self.pads: dict[Region, Region] = {}
+        self.pads: dict[Area, Area] = {}
         self._given: dict[Any, dict[int, Any]] = {}
-        self._works: dict[Any, dict[int, Collective]] = {}
+        self._works: dict[Any, dict[int, Enqueued]] = {}
 
-    def give(self, key: Any, rank: int, what: str, site: Site, value: Any) -> None:
+    def give(self, key: Any, rank: int, what: str, site: CodePlace, value: Any) -> None:
         """Note that a rank makes a call in which all ranks meet."""
         given = self._given.setdefault(key, {})
         for other, (name, place, _, _) in given.items():
@@ -94,12 +92,12 @@ class World:
         """Return whether all ranks make a call."""
         return len(self._given[key]) == self.size
 
-    def given(self, key: Any) -> list[tuple[str, Site, Any, Any]]:
+    def given(self, key: Any) -> list[tuple[str, CodePlace, Any, Any]]:
         """Return what all ranks have given, in rank order."""
         return [self._given[key][rank] for rank in range(self.size)]
 
-    def reached(self, key: Any, work: "Collective", rank: int) -> list["Collective"]:
-        """Note that a rank's stream has reached a collective; return all if it may run."""
+    def reached(self, key: Any, work: "Enqueued", rank: int) -> list["Enqueued"]:
+        """Note that a stream has reached a collective; return all if it may run."""
         works = self._works.setdefault(key, {})
         works[rank] = work
         for other, each in works.items():
@@ -113,7 +111,7 @@ class World:
         return [works[r] for r in range(self.size)] if len(works) == self.size else []
 
 
-class Collective:
+class Enqueued:
     """A collective, on one rank's stream.
 
     Attributes:
@@ -122,9 +120,7 @@ class Collective:
         sources: the ranks from which this one receives.
     """
 
-    def __init__(
-        self, comm: "Communicator", what: str, x: Any, out: Any, run: Any, sources: Any
-    ):
+    def __init__(self, comm: Any, what: str, x: Any, out: Any, run: Any, sources: Any):
         execution = running()
         self._world, self._host = comm._world, execution.me().local
         self.what, self.x, self.out, self._run = what, x, out, run
@@ -133,7 +129,7 @@ class Collective:
         self._clock = execution.me().clock.copy()
         self._key = comm._number, self._host.count(("stream", comm._number))
 
-    def start(self, stream: Stream) -> None:
+    def start(self, stream: RankStream) -> None:
         """Run the collective if all other ranks' streams have reached it."""
         stream.learn(self._clock)
         self._stream = stream
@@ -168,9 +164,9 @@ class Collective:
 class Host:
     """A rank's host thread: what it has made, and its stream."""
 
-    def __init__(self, world: World, rank: int):
+    def __init__(self, world: Job, rank: int):
         self.world, self.rank = world, rank
-        self.stream = Stream(world.machine, rank)
+        self.stream = RankStream(world.machine, rank)
         self._counts: dict[Any, int] = {}
 
     def ended(self, thread: Any) -> None:
@@ -192,6 +188,20 @@ class Host:
         running().block(self.stream.idle, "synchronize")
         running().me().learn(self.stream.clock)
 
+    def copy_in(self, target: Array, values: Any) -> None:
+        """Copy into a device array, on the stream.
+
+        CUDA returns from such a copy when it has read the host's memory, which may be
+        before the GPU has stored it. So only work of the stream follows the copy.
+        """
+        self.drain()
+        execution = running()
+        given = values.load() if isinstance(values, Array) else values
+        name = Name(self.rank, None, 2, f"a copy of rank {self.rank}")
+        copies = Observer(execution, name, execution.me().clock.copy())
+        target.store(given, copies, execution.site())
+        self.stream.learn(copies.clock)
+
     def meet(self, what: str, value: Any = None, comm: Any = "MPI") -> list[Any]:
         """Wait until all ranks make a call; return the values of all."""
         machine, world = running(), self.world
@@ -209,7 +219,7 @@ class Host:
         """Return a new array of this rank."""
         dtype = np.dtype(dtype)
         shape = tuple(shape) if isinstance(shape, tuple | list) else (int(shape),)
-        nbytes = prod(shape) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         execution = running()
         region = execution.memory.allocate(
             f"{what} of rank {self.rank}", nbytes, dtype.itemsize or 1, unset
@@ -225,413 +235,3 @@ def host() -> Host:
     if not isinstance(local, Host):
         raise unsupported("a call of the host in a kernel")
     return local
-
-
-_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": lambda a, b: a + b,
-    "prod": lambda a, b: a * b,
-    "min": np.minimum,
-    "max": np.maximum,
-    "land": lambda a, b: np.logical_and(a, b),
-    "lor": lambda a, b: np.logical_or(a, b),
-}
-
-
-class Rank:
-    """What MPI's communicators and those of the library have in common."""
-
-    @property
-    def rank(self) -> int:
-        """The rank."""
-        return host().rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return host().world.size
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise unsupported(f"{type(self).__name__}.{name}")
-
-
-class MPIComm(Rank):
-    """Stand-in for ``MPI.COMM_WORLD``."""
-
-    def Get_rank(self) -> int:
-        """Return the rank."""
-        return self.rank
-
-    def Get_size(self) -> int:
-        """Return the number of ranks."""
-        return self.size
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        host().meet("MPI's barrier")
-
-    Barrier = barrier
-
-    def bcast(self, obj: Any = None, root: int = 0) -> Any:
-        """Return the root's object."""
-        return host().meet("bcast", obj)[root]
-
-    def gather(self, sendobj: Any, root: int = 0) -> Any:
-        """Return all objects on the root."""
-        found = host().meet("gather", sendobj)
-        return found if self.rank == root else None
-
-    def scatter(self, sendobj: Any, root: int = 0) -> Any:
-        """Return this rank's object of the root's."""
-        return host().meet("scatter", sendobj)[root][self.rank]
-
-    def allgather(self, sendobj: Any) -> Any:
-        """Return all objects."""
-        return host().meet("allgather", sendobj)
-
-    def alltoall(self, sendobj: Any) -> Any:
-        """Return the object of each rank for this one."""
-        return [each[self.rank] for each in host().meet("alltoall", sendobj)]
-
-    def allreduce(self, sendobj: Any, op: Any = "sum") -> Any:
-        """Return the reduced object."""
-        return functools.reduce(_OPERATORS[op], host().meet("allreduce", sendobj))
-
-    def reduce(self, sendobj: Any, op: Any = "sum", root: int = 0) -> Any:
-        """Return the reduced object on the root."""
-        found = functools.reduce(_OPERATORS[op], host().meet("reduce", sendobj))
-        return found if self.rank == root else None
-
-    def Bcast(self, buf: Any, root: int = 0) -> None:
-        """Copy the root's array."""
-        buf[...] = host().meet("Bcast", np.array(_of_host(buf)))[root]
-
-    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = "sum") -> None:
-        """Reduce arrays."""
-        given = recvbuf if sendbuf is IN_PLACE else sendbuf
-        found = host().meet("Allreduce", np.array(_of_host(given)))
-        recvbuf[...] = functools.reduce(_OPERATORS[op], found)
-
-    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Collect arrays."""
-        found = host().meet("Allgather", np.array(_of_host(sendbuf)))
-        recvbuf[...] = np.reshape(found, recvbuf.shape)
-
-
-def _of_host(array: Any) -> Any:
-    if not isinstance(array, np.ndarray) or isinstance(array, Array):
-        raise unsupported(
-            f"{type(array).__name__} in a call of MPI", "pass host arrays"
-        )
-    return array
-
-
-IN_PLACE = object()
-
-
-def make_mpi(device_modules: Any) -> dict[str, Any]:
-    """Return the stand-ins for ``mpi4py``, by name."""
-    operators = {name.upper(): name for name in _OPERATORS}
-    mpi = StandIn(
-        "mpi4py.MPI", COMM_WORLD=MPIComm(), IN_PLACE=IN_PLACE, PROC_NULL=-1,
-        Comm=MPIComm, Intracomm=MPIComm, **operators,
-    )  # fmt: skip
-    return {"mpi4py": StandIn("mpi4py", MPI=mpi), "mpi4py.MPI": mpi}
-
-
-class Communicator(Rank):
-    """Stand-in for ``numba_symm.Communicator``."""
-
-    def __init__(self, comm: Any = None, **_: Any):
-        mine = host()
-        self._world = mine.world
-        self._number = mine.count("communicators")
-        mine.meet("Communicator", None, ("set-up", self._number))
-
-    def _set_up(self, what: str, value: Any) -> list[Any]:
-        return host().meet(what, value, ("set-up", self._number))
-
-    def __enter__(self) -> "Communicator":
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self.close()
-
-    def close(self) -> None:
-        """Wait for the stream and for all ranks."""
-        host().drain()
-        self._set_up("close", None)
-
-    def dup(self) -> "Communicator":
-        """Return another communicator."""
-        return Communicator()
-
-    def empty(self, shape: Any, dtype: Any = np.float32) -> Array:
-        """Return a new symmetric array without values."""
-        return self._array("empty", shape, dtype, True)
-
-    def zeros(self, shape: Any, dtype: Any = np.float32) -> Array:
-        """Return a new symmetric array of zeros."""
-        return self._array("zeros", shape, dtype, False)
-
-    def _array(self, what: str, shape: Any, dtype: Any, unset: bool) -> Array:
-        found = host().new(shape, dtype, unset=unset, what="a symmetric array")
-        sizes = self._set_up(what, found.nbytes)
-        if len(set(sizes)) > 1:
-            raise Fault(
-                "error", f"{what}: the ranks pass sizes {sizes}; pass equal ones"
-            )
-        return found
-
-    def rendezvous(self, array: Any) -> "SymmetricMemory":
-        """Return all ranks' addresses of an array."""
-        mine, region = host(), array.region
-        found = self._set_up("rendezvous", (array.address, region))
-        pads = [_pad(self._world, each, rank) for rank, (_, each) in enumerate(found)]
-        modules = self._world.device
-        guard = modules["polling"].Guard(
-            self._world.board.base, mine.rank, self.size, 0
-        )
-        buffers = tuple(address for address, _ in found)
-        ctx = modules["signals"].Context(
-            mine.rank, self.size, buffers, tuple(pad.base for pad in pads), guard
-        )
-        ctx.buffer_size = region.nbytes - array.start()
-        return SymmetricMemory(self._world, ctx)
-
-    def device_workspace(self, blocks: int, threads: int, bytes: int) -> Any:
-        """Return the memory of collectives in kernels."""
-        mine, module = host(), self._world.device["block_workspace"]
-        threads = -(-threads // 32) * 32
-        vectors = max(1, -(-bytes // module.VECTOR // threads) + 1)
-        region = running().memory.allocate(
-            f"the device workspace of rank {mine.rank}",
-            module.nbytes(self.size, blocks, threads, vectors),
-            4,
-        )
-        found = self._set_up("device_workspace", region.base)
-        ring = tuple(found[(mine.rank + 1 + k) % self.size] for k in range(self.size))
-        guard = self._world.device["polling"].Guard(
-            self._world.board.base, mine.rank, self.size, 0
-        )
-        given = mine.rank, self.size, ring, guard, blocks, threads, vectors
-        return SimpleNamespace(ctx=module.WorkspaceContext(*given))
-
-    def launch_limit(self, kernel: Any, threads: int) -> int:
-        """Return how many blocks may wait: as many as channels."""
-        return PAD_CHANNELS
-
-    def synchronize(self, stream: Any = None) -> None:
-        """Wait for the stream."""
-        host().check_stream(stream)
-        host().drain()
-
-    def _enqueue(
-        self, what: str, x: Any, out: Any, run: Any, stream: Any, sources: Any = None
-    ) -> Any:
-        host().check_stream(stream)
-        every = range(self.size) if sources is None else sources
-        host().stream.enqueue(Collective(self, what, x, out, run, every))
-        return out
-
-    def barrier(self, stream: Any = None) -> None:
-        """Order all ranks' streams."""
-        self._enqueue("barrier", None, None, None, stream)
-
-    def all_reduce(
-        self,
-        x: Any,
-        op: Any = "sum",
-        out: Any = None,
-        stream: Any = None,
-        **options: Any,
-    ) -> Any:
-        """Reduce over all ranks."""
-        _check_options("all_reduce", options)
-        out = host().new(x.shape, x.dtype, unset=True) if out is None else out
-        return self._enqueue(
-            "all_reduce", x, out, lambda given, rank: _reduced(op, given), stream
-        )
-
-    def reduce_scatter(
-        self,
-        x: Any,
-        op: Any = "sum",
-        out: Any = None,
-        stream: Any = None,
-        **options: Any,
-    ) -> Any:
-        """Reduce over all ranks; each gets its shard."""
-        _check_options("reduce_scatter", options)
-        size = self.size
-        if out is None:
-            out = host().new((x.shape[0] // size, *x.shape[1:]), x.dtype, unset=True)
-
-        def run(given: Any, rank: int) -> Any:
-            return _reduced(op, given).reshape(size, -1)[rank]
-
-        return self._enqueue("reduce_scatter", x, out, run, stream)
-
-    def all_gather(
-        self, x: Any, out: Any = None, stream: Any = None, **options: Any
-    ) -> Any:
-        """Collect all ranks' arrays."""
-        _check_options("all_gather", options)
-        if out is None:
-            out = host().new((self.size, *x.shape), x.dtype, unset=True)
-        return self._enqueue(
-            "all_gather", x, out, lambda given, rank: np.stack(given), stream
-        )
-
-    def all_to_all(
-        self, x: Any, out: Any = None, stream: Any = None, **options: Any
-    ) -> Any:
-        """Exchange shards."""
-        _check_options("all_to_all", options)
-        size = self.size
-        out = host().new(x.shape, x.dtype, unset=True) if out is None else out
-
-        def run(given: Any, rank: int) -> Any:
-            return np.stack([each.reshape(size, -1)[rank] for each in given])
-
-        return self._enqueue("all_to_all", x, out, run, stream)
-
-    def broadcast(self, x: Any, root: int, stream: Any = None, **options: Any) -> Any:
-        """Copy the root's array."""
-        _check_options("broadcast", options)
-
-        def run(given: Any, rank: int) -> Any:
-            return None if rank == root else given[root]
-
-        return self._enqueue("broadcast", x, x, run, stream, [root])
-
-
-def _check_options(what: str, options: dict[str, Any]) -> None:
-    for name, value in options.items():
-        if name != "algorithm" and value is not None:
-            raise unsupported(f"{what} with {name}")
-
-
-def _reduced(op: Any, given: Sequence[Any]) -> Any:
-    """Reduce in rank order; halves accumulate in float32."""
-    if op not in _OPERATORS and op != "avg":
-        raise unsupported(f"the operator {op!r}")
-    dtype = given[0].dtype
-    wide = np.float32 if dtype.itemsize < 4 and dtype.kind not in "iub" else dtype
-    with np.errstate(all="ignore"):
-        found = functools.reduce(
-            _OPERATORS["sum" if op == "avg" else op],
-            [each.astype(wide) for each in given],
-        )
-        return (found / len(given) if op == "avg" else found).astype(dtype)
-
-
-def _pad(world: World, region: Region, rank: int) -> Region:
-    """Return the signal pad of an allocation."""
-    pad = world.pads.get(region)
-    if pad is None:
-        size = world.size
-        nbytes = 12 * PAD_CHANNELS * size + 16 * PAD_CHANNELS
-        pad = world.machine.memory.allocate(f"the signal pad of rank {rank}", nbytes, 4)
-        pad.rank = rank
-        pad.slots = functools.partial(_slot, size)
-        world.pads[region] = pad
-    return pad
-
-
-def _slot(size: int, offset: int) -> tuple[str, int, int]:
-    """Return what a pad has at an offset, the channel and the source."""
-    slots, words = 4 * PAD_CHANNELS * size, 8 * PAD_CHANNELS * size
-    if offset < slots:
-        return "signal", offset // 4 // size, offset // 4 % size
-    if offset < slots + words:
-        return "word", (offset - slots) // 8 // size, (offset - slots) // 8 % size
-    return "grid barrier", (offset - slots - words) // 16, -1
-
-
-class SymmetricMemory:
-    """Stand-in for ``numba_symm.SymmetricMemory``."""
-
-    def __init__(self, world: World, ctx: Any):
-        self._world, self.ctx = world, ctx
-        self.rank, self.world_size = ctx.rank, ctx.size
-        self.buffer_size = ctx.buffer_size
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise unsupported(f"SymmetricMemory.{name}")
-
-    def get_buffer(
-        self, rank: int, shape: Any, dtype: Any, storage_offset: int = 0
-    ) -> Array:
-        """Return a rank's buffer as an array."""
-        region, offset = running().memory.at(self.ctx.buffers[rank], 1)
-        return Array.of(
-            region, shape, dtype, offset + storage_offset * np.dtype(dtype).itemsize
-        )
-
-    def _launch(self, function: Any, stream: Any) -> None:
-        host().check_stream(stream)
-        Kernel(function)[1, 32]()
-
-    def barrier(self, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a barrier of all ranks."""
-        barrier = self._world.device["barriers"].barrier
-        self._launch(lambda: barrier(self.ctx, channel), stream)
-
-    def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a signal."""
-        put, index = self._world.device["signals"].put_signal, self._world.device["sim"]
-        self._launch(
-            lambda: index.thread_index() or put(self.ctx, dst, channel), stream
-        )
-
-    def wait_signal(self, src: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a wait for a signal."""
-        wait, index = (
-            self._world.device["signals"].wait_signal,
-            self._world.device["sim"],
-        )
-        self._launch(
-            lambda: index.thread_index() or wait(self.ctx, src, channel), stream
-        )
-
-    def put(
-        self, x: Any, rank: int, storage_offset: int = 0, stream: Any = None
-    ) -> None:
-        """Enqueue a copy into a rank's buffer."""
-        host().check_stream(stream)
-        target = self.get_buffer(rank, x.shape, x.dtype, storage_offset)
-        host().stream.enqueue(_Copy(target, x))
-
-    def get(
-        self, rank: int, shape: Any, dtype: Any, storage_offset: int = 0,
-        out: Any = None, stream: Any = None,
-    ) -> Any:  # fmt: skip
-        """Enqueue a copy from a rank's buffer."""
-        host().check_stream(stream)
-        source = self.get_buffer(rank, shape, dtype, storage_offset)
-        out = host().new(source.shape, dtype, unset=True) if out is None else out
-        host().stream.enqueue(_Copy(out, source))
-        return out
-
-
-class _Copy:
-    """A copy by a copy engine, on a stream."""
-
-    def __init__(self, target: Array, source: Array):
-        execution = running()
-        self._target, self._source = target, source
-        self._site, self._clock = execution.site(), execution.me().clock.copy()
-
-    def start(self, stream: Stream) -> None:
-        stream.learn(self._clock)
-        name = Name(stream.rank, None, 2, f"rank {stream.rank}'s copies")
-        observer = Observer(running(), name, stream.clock.copy())
-        values = self._source.load(observer, self._site)
-        self._target.store(values, observer, self._site)
-        stream.learn(observer.clock)
-        stream.finish()

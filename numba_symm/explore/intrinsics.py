@@ -18,7 +18,7 @@ from numba_symm.explore import threads
 from numba_symm.explore.arrays import Array, unsupported
 from numba_symm.explore.faults import Fault
 from numba_symm.explore.machine import running
-from numba_symm.explore.memory import AWAIT, LOAD, RELAXED, STORE, UPDATE, Op
+from numba_symm.explore.memory import AWAIT, LOAD, RELAXED, STORE, UPDATE, Strong
 from numba_symm.explore.modules import PACKAGE, Modules, Source
 from numba_symm.explore.updates import changed, update_element
 from numba_symm.waits import TABLE
@@ -31,20 +31,20 @@ def word_of(bits: int) -> int:
     return ((int(bits) & 0xFFFFFFFFFFFFFFFF) ^ 1 << 63) - (1 << 63)
 
 
-def op_at(kind: str, address: int, nbytes: int, order: str) -> Op:
+def op_at(kind: str, address: int, nbytes: int, order: str) -> Strong:
     """Return a strong access to the word at an address."""
     execution = running()
     region, offset = execution.memory.at(int(address), nbytes)
     _check_aligned(address, nbytes)
-    return Op(kind, region, offset, nbytes, order, execution.site())
+    return Strong(kind, region, offset, nbytes, order, execution.site())
 
 
 def _check_aligned(address: int, nbytes: int) -> None:
     if address % nbytes:
         raise Fault(
             "access",
-            f"an access of {nbytes} bytes, {address % nbytes} bytes after a multiple of "
-            f"{nbytes}",
+            f"an access of {nbytes} bytes, {address % nbytes} bytes after a multiple "
+            f"of {nbytes}",
         )
 
 
@@ -163,8 +163,8 @@ def make_poll(size: int, peek: Any) -> Callable[..., bool]:
     """
 
     def poll(
-        guard: Any, operation: int, first: int, rank_stride: int, epoch: int, block: int,
-        low: Any, high: Any, wanted: int,
+        guard: Any, operation: int, first: int, rank_stride: int, epoch: int,
+        block: int, low: Any, high: Any, wanted: int,
     ) -> bool:  # fmt: skip
         thread = running().me()
         flag = epoch & 0xFFFFFFFF
@@ -290,8 +290,12 @@ def _instructions() -> dict[str, Any]:
     }
 
 
+def _replace(functions: dict[str, Any], module: ModuleType) -> None:
+    module.__dict__.update(functions)
+
+
 def _prepare_sim(module: ModuleType) -> None:
-    vars(module).update(_instructions())
+    _replace(_instructions(), module)
     for name in [name for name in vars(module) if name.startswith("atomic_")]:
         verb, _, order = name.removeprefix("atomic_").partition("_")
         if verb in ATOMICS:
@@ -335,9 +339,8 @@ def device() -> Modules:
         "sim_checks": {"check_grid": lambda: None},
     }
     for name, functions in replaced.items():
-        modules.prepare[f"{DEVICE}.{name}"] = lambda module, new=functions: vars(  # type: ignore[misc]
-            module
-        ).update(new)
+        prepare = functools.partial(_replace, functions)
+        modules.prepare[f"{DEVICE}.{name}"] = prepare
     modules.prepare[f"{DEVICE}.sim"] = _prepare_sim
     modules.load(DEVICE)
     return modules

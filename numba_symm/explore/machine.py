@@ -3,10 +3,6 @@
 A thread runs until its next strong access, barrier or wait of its host. Threads that
 need no choice run at once, in any order. When all others wait, a *chooser* picks the
 thread whose strong access is next, and the value that it loads.
-
-Each thread has two vector clocks, in one array. The first, ``known``, contains the
-accesses that happened before, as the memory model defines it. The second, ``past``,
-contains the steps of the execution on which the thread's state depends.
 """
 
 import contextlib
@@ -14,13 +10,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from greenlet import getcurrent, greenlet
 
 from numba_symm.explore import faults
-from numba_symm.explore.faults import Fault, Files, Site, Stopped
+from numba_symm.explore.faults import CodePlace, Ended, Fault, Files
 from numba_symm.explore.memory import (
     AWAIT,
     CHANGES,
@@ -29,11 +25,12 @@ from numba_symm.explore.memory import (
     RELEASE,
     STORE,
     UPDATE,
-    Memory,
-    Op,
-    Place,
-    Region,
+    Area,
+    MemoryModel,
+    Strong,
+    Word,
 )
+from numba_symm.explore.observers import Name, Numbers, Observer
 
 MOST_STEPS = 200_000
 """The strong accesses of one execution; a program that makes more never ends."""
@@ -47,18 +44,14 @@ class OutOfTime(Exception):
     """The exploration's time is over."""
 
 
-class Full(Exception):
-    """The program has more threads than the clocks have places."""
-
-
 class Chooser(Protocol):
     """What decides how an execution goes on."""
 
-    def choose(self, machine: "Machine") -> tuple["Thread", int]:
+    def choose(self, machine: "Machine") -> tuple["Fiber", int]:
         """Return the thread whose access is next, and the index of its value."""
 
     def executed(
-        self, machine: "Machine", thread: "Thread", op: Op, index: int
+        self, machine: "Machine", thread: "Fiber", op: Strong, index: int
     ) -> None:
         """Note an executed access."""
 
@@ -66,79 +59,7 @@ class Chooser(Protocol):
         """Note that a thread polls again, although it could have seen more."""
 
 
-class Name(NamedTuple):
-    """A thread's place: the rank, and for a kernel's thread its block and index.
-
-    Attributes:
-        rank: the rank.
-        block: the block's index; None: a host, or a call of the library.
-        thread: the thread's index in its block.
-        text: how reports call it.
-    """
-
-    rank: int
-    block: int | None
-    thread: int
-    text: str
-
-
-class Numbers:
-    """The numbers of a program's threads, the same in all executions."""
-
-    def __init__(self) -> None:
-        self.of: dict[Name, int] = {}
-        self.names: list[Name] = []
-        self.room = 64
-
-    def number(self, name: Name) -> int:
-        """Return a thread's number."""
-        found = self.of.get(name)
-        if found is None:
-            found = self.of[name] = len(self.names)
-            self.names.append(name)
-        if found >= self.room:
-            raise Full
-        return found
-
-
-class Observer:
-    """What makes accesses: a thread, or a call that the library executes.
-
-    Attributes:
-        number: its number.
-        name: its name.
-        rank: its rank.
-        clock: both vector clocks.
-        fenced: what it knew at its last fence; None: it has made none.
-        fenced_local: the same, of fences for its own GPU.
-        unfenced: what its next fence learns.
-    """
-
-    def __init__(self, machine: "Machine", name: Name, clock: Any):
-        self.machine, self.name, self.rank = machine, name, name.rank
-        self.number = machine.numbers.number(name)
-        self.clock = clock
-        self.known, self.past = clock
-        machine.observers[self.number] = self
-        self.fenced: Any = None
-        self.fenced_local: Any = None
-        self.unfenced: list[Any] = []
-
-    def tick(self) -> int:
-        """Count an access; return the time."""
-        self.known[self.number] += 1
-        return int(self.known[self.number])
-
-    def learn(self, clock: Any) -> None:
-        """Learn what another clock knows."""
-        np.maximum(self.clock, clock, out=self.clock)
-
-    def rank_of(self, number: int) -> int:
-        """Return the rank of the thread with a number."""
-        return self.machine.numbers.names[number].rank
-
-
-class Thread(Observer):
+class Fiber(Observer):
     """A thread of a kernel or of a host.
 
     Attributes:
@@ -157,15 +78,15 @@ class Thread(Observer):
         self._body = body
         self._greenlet = greenlet(self._run, machine.main)
         self.started = self.done = False
-        self.op: Op | None = None
-        self.state: tuple[str, Site] = ("has not started", faults.NOWHERE)
+        self.op: Strong | None = None
+        self.state: tuple[str, CodePlace] = ("has not started", faults.NOWHERE)
         self.seen: dict[Any, int] = {}
-        self.loads: list[tuple[Op, Place, int]] = []
-        self.polling: list[tuple[Op, Place, int]] = []
+        self.loads: list[tuple[Strong, Word, int]] = []
+        self.polling: list[tuple[Strong, Word, int]] = []
         self.where: Any = None
         self.again = 0
         self.peek: int | None = None
-        self.probed: tuple[Region, int, int, str] | None = None
+        self.probed: Any = None
         self.result: Any = None
         self.local: Any = None
 
@@ -175,7 +96,7 @@ class Thread(Observer):
             with np.errstate(all="ignore"):  # integers overflow as on a GPU
                 self._body()
             self.done = True
-        except Stopped:
+        except Ended:
             pass
         except (Exception, Fault, SystemExit) as error:
             if isinstance(error, SystemExit) and not error.code:
@@ -195,7 +116,7 @@ class Thread(Observer):
         """End the thread."""
         if self.started and not self._greenlet.dead:
             with contextlib.suppress(Exception):
-                self._greenlet.throw(Stopped)
+                self._greenlet.throw(Ended)
         self._body = None
 
     def changed(self) -> None:
@@ -239,31 +160,31 @@ class Machine:
     ):
         self.chooser, self.files, self.numbers = chooser, files, numbers
         self.futile, self.learned = futile, list[tuple[Any, int]]()
-        self.memory = Memory()
+        self.memory = MemoryModel()
         self.main = getcurrent()
-        self.threads: dict[int, Thread] = {}
+        self.threads: dict[int, Fiber] = {}
         self.observers: dict[int, Observer] = {}
-        self.current: Thread | None = None
+        self.current: Fiber | None = None
         self.error: BaseException | None = None
         self.steps = 0
         self.deadline = math.inf
         self.closed = False
-        self.traced: Callable[[Thread, Op, int, Any], None] | None = None
-        self.met: Callable[[Sequence[Thread], Any], None] | None = None
-        self.ready: dict[int, Thread] = {}
-        self.last: Thread | None = None
-        self._runnable: deque[tuple[Thread, Any]] = deque()
-        self._awaiting: dict[int, list[tuple[Thread, Op]]] = {}
-        self._hosts: list[tuple[Thread, Callable[[], bool]]] = []
-        self._groups: dict[Any, list[tuple[Thread, Any]]] = {}
+        self.traced: Callable[[Fiber, Strong, int, Any], None] | None = None
+        self.met: Callable[[Sequence[Fiber], Any], None] | None = None
+        self.ready: dict[int, Fiber] = {}
+        self.last: Fiber | None = None
+        self._runnable: deque[tuple[Fiber, Any]] = deque()
+        self._awaiting: dict[int, list[tuple[Fiber, Strong]]] = {}
+        self._hosts: list[tuple[Fiber, Callable[[], bool]]] = []
+        self._groups: dict[Any, list[tuple[Fiber, Any]]] = {}
 
     def clock(self) -> Any:
         """Return new clocks, which know nothing."""
         return np.zeros((2, self.numbers.room), np.int64)
 
-    def start(self, name: Name, clock: Any, body: Callable[[], None]) -> Thread:
+    def start(self, name: Name, clock: Any, body: Callable[[], None]) -> Fiber:
         """Start a thread that knows what ``clock`` does."""
-        thread = Thread(self, name, clock, body)
+        thread = Fiber(self, name, clock, body)
         self.threads[thread.number] = thread
         self._runnable.append((thread, None))
         return thread
@@ -304,7 +225,7 @@ class Machine:
             else:
                 return
 
-    def _resume(self, thread: Thread, value: Any) -> None:
+    def _resume(self, thread: Fiber, value: Any) -> None:
         self.current = thread
         try:
             thread.switch(value)
@@ -357,7 +278,7 @@ class Machine:
             else:
                 self._post(thread)
 
-    def _post(self, thread: Thread) -> None:
+    def _post(self, thread: Fiber) -> None:
         """Note that a thread wants to access memory."""
         assert thread.op is not None
         if self.options(thread):
@@ -365,7 +286,7 @@ class Machine:
         else:
             self._awaiting.setdefault(thread.op.key, []).append((thread, thread.op))
 
-    def options(self, thread: Thread) -> list[int]:
+    def options(self, thread: Fiber) -> list[int]:
         """Return the values with which a thread's access can be executed now."""
         assert thread.op is not None
         self.current, before = thread, self.current
@@ -376,18 +297,18 @@ class Machine:
 
     # What threads call.
 
-    def me(self) -> Thread:
+    def me(self) -> Fiber:
         """Return the thread that runs."""
         if self.closed:
-            raise Stopped
+            raise Ended
         assert self.current is not None
         return self.current
 
-    def site(self) -> Site:
+    def site(self) -> CodePlace:
         """Return where the program is."""
         return faults.site(self.files)
 
-    def weak(self, region: Region, offset: int, nbytes: int, write: bool) -> None:
+    def weak(self, region: Area, offset: int, nbytes: int, write: bool) -> None:
         """Check a weak access of the thread that runs."""
         thread, site = self.me(), self.site()
         if write:
@@ -404,7 +325,7 @@ class Machine:
             )
         self.memory.weak(thread, region, offset, nbytes, write, site)
 
-    def access(self, op: Op, state: Any) -> Any:
+    def access(self, op: Strong, state: Any) -> Any:
         """Make a strong access; return the old value.
 
         Args:
@@ -425,9 +346,7 @@ class Machine:
         value = self._perform(thread, op)
         place = op.region.places.get(op.offset)
         stays = op.kind is not UPDATE or (
-            op.change is not None
-            and op.order != RELEASE
-            and op.change(value) == value
+            op.change is not None and op.order != RELEASE and op.change(value) == value
         )
         if op.kind is STORE or not stays or not polls or place is None:
             thread.changed()
@@ -436,7 +355,7 @@ class Machine:
             thread.loads.append((op, place, place.reads[thread.number][-1][1]))
         return value
 
-    def _perform(self, thread: Thread, op: Op) -> Any:
+    def _perform(self, thread: Fiber, op: Strong) -> Any:
         thread.op = op
         thread.state = ("accesses", op.site)
         if op.kind is AWAIT:
@@ -444,7 +363,7 @@ class Machine:
         self._post(thread)
         return self.main.switch()
 
-    def _repeat(self, thread: Thread, state: Any) -> None:
+    def _repeat(self, thread: Fiber, state: Any) -> None:
         """Let a thread that polls wait until it can see something else."""
         loop = thread.loads[thread.seen[state] :]
         if len(loop) == 1:
@@ -456,7 +375,7 @@ class Machine:
             return
         thread.polling = loop
         thread.state = ("polls", loop[-1][0].site)
-        thread.op = op = Op(
+        thread.op = op = Strong(
             AWAIT, loop[0][0].region, loop[0][0].offset, loop[0][0].nbytes,
             "relaxed", loop[-1][0].site,
         )  # fmt: skip
@@ -471,14 +390,13 @@ class Machine:
         The predicate is called by the waiting thread, for each value that it might see.
         """
         thread = self.me()
-        thread.peek, thread.probed = 0, None
+        thread.peek = 0
         try:
             predicate()
         finally:
             thread.peek = None
-        assert thread.probed is not None
         region, offset, nbytes, order = thread.probed
-        op = Op(AWAIT, region, offset, nbytes, order, self.site())
+        op = Strong(AWAIT, region, offset, nbytes, order, self.site())
 
         def holds(value: int) -> bool:
             thread.peek = value
@@ -491,7 +409,7 @@ class Machine:
         self._perform(thread, op)
         thread.changed()
 
-    def await_word(self, op: Op, holds: Callable[[int], bool]) -> int:
+    def await_word(self, op: Strong, holds: Callable[[int], bool]) -> int:
         """Wait until a word's value satisfies a predicate; return the value."""
         thread = self.me()
         op.holds = holds

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm.explore.faults import Fault, Site
+from numba_symm.explore.faults import CodePlace, Fault
 
 RELAXED, ACQUIRE, RELEASE = "relaxed", "acquire", "release"
 SYSTEM, GPU = "system", "gpu"
@@ -49,7 +49,7 @@ class Access(NamedTuple):
 
     thread: int
     time: int
-    site: Site
+    site: CodePlace
     does: str
     scope: str = ""
 
@@ -96,7 +96,7 @@ class Value(NamedTuple):
     step: int
 
 
-class Place:
+class Word:
     """A word of strong accesses, with all its values."""
 
     __slots__ = ("chain", "loads", "nbytes", "reads", "values")
@@ -131,7 +131,7 @@ class Place:
         return low
 
 
-class Region:
+class Area:
     """An allocation.
 
     Attributes:
@@ -150,7 +150,7 @@ class Region:
         skip = -raw.ctypes.data % 16
         self.buffer = raw[skip : skip + nbytes]
         self.origin = self.buffer.ctypes.data
-        self.bytes = memoryview(self.buffer)
+        self.bytes = memoryview(self.buffer.data)
         self.unset = np.ones(nbytes, bool) if unset else None
         self.rank = -1
         self.shape: tuple[int, ...] | None = None
@@ -158,7 +158,7 @@ class Region:
         self.made: Any = None
         self.slots: Callable[[int], Any] | None = None
         self.cells: dict[int, Cell] = {}
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, Word] = {}
 
     def cells_at(self, offset: int, nbytes: int) -> Iterator[Cell]:
         """Yield the cells of some bytes."""
@@ -190,7 +190,7 @@ class Region:
         self.bytes[offset : offset + nbytes] = word.to_bytes(nbytes, "little")
 
 
-class Op:
+class Strong:
     """A strong access that a thread wants to make.
 
     Attributes:
@@ -213,11 +213,11 @@ class Op:
     def __init__(
         self,
         kind: str,
-        region: Region,
+        region: Area,
         offset: int,
         nbytes: int,
         order: str,
-        site: Site,
+        site: CodePlace,
     ):
         self.kind, self.region, self.offset, self.nbytes = kind, region, offset, nbytes
         self.order, self.site, self.scope = order, site, SYSTEM
@@ -228,28 +228,34 @@ class Op:
         self.used = True
 
 
-class Memory:
-    """All regions, and the accesses to them."""
+class MemoryModel:
+    """All regions, and the accesses to them.
+
+    Attributes:
+        observe: is called for each access, with its thread, region, offset and size.
+        forgives: whether an execution goes on after a race.
+    """
 
     def __init__(self) -> None:
-        self.regions: list[Region] = []
+        self.regions: list[Area] = []
+        self.forgives = False
         self._bases: list[int] = []
         self._next = _GAP
-        self.observe: Callable[[Any, Access, Region, int, int], None] | None = None
+        self.observe: Callable[[Any, Access, Area, int, int], None] | None = None
 
     def allocate(
         self, name: str, nbytes: int, granule: int = 1, unset: bool = False
-    ) -> Region:
+    ) -> Area:
         """Return a new region of zeros, or of bytes that were never stored."""
         granule = min(8, granule & -granule)
         padded = -(-max(nbytes, 1) // 16) * 16
-        region = Region(name, self._next, padded, granule, unset)
+        region = Area(name, self._next, padded, granule, unset)
         self._next += -(-padded // 256) * 256 + _GAP
         self.regions.append(region)
         self._bases.append(region.base)
         return region
 
-    def at(self, address: int, nbytes: int) -> tuple[Region, int]:
+    def at(self, address: int, nbytes: int) -> tuple[Area, int]:
         """Return the region of some bytes, and their offset in it."""
         place = bisect.bisect(self._bases, address) - 1
         region = self.regions[place] if place >= 0 else None
@@ -261,11 +267,11 @@ class Memory:
     def weak(
         self,
         thread: Any,
-        region: Region,
+        region: Area,
         offset: int,
         nbytes: int,
         write: bool,
-        site: Site,
+        site: CodePlace,
     ) -> None:
         """Check a weak access."""
         known = thread.known
@@ -294,20 +300,21 @@ class Memory:
             part = region.unset[offset : offset + nbytes]
             if write:
                 part[:] = False
-            elif part.any():
+            elif part.any() and thread.name.block is not None:  # no whole copy
                 self._unset(region, offset, me)
 
-    def _unset(self, region: Region, offset: int, me: Access) -> None:
-        raise Fault(
-            "access", "a load of memory that was never stored",
-            region=region, offset=offset, second=me,
-        )  # fmt: skip
+    def _unset(self, region: Area, offset: int, me: Access) -> None:
+        text = (
+            "a load of memory that was not stored before; no order makes a store come "
+            "first"
+        )
+        raise Fault("access", text, region=region, offset=offset, second=me)
 
     def _check(
         self,
         others: dict[int, Access],
         known: Any,
-        region: Region,
+        region: Area,
         offset: int,
         me: Access,
     ) -> None:
@@ -315,17 +322,19 @@ class Memory:
             if other.time > known[number]:
                 self._race(region, offset, other, me)
 
-    def _race(self, region: Region, offset: int, first: Access, second: Access) -> None:
+    def _race(self, region: Area, offset: int, first: Access, second: Access) -> None:
+        if self.forgives:
+            return
         raise Fault(
             "race", "two accesses that nothing orders",
             region=region, offset=offset, first=first, second=second,
         )  # fmt: skip
 
-    def place(self, region: Region, offset: int, nbytes: int) -> Place:
+    def place(self, region: Area, offset: int, nbytes: int) -> Word:
         """Return the place at an offset."""
         place = region.places.get(offset)
         if place is None:
-            place = Place(region.bits(offset, nbytes), nbytes)
+            place = Word(region.bits(offset, nbytes), nbytes)
             region.places[offset] = place
         elif place.nbytes != nbytes:
             raise Fault(
@@ -335,7 +344,7 @@ class Memory:
             )
         return place
 
-    def options(self, thread: Any, op: Op) -> list[int]:
+    def options(self, thread: Any, op: Strong) -> list[int]:
         """Return with which values an access can be executed now, by index.
 
         Of the values that would end a wait and that the program does not see, only
@@ -364,7 +373,7 @@ class Memory:
             ]
         return good + [LATE] * late
 
-    def execute(self, thread: Any, op: Op, index: int, step: int) -> Any:
+    def execute(self, thread: Any, op: Strong, index: int, step: int) -> Any:
         """Execute an access with one of its options; return the value that it loads."""
         region, offset, nbytes = op.region, op.offset, op.nbytes
         place = self.place(region, offset, nbytes)
@@ -401,8 +410,8 @@ class Memory:
     def _append(
         self,
         thread: Any,
-        place: Place,
-        op: Op,
+        place: Word,
+        op: Strong,
         bits: int,
         at: tuple[int, int],
         updated: Value | None,
@@ -423,7 +432,7 @@ class Memory:
         if updated is not None:
             place.note(thread.number, time, len(place.values) - 1)
 
-    def _check_strong(self, thread: Any, op: Op, time: int) -> None:
+    def _check_strong(self, thread: Any, op: Strong, time: int) -> None:
         does = {LOAD: "atomic load", AWAIT: "atomic load", STORE: "atomic store"}
         me = Access(
             thread.number, time, op.site, does.get(op.kind, "atomic update"), op.scope
@@ -447,16 +456,16 @@ class Memory:
         self,
         others: dict[int, Access],
         thread: Any,
-        region: Region,
+        region: Area,
         offset: int,
         me: Access,
     ) -> None:
         """Check that atomic accesses of different ranks are atomic for both."""
         for number, other in others.items():
             narrow = GPU in (me.scope, other.scope)
-            if narrow and other.time > thread.known[number]:
-                if thread.rank_of(number) != thread.rank:
-                    self._race(region, offset, other, me)
+            unknown = other.time > thread.known[number]
+            if narrow and unknown and thread.rank_of(number) != thread.rank:
+                self._race(region, offset, other, me)
 
 
 def joined(first: Any, second: Any) -> Any:

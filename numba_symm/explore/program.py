@@ -11,10 +11,13 @@ from numba_symm import environment, errors
 from numba_symm.errors import ArgumentError
 from numba_symm.explore import intrinsics
 from numba_symm.explore.arrays import unsupported
-from numba_symm.explore.faults import Fault, Site, Unsupported
-from numba_symm.explore.host import Communicator, Host, World, make_mpi
-from numba_symm.explore.machine import Chooser, Full, Machine, Name, Numbers
+from numba_symm.explore.communicator import ExploredCommunicator
+from numba_symm.explore.faults import CodePlace, Fault, Unsupported
+from numba_symm.explore.host import Host, Job
+from numba_symm.explore.machine import Chooser, Machine
 from numba_symm.explore.modules import Modules, Source
+from numba_symm.explore.mpi import make_mpi
+from numba_symm.explore.observers import Full, Name, Numbers
 from numba_symm.explore.standins import StandIn, make_cuda, make_numba
 
 _REFUSED = ("torch", "cupy", "jax", "multiprocessing", "threading", "concurrent")
@@ -73,11 +76,14 @@ class Program:
         }
         simulated = StandIn("numba_symm.environment", SIMULATED=True)
         package = StandIn(
-            "numba_symm", Communicator=Communicator, device=symm, errors=errors,
+            "numba_symm", Communicator=ExploredCommunicator, device=symm, errors=errors,
             Context=symm.Context, environment=simulated,
             allow_overlapping_devices=environment.allow_overlapping_devices, **names,
         )  # fmt: skip
-        known = {"numba_symm": package, "numba_symm.environment": simulated}
+        known: dict[str, Any] = {
+            "numba_symm": package,
+            "numba_symm.environment": simulated,
+        }
         known |= {
             name: module
             for name, module in device.items()
@@ -99,7 +105,7 @@ class Program:
             name.removeprefix(prefix): module
             for name, module in intrinsics.device().known.items()
         }
-        world = World(machine, self.ranks, device)
+        world = Job(machine, self.ranks, device)
         for rank in range(self.ranks):
             name = Name(rank, None, 0, f"the host of rank {rank}")
             thread = machine.start(name, machine.clock(), lambda: self._run(machine))
@@ -132,7 +138,7 @@ class Program:
         """Return the fault of an exception that the program has raised."""
         frames = traceback.extract_tb(error.__traceback__)
         sites = [
-            ("", Site(frame.filename, frame.lineno or 0))
+            ("", CodePlace(frame.filename, frame.lineno or 0))
             for frame in frames
             if frame.filename in self.files
         ]

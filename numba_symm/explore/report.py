@@ -50,7 +50,7 @@ class Coverage:
 
 
 @dataclass
-class Place:
+class FaultPlace:
     """Something that a thread did, or waits for.
 
     Attributes:
@@ -69,7 +69,7 @@ class Place:
 
 
 @dataclass
-class Found:
+class FoundFault:
     """A fault.
 
     Attributes:
@@ -89,7 +89,7 @@ class Found:
     text: str
     ranks: int
     execution: int
-    places: list[Place] = field(default_factory=list)
+    places: list[FaultPlace] = field(default_factory=list)
     hints: list[str] = field(default_factory=list)
     trace: list[dict[str, Any]] = field(default_factory=list)
     choices: list[tuple[int, int]] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Found:
 
 
 @dataclass
-class Report:
+class ExploreReport:
     """The result of an exploration.
 
     Attributes:
@@ -110,7 +110,7 @@ class Report:
     program: str
     arguments: list[str]
     coverage: list[Coverage]
-    fault: Found | None = None
+    fault: FoundFault | None = None
 
     @property
     def complete(self) -> bool:
@@ -136,7 +136,7 @@ class Report:
                 console.print(f"[{color}]{escape(str(each))}[/]", highlight=False)
 
 
-def _show_fault(fault: Found, console: Console) -> None:
+def _show_fault(fault: FoundFault, console: Console) -> None:
     def line(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True)
 

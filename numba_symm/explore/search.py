@@ -20,31 +20,31 @@ from typing import Any
 import numpy as np
 
 from numba_symm.explore.faults import Fault, Pruned
-from numba_symm.explore.machine import Machine, Thread
+from numba_symm.explore.machine import Fiber, Machine
 from numba_symm.explore.memory import (
     AWAIT,
     CHANGES,
     LATE,
-    Op,
-    Place,
+    Strong,
     Value,
+    Word,
     teaches_less,
 )
 
 _UNDECIDED = -2
 
 
-class _Step:
+class _Executed:
     """An executed access, as later ones may race with it."""
 
     __slots__ = ("by", "index", "op", "past", "place", "thread")
 
-    def __init__(self, by: Thread, op: Op, index: int, place: Place):
+    def __init__(self, by: Fiber, op: Strong, index: int, place: Word):
         self.by, self.thread, self.op, self.index = by, by.number, op, index
         self.place, self.past = place, by.past
 
 
-class _Node:
+class _State:
     """A state that the search comes back to.
 
     Attributes:
@@ -76,13 +76,13 @@ class Search:
     """
 
     def __init__(self) -> None:
-        self._stack: list[_Node] = []
+        self._stack: list[_State] = []
         self.futile: dict[Any, set[int]] = {}
 
     def begin(self) -> None:
         """Begin an execution."""
         self._depth = -1
-        self._steps: list[_Step] = []
+        self._steps: list[_Executed] = []
         self._sleep: dict[tuple[int, int], tuple[str, int]] = {}
 
     @property
@@ -90,7 +90,7 @@ class Search:
         """Return the threads and values of the current execution."""
         return [(node.thread, node.index) for node in self._stack[: self._depth + 1]]
 
-    def choose(self, machine: Machine) -> tuple[Thread, int]:
+    def choose(self, machine: Machine) -> tuple[Fiber, int]:
         """Go on as in an execution before, or from a new state."""
         self._depth += 1
         if self._depth < len(self._stack):
@@ -109,7 +109,7 @@ class Search:
         self._sleep = node.sleep
         return thread, node.index
 
-    def _extend(self, machine: Machine) -> tuple[_Node, Thread]:
+    def _extend(self, machine: Machine) -> tuple[_State, Fiber]:
         """Return a new node, for a thread that does not sleep."""
         last, ready = machine.last, machine.ready
         order = sorted(ready)
@@ -119,14 +119,14 @@ class Search:
             thread = ready[number]
             values = self._awake(machine, thread, self._sleep)
             if values:
-                node = _Node(number, dict(self._sleep))
+                node = _State(number, dict(self._sleep))
                 self._stack.append(node)
                 self._decide(node, values, thread)
                 return node, thread
         raise Pruned
 
     def _awake(
-        self, machine: Machine, thread: Thread, sleep: dict[tuple[int, int], Any]
+        self, machine: Machine, thread: Fiber, sleep: dict[tuple[int, int], Any]
     ) -> list[int]:
         values = machine.options(thread)
         if not sleep:
@@ -136,18 +136,18 @@ class Search:
             return [] if asleep else values
         return [value for value in values if (thread.number, value) not in sleep]
 
-    def _decide(self, node: _Node, values: list[int], thread: Thread) -> None:
+    def _decide(self, node: _State, values: list[int], thread: Fiber) -> None:
         if not values:
             raise Pruned
         node.op = _seen(thread)
         node.index, *node.left = values
 
-    def executed(self, machine: Machine, thread: Thread, op: Op, index: int) -> None:
+    def executed(self, machine: Machine, thread: Fiber, op: Strong, index: int) -> None:
         """Find what else must be explored because of an access that was executed."""
         depth, place = self._depth, op.region.places[op.offset]
         node = self._stack[depth]
         past = thread.past
-        step = _Step(thread, op, index, place)
+        step = _Executed(thread, op, index, place)
         if op.kind in CHANGES:
             self._race_with_loads(machine, step, thread)
             self._race_with_changes(machine, step, thread)
@@ -172,7 +172,9 @@ class Search:
             if key[0] != thread.number and not _depends(other, key[1], op)
         }
 
-    def _race_with_changes(self, machine: Machine, step: _Step, thread: Thread) -> None:
+    def _race_with_changes(
+        self, machine: Machine, step: _Executed, thread: Fiber
+    ) -> None:
         """Explore the other order of two changes of a place."""
         for depth, number, _ in reversed(step.place.chain):
             if thread.past[number] > depth:
@@ -184,7 +186,7 @@ class Search:
                 self._reverse(earlier, step, thread)
 
     def _enabling(
-        self, machine: Machine, step: _Step, thread: Thread, depth: int
+        self, machine: Machine, step: _Executed, thread: Fiber, depth: int
     ) -> int | None:
         """Return the last change before which an update could have been executed."""
         values, holds = step.place.values, step.op.holds
@@ -199,7 +201,9 @@ class Search:
                 return value.step
         return None
 
-    def _race_with_loads(self, machine: Machine, step: _Step, thread: Thread) -> None:
+    def _race_with_loads(
+        self, machine: Machine, step: _Executed, thread: Fiber
+    ) -> None:
         """Explore executions in which earlier loads return the value of a store."""
         place = step.place
         if place.values[-1].step != self._depth:
@@ -212,8 +216,8 @@ class Search:
                 continue
             self._reverse(depth, step, thread)
 
-    def _matters(self, machine: Machine, load: _Step, place: Place) -> bool:
-        """Return whether a wait that has ended might go on otherwise with a new value."""
+    def _matters(self, machine: Machine, load: _Executed, place: Word) -> bool:
+        """Return whether an ended wait might go on otherwise with a new value."""
         if load.index == LATE:
             return True
         old: Value = place.values[load.index]
@@ -227,8 +231,8 @@ class Search:
             machine.current = before
         return not ends or load.op.used or not teaches_less(old, new)
 
-    def _reverse(self, depth: int, step: _Step, thread: Thread) -> None:
-        """Let a thread go on from a node so that ``step`` can come before its access."""
+    def _reverse(self, depth: int, step: _Executed, thread: Fiber) -> None:
+        """Explore executions in which a step comes before the access of a node."""
         node, first = self._stack[depth], self._steps[depth]
         after = [
             k
@@ -253,8 +257,8 @@ class Search:
             elif number == thread.number and step_leads():
                 return
         for (number, index), (kind, _) in node.sleep.items():
-            k = begins.get(number)
-            if k is not None:
+            if number in begins:
+                k = begins[number]
                 same = kind in CHANGES or self._steps[k].index == index
                 if same and leads(k):
                     return
@@ -299,12 +303,12 @@ def learn(futile: dict[Any, set[int]], machine: Machine) -> bool:
     return bool(machine.learned)
 
 
-def _seen(thread: Thread) -> tuple[str, int]:
+def _seen(thread: Fiber) -> tuple[str, int]:
     assert thread.op is not None
     return thread.op.kind, thread.op.key
 
 
-def _depends(asleep: tuple[str, int], index: int, op: Op) -> bool:
+def _depends(asleep: tuple[str, int], index: int, op: Strong) -> bool:
     """Return whether an access that sleeps must wake after another one."""
     kind, key = asleep
     if key != op.key or op.kind not in CHANGES:
@@ -328,7 +332,7 @@ class Random:
         self._lowest = 0.0
         self.choices: list[tuple[int, int]] = []
 
-    def choose(self, machine: Machine) -> tuple[Thread, int]:
+    def choose(self, machine: Machine) -> tuple[Fiber, int]:
         """Choose a thread; a value is the newest with a probability of one half."""
         number = self._thread(sorted(machine.ready))
         thread = machine.ready[number]
@@ -352,7 +356,7 @@ class Random:
             best = max(ready, key=priorities.__getitem__)
         return best
 
-    def executed(self, machine: Machine, thread: Thread, op: Op, index: int) -> None:
+    def executed(self, machine: Machine, thread: Fiber, op: Strong, index: int) -> None:
         """Do nothing."""
 
     def repeats(self) -> None:
@@ -366,7 +370,7 @@ class Replay(Random):
         super().__init__(0, 0)
         self._given = choices
 
-    def choose(self, machine: Machine) -> tuple[Thread, int]:
+    def choose(self, machine: Machine) -> tuple[Fiber, int]:
         """Choose as before; after all choices, as long as the program goes on."""
         at = len(self.choices)
         if at >= len(self._given):

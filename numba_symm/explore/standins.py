@@ -1,6 +1,5 @@
 """Stand-ins for ``numba`` and ``numba.cuda`` in explored programs."""
 
-import math
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,7 +28,7 @@ class StandIn(ModuleType):
         raise unsupported(f"{self.__name__}.{name}")
 
 
-class Kernel:
+class ExploredKernel:
     """What ``cuda.jit`` returns for a kernel."""
 
     def __init__(self, function: Any):
@@ -56,6 +55,7 @@ class Kernel:
         return enqueue
 
     def __call__(self, *_: Any) -> Any:
+        """Refuse a call without a grid."""
         raise unsupported("a call of a kernel without a grid")
 
     def __getattr__(self, name: str) -> Any:
@@ -68,7 +68,7 @@ def jit(function: Any = None, device: bool = False, **options: Any) -> Any:
         raise unsupported("cuda.jit with link or cooperative")
     if not callable(function):  # options or signatures
         return lambda given: jit(given, device)
-    return function if device else Kernel(function)
+    return function if device else ExploredKernel(function)
 
 
 class _Index:
@@ -157,11 +157,9 @@ def _device_array(
 
 
 def _to_device(obj: Any, stream: Any = 0, copy: bool = True, to: Any = None) -> Any:
-    given = obj.load() if isinstance(obj, Array) else np.asarray(obj)
+    given = obj if isinstance(obj, Array) else np.asarray(obj)
     found = to if to is not None else _host().new(given.shape, given.dtype)
-    if to is not None:
-        _host().drain()
-    found.store(given)
+    _host().copy_in(found, given)
     return found
 
 
@@ -197,7 +195,7 @@ def make_cuda() -> StandIn:
         f"{verb}_" if verb in ("and", "or") else verb: _atomic(verb) for verb in verbs
     }
     atomic = StandIn("cuda.atomic", compare_and_swap=_compare_and_swap, **atomics)
-    return StandIn(
+    return _Cuda(
         "numba.cuda",
         jit=jit,
         threadIdx=_Index(lambda: me().thread),
@@ -206,7 +204,6 @@ def make_cuda() -> StandIn:
         gridDim=_Index(lambda: me().grid.dim),
         grid=grid,
         gridsize=gridsize,
-        laneid=_Lane(),
         warpsize=threads.WARP,
         syncthreads=threads.syncthreads,
         syncthreads_or=lambda value: int(any(sync(bool(value)))),
@@ -238,28 +235,10 @@ def make_cuda() -> StandIn:
     )
 
 
-class _Lane:
-    """``cuda.laneid``, which is a number."""
+class _Cuda(StandIn):
+    """``numba.cuda``, whose lane is that of the thread."""
 
-    def __index__(self) -> int:
-        return threads.lane()
-
-    __int__ = __index__
-
-    def __eq__(self, other: Any) -> bool:
-        return bool(threads.lane() == other)
-
-    def __hash__(self) -> int:
-        return hash(threads.lane())
-
-    def __lt__(self, other: Any) -> bool:
-        return bool(threads.lane() < other)
-
-    def __mod__(self, other: Any) -> Any:
-        return threads.lane() % other
-
-    def __add__(self, other: Any) -> Any:
-        return threads.lane() + other
+    laneid = property(lambda self: threads.lane())
 
 
 _TYPES = (
@@ -276,8 +255,3 @@ def make_numba(cuda: StandIn) -> dict[str, Any]:
     config = SimpleNamespace(ENABLE_CUDASIM=True, CUDA_LOW_OCCUPANCY_WARNINGS=False)
     numba = StandIn("numba", cuda=cuda, config=config, types=of_types, **types)
     return {"numba": numba, "numba.cuda": cuda, "numba.types": of_types}
-
-
-def prod(shape: Any) -> int:
-    """Return the number of elements of a shape."""
-    return math.prod(shape) if isinstance(shape, tuple | list) else int(shape)

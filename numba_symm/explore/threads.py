@@ -9,8 +9,9 @@ import numpy as np
 
 from numba_symm.explore.arrays import Array, unsupported
 from numba_symm.explore.faults import Fault, Files
-from numba_symm.explore.machine import Name, Thread, running
-from numba_symm.explore.memory import Region
+from numba_symm.explore.machine import Fiber, running
+from numba_symm.explore.memory import Area
+from numba_symm.explore.observers import Name
 
 WARP = 32
 MOST_THREADS = 1024
@@ -31,7 +32,7 @@ class Grid:
         self.dim, self.block = (_three(each) for each in launch)
         self.blocks, self.threads = math.prod(self.dim), math.prod(self.block)
         self.dynamic = dynamic
-        self.shared: dict[Any, Region] = {}
+        self.shared: dict[Any, Area] = {}
         self.number = 0
         self._left = self.blocks * self.threads
         if not 0 < self.threads <= MOST_THREADS or not self.blocks:
@@ -56,7 +57,7 @@ class Grid:
     def _body(self) -> None:
         self._function(*self._args)
 
-    def ended(self, thread: Thread) -> None:
+    def ended(self, thread: Fiber) -> None:
         """Note that a thread has ended; go on with the stream after the last one."""
         self._left -= 1
         self._stream.learn(thread.clock)
@@ -82,9 +83,9 @@ class KernelThread:
     def __init__(self, grid: Grid, block: int, index: int):
         self.grid, self.block_index, self.index = grid, block, index
         self.at, self.thread = _split(block, grid.dim), _split(index, grid.block)
-        self.own: dict[Any, Region] = {}
+        self.own: dict[Any, Area] = {}
 
-    def ended(self, thread: Thread) -> None:
+    def ended(self, thread: Fiber) -> None:
         """Note that the thread has ended."""
         self.grid.ended(thread)
 

@@ -8,7 +8,7 @@ import numpy as np
 from numba_symm.explore import threads
 from numba_symm.explore.arrays import Array
 from numba_symm.explore.machine import running
-from numba_symm.explore.memory import SYSTEM, UPDATE, Op
+from numba_symm.explore.memory import SYSTEM, UPDATE, Strong
 
 _CHANGES: dict[str, Callable[..., Any]] = {
     "add": lambda old, value: old + value,
@@ -58,7 +58,7 @@ def update_element(
     dtype = array.dtype
     assert array.region is not None
     offset = array.offset_of(index)
-    op = Op(UPDATE, array.region, offset, dtype.itemsize, order, execution.site())
+    op = Strong(UPDATE, array.region, offset, dtype.itemsize, order, execution.site())
     op.scope = scope
     op.change = changed(verb, dtype, values)
     old = execution.access(op, threads.state(execution.files))

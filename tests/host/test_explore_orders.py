@@ -5,8 +5,9 @@ import random
 import pytest
 
 from numba_symm.explore.faults import Fault, Pruned
-from numba_symm.explore.machine import Machine, Name, Numbers
-from numba_symm.explore.memory import AWAIT, LOAD, STORE, UPDATE, Op
+from numba_symm.explore.machine import Machine
+from numba_symm.explore.memory import LOAD, STORE, UPDATE, Strong
+from numba_symm.explore.observers import Name, Numbers
 from numba_symm.explore.search import Search
 from tests import litmus
 
@@ -52,7 +53,7 @@ class Explored:
         self.loaded[t] = (*self.loaded[t], value)
 
     def op(self, kind, place, order):
-        return Op(kind, place, 0, 8, order, self.machine.site())
+        return Strong(kind, place, 0, 8, order, self.machine.site())
 
     def step(self, t, number, step, places):
         machine, kind = self.machine, step[0]
