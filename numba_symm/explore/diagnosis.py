@@ -36,6 +36,7 @@ class TracedStep(NamedTuple):
         read: the value that it loaded; None: none.
         stored: the value that it stored; None: none.
         known: what its thread knows after it.
+        phase: the number of its launch, and of barriers since that began.
     """
 
     thread: int
@@ -45,6 +46,7 @@ class TracedStep(NamedTuple):
     read: Value | None
     stored: Value | None
     known: Any
+    phase: tuple[int, int]
 
 
 class Observed:
@@ -55,7 +57,7 @@ class Observed:
         names: by thread and time, what the program calls the element that it accessed.
         at: by thread and time, how many steps came before an access of the element.
         known: by thread and time, what its thread knew.
-        launches: by thread and time, the number of the launch; 0: no kernel's.
+        phases: by thread and time, the number of the launch and of barriers before.
     """
 
     def __init__(self, machine: Machine, fault: Fault):
@@ -64,7 +66,7 @@ class Observed:
         self.names: dict[tuple[int, int], str] = {}
         self.at: dict[tuple[int, int], int] = {}
         self.known: dict[tuple[int, int], Any] = {}
-        self.launches: dict[tuple[int, int], int] = {}
+        self.phases: dict[tuple[int, int], tuple[int, int]] = {}
         self._watched: Area | None = fault.details.get("region")
         self._offset: int = fault.details.get("offset", -1)
         machine.traced = self._trace
@@ -84,7 +86,9 @@ class Observed:
         time = int(thread.known[thread.number])
         known = thread.known.copy()
         self.steps.append(
-            TracedStep(thread.number, time, op, shown, read, stored, known)
+            TracedStep(
+                thread.number, time, op, shown, read, stored, known, _phase_of(thread)
+            )
         )
 
     def _observe(
@@ -99,8 +103,12 @@ class Observed:
             key = access.thread, access.time
             self.names[key], self.at[key] = name, len(self.steps)
             self.known[key] = thread.known.copy()
-            grid = getattr(getattr(thread, "local", None), "grid", None)
-            self.launches[key] = 0 if grid is None else grid.number
+            self.phases[key] = _phase_of(thread)
+
+
+def _phase_of(thread: Any) -> tuple[int, int]:
+    grid = getattr(getattr(thread, "local", None), "grid", None)
+    return (0, 0) if grid is None else (grid.number, thread.phase)
 
 
 def element_name(
@@ -178,6 +186,7 @@ class _Race:
 
     Attributes:
         a, b: the names of their threads.
+        phases: the numbers of their launches, and of barriers before.
         since: the steps that follow the first one.
     """
 
@@ -186,6 +195,10 @@ class _Race:
         self._machine = observed.machine
         self._names = observed.machine.numbers.names
         self.a, self.b = self._names[first.thread], self._names[second.thread]
+        self.phases = [
+            observed.phases.get((each.thread, each.time), (0, 0))
+            for each in (first, second)
+        ]
         self.since = observed.at.get((first.thread, first.time), 0)
 
     def by_other_thread(self) -> str:
@@ -195,6 +208,8 @@ class _Race:
         for step in reversed(self._observed.steps[self.since :]):
             name = self._names[step.thread]
             if not _are_mates(name, self.a) or _are_mates(name, self.b):
+                continue
+            if step.phase != self.phases[0]:
                 continue
             released = step.stored is not None and step.stored.release is not None
             if released and known is not None and step.time <= known[step.thread]:
@@ -213,6 +228,8 @@ class _Race:
             name = self._names[step.thread]
             knows = step.known[self._first.thread]
             if not _are_mates(name, self.b) or _are_mates(name, self.a):
+                continue
+            if step.phase != self.phases[1]:
                 continue
             acquired = step.read is not None and step.op.order == ACQUIRE
             if acquired and knows >= self._first.time:
@@ -261,10 +278,7 @@ class _Race:
                 "Both threads are of one block: is a syncthreads missing between "
                 f"{lines}?"
             )
-        launches = [
-            self._observed.launches.get((each.thread, each.time), 0)
-            for each in (first, second)
-        ]
+        launches = [launch for launch, _ in self.phases]
         if 0 in launches or launches[0] == launches[1] or a.rank == b.rank:
             return f"Is a barrier, or a signal, missing between {lines}?"
         if launches[0] > launches[1]:

@@ -68,6 +68,7 @@ class Fiber(Observer):
         seen: how long the list of its reads was, by its state at a load.
         loads: its strong reads since it last changed anything.
         polling: the places of a loop in which it waits, with the values it has seen.
+        phase: how many barriers it has passed.
         where: its last weak access, which it has repeated ``again`` times.
         peek: the value for a predicate of ``Machine.wait``, whose access is ``probed``.
         local: what stand-ins keep for it.
@@ -83,6 +84,7 @@ class Fiber(Observer):
         self.seen: dict[Any, int] = {}
         self.loads: list[tuple[Strong, Word, int]] = []
         self.polling: list[tuple[Strong, Word, int]] = []
+        self.phase = 0
         self.where: Any = None
         self.again = 0
         self.peek: int | None = None
@@ -463,6 +465,7 @@ class Machine:
         clock = np.maximum.reduce([each.clock[parts] for each, _ in group])
         found = [value for _, value in group]
         for other, _ in group:
+            other.phase += 1
             np.maximum(other.clock[parts], clock, out=other.clock[parts])
             if other is not thread:
                 self._runnable.append((other, found))
