@@ -359,7 +359,10 @@ def _wanted(name: Name, op: Strong, machine: Machine) -> str:
 def trace(observed: Observed) -> list[dict[str, Any]]:
     """Return the steps of the execution."""
     machine, found = observed.machine, []
-    for number, step in enumerate(observed.steps):
+    ends = max(observed.at.values(), default=0) or len(observed.steps)
+    if not machine.memory.forgives:
+        ends = len(observed.steps)
+    for number, step in enumerate(observed.steps[:ends]):
         op = step.op
         element = element_name(op.region, op.offset, None, machine.files)
         does = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}.get(

@@ -137,6 +137,14 @@ EDITS = {
 }  # fmt: skip
 
 
+def test_the_page_has_every_edit():
+    page = (ROOT / "docs/check-kernels.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines()]
+    rows = {f"{row[0][1:-4]}: {row[1]}": row[2] for row in rows if len(row) == 3}
+    for name, (_, _, kind) in EDITS.items():
+        assert rows[name].startswith("implied" if kind is IMPLIED else f"`{kind}`")
+
+
 @pytest.mark.parametrize("name", EDITS)
 def test_a_removed_synchronization_is_found(name, tmp_path):
     file, edits, kind = EDITS[name]
