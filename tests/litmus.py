@@ -133,8 +133,10 @@ def _weak(state, t, step, on):
     _at, loaded, places, views, fenced, unfenced, data, weak = state
     place, writes = step[1] - PLACES, step[0] == "wst"
     view, number = views[t], len(weak)
+    same = writes and data[place] == step[2]
     for n, (_, other, stores) in enumerate(weak):
-        if other == place and (stores or writes) and n not in view[1]:
+        conflicts = not (stores and same) if writes else stores
+        if other == place and conflicts and n not in view[1]:
             yield "race"
             return
     me = view[0], view[1] | {number}

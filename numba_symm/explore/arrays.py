@@ -85,7 +85,7 @@ class Array(np.ndarray[Any, Any]):
         part = self._part(index)
         if isinstance(part, np.ndarray) or self.region is None:
             return part
-        _check(self.region, self.offset_of(index), self.itemsize, False)
+        _check(self.region, self.offset_of(index), self.itemsize, None)
         return np.ndarray.__getitem__(self, index)
 
     def __setitem__(self, index: Index, value: Any) -> None:
@@ -97,9 +97,11 @@ class Array(np.ndarray[Any, Any]):
             return
         if isinstance(value, np.ndarray):
             value = value[(0,) * value.ndim]
+        value = converted(self.dtype, value)
         if self.region is not None:
-            _check(self.region, self.offset_of(index), self.itemsize, True)
-        np.ndarray.__setitem__(self, index, converted(self.dtype, value))
+            stored = np.array([value]).astype(self.dtype).tobytes()
+            _check(self.region, self.offset_of(index), self.itemsize, stored)
+        np.ndarray.__setitem__(self, index, value)
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(len(self)))
@@ -126,20 +128,21 @@ class Array(np.ndarray[Any, Any]):
         return np.array(self.memory)
 
     def _touch(self, write: bool, by: Any, site: Any) -> None:
-        assert self.region is not None
-        runs = [self]
+        execution, region, stored = (
+            machine.running(),
+            self.region,
+            b"" if write else None,
+        )
+        assert region is not None
+        spans = [(self.start(), self.nbytes)]
         if not self.flags.c_contiguous:
-            runs = [self._part(i) for i in range(len(self))] if self.ndim > 1 else []
-            if not runs:
-                for i in range(len(self)):
-                    _touch(
-                        self.region, self.offset_of(i), self.itemsize, write, by, site
-                    )
-        for run in runs:
-            if run is not self:
-                run._touch(write, by, site)
-            elif self.nbytes:
-                _touch(self.region, self.start(), self.nbytes, write, by, site)
+            places = np.ndindex(self.shape)
+            spans = [(self.offset_of(place), self.itemsize) for place in places]
+        for offset, nbytes in spans:
+            if by is None:
+                execution.weak(region, offset, nbytes, stored)
+            else:
+                execution.memory.weak(by, region, offset, nbytes, stored, site)
 
     def copy_to_host(self, ary: Any = None, stream: Any = 0) -> Any:
         """Wait for the stream, and return a copy of the elements."""
@@ -155,22 +158,12 @@ class Array(np.ndarray[Any, Any]):
         machine.running().me().local.copy_in(self, ary)
 
 
-def _check(region: Area, offset: int, nbytes: int, write: bool) -> None:
+def _check(region: Area, offset: int, nbytes: int, stored: bytes | None) -> None:
     execution = machine.running()
     local = execution.me().local
     if execution.me().name.block is None:
         local.drain()
-    execution.weak(region, offset, nbytes, write)
-
-
-def _touch(
-    region: Area, offset: int, nbytes: int, write: bool, by: Any, site: Any
-) -> None:
-    execution = machine.running()
-    if by is None:
-        execution.weak(region, offset, nbytes, write)
-    else:
-        execution.memory.weak(by, region, offset, nbytes, write, site)
+    execution.weak(region, offset, nbytes, stored)
 
 
 def _broadcast(values: Any, shape: tuple[int, ...], place: tuple[int, ...]) -> Any:

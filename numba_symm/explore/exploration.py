@@ -106,6 +106,8 @@ class _Exploration:
             if machine is None:
                 return False
             self.coverage.executions += 1
+            if machine.learned:  # the search begins anew
+                self.coverage.orders = 0
             if self.found is not None or not search.next(machine):
                 return True
             if time.monotonic() > deadline:
@@ -118,6 +120,7 @@ class _Exploration:
             machine.deadline = deadline
             try:
                 self._program.run(machine)
+                self.coverage.orders += 1
             except Pruned:
                 pass
             except OutOfTime:
@@ -203,7 +206,7 @@ def replay(file: str | os.PathLike[str]) -> list[dict[str, Any]]:
         program.numbers.number(Name(*each))
     chooser = Replay([(number, value) for number, value in fault.choices])
     machine = program.execute(chooser, {})
-    observed = diagnosis.Observed(machine, Fault(fault.kind, fault.text))
+    observed = diagnosis.Observed(machine, Fault("replay", fault.text))
     try:
         program.run(machine)
     except Fault as again:

@@ -53,7 +53,7 @@ def _weak_load(nbytes: int) -> Callable[[int], int]:
         execution = running()
         region, offset = execution.memory.at(int(address), nbytes)
         _check_aligned(address, nbytes)
-        execution.weak(region, offset, nbytes, False)
+        execution.weak(region, offset, nbytes, None)
         return region.bits(offset, nbytes)
 
     return load
@@ -64,8 +64,9 @@ def _weak_store(nbytes: int) -> Callable[[int, int], None]:
         execution = running()
         region, offset = execution.memory.at(int(address), nbytes)
         _check_aligned(address, nbytes)
-        execution.weak(region, offset, nbytes, True)
-        region.put_bits(offset, nbytes, value)
+        bits = int(value) & (1 << 8 * nbytes) - 1
+        execution.weak(region, offset, nbytes, bits.to_bytes(nbytes, "little"))
+        region.put_bits(offset, nbytes, bits)
 
     return store
 

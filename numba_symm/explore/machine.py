@@ -310,10 +310,12 @@ class Machine:
         """Return where the program is."""
         return faults.site(self.files)
 
-    def weak(self, region: Area, offset: int, nbytes: int, write: bool) -> None:
-        """Check a weak access of the thread that runs."""
+    def weak(
+        self, region: Area, offset: int, nbytes: int, stored: bytes | None
+    ) -> None:
+        """Check a weak access of the thread that runs: see ``MemoryModel.weak``."""
         thread, site = self.me(), self.site()
-        if write:
+        if stored is not None:
             thread.changed()
         where = site, region, offset
         thread.again = thread.again + 1 if where == thread.where else 0
@@ -325,7 +327,7 @@ class Machine:
                 "store need never end; load with acquire",
                 sites=[(thread.name.text, site)],
             )
-        self.memory.weak(thread, region, offset, nbytes, write, site)
+        self.memory.weak(thread, region, offset, nbytes, stored, site)
 
     def access(self, op: Strong, state: Any) -> Any:
         """Make a strong access; return the old value.

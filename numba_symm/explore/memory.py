@@ -57,10 +57,10 @@ class Access(NamedTuple):
 class Cell:
     """The last accesses to a few bytes: of each thread, if nothing ordered them."""
 
-    __slots__ = ("reads", "strong_reads", "strong_writes", "write")
+    __slots__ = ("reads", "strong_reads", "strong_writes", "writes")
 
     def __init__(self) -> None:
-        self.write: Access | None = None
+        self.writes: dict[int, Access] = {}
         self.reads: dict[int, Access] = {}
         self.strong_writes: dict[int, Access] = {}
         self.strong_reads: dict[int, Access] = {}
@@ -68,7 +68,7 @@ class Cell:
     def copy(self) -> "Cell":
         """Return a cell with the same accesses."""
         other = Cell()
-        other.write, other.reads = self.write, dict(self.reads)
+        other.writes, other.reads = dict(self.writes), dict(self.reads)
         other.strong_writes = dict(self.strong_writes)
         other.strong_reads = dict(self.strong_reads)
         return other
@@ -270,24 +270,37 @@ class MemoryModel:
         region: Area,
         offset: int,
         nbytes: int,
-        write: bool,
+        stored: bytes | None,
         site: CodePlace,
     ) -> None:
-        """Check a weak access."""
-        known = thread.known
+        """Check a weak access.
+
+        Threads may store the same bytes without order, but not others.
+
+        Args:
+            thread: whose access it is.
+            region: where, with ``offset`` and ``nbytes``.
+            offset: the first byte.
+            nbytes: how many.
+            stored: what it stores, b"" if that is unknown; None: a load.
+            site: where in the program.
+        """
+        known, write = thread.known, stored is not None
         me = Access(thread.number, thread.tick(), site, "store" if write else "load")
         if self.observe is not None:
             self.observe(thread, me, region, offset, nbytes)
+        same = write and region.bytes[offset : offset + nbytes] == stored
         for cell in region.cells_at(offset, nbytes):
-            last = cell.write
-            if last is not None and last.time > known[last.thread]:
-                self._race(region, offset, last, me)
-            if cell.strong_writes:
-                self._check(cell.strong_writes, known, region, offset, me)
+            if not same:
+                self._check(cell.writes, known, region, offset, me)
+            self._check(cell.strong_writes, known, region, offset, me)
             if write:
                 self._check(cell.reads, known, region, offset, me)
                 self._check(cell.strong_reads, known, region, offset, me)
-                cell.write = me
+                if same:
+                    cell.writes[me.thread] = me
+                else:
+                    cell.writes = {me.thread: me}
                 cell.reads, cell.strong_writes, cell.strong_reads = {}, {}, {}
             else:
                 cell.reads[me.thread] = me
@@ -300,7 +313,8 @@ class MemoryModel:
             part = region.unset[offset : offset + nbytes]
             if write:
                 part[:] = False
-            elif part.any() and thread.name.block is not None:  # no whole copy
+            elif part.any() and thread.name.block is not None and not site.called:
+                # Copies of the host and of the library may contain unused parts.
                 self._unset(region, offset, me)
 
     def _unset(self, region: Area, offset: int, me: Access) -> None:
@@ -441,9 +455,7 @@ class MemoryModel:
             self.observe(thread, me, op.region, op.offset, op.nbytes)
         known, place = thread.known, (op.region, op.offset)
         for cell in op.region.cells_at(op.offset, op.nbytes):
-            last = cell.write
-            if last is not None and last.time > known[last.thread]:
-                self._race(*place, last, me)
+            self._check(cell.writes, known, *place, me)
             if op.kind in CHANGES:
                 self._check(cell.reads, known, *place, me)
                 self._check_scopes(cell.strong_reads, thread, *place, me)

@@ -20,6 +20,7 @@ class Coverage:
         ranks: the number of ranks.
         complete: whether all orders were explored.
         executions: the executions of the search.
+        orders: how many of these differ, if all were explored.
         random: the random executions after it.
         steps: the most atomic accesses of an execution.
         seconds: how long it took.
@@ -28,6 +29,7 @@ class Coverage:
     ranks: int
     complete: bool = False
     executions: int = 0
+    orders: int = 0
     random: int = 0
     steps: int = 0
     seconds: float = 0.0
@@ -35,9 +37,7 @@ class Coverage:
     def __str__(self) -> str:
         if self.complete:
             orders = (
-                "the only order"
-                if self.executions == 1
-                else (f"all {self.executions} orders")
+                "the only order" if self.orders == 1 else (f"all {self.orders} orders")
             )
             return (
                 f"complete: {orders} of {self.steps} steps, {self.ranks} ranks, these "

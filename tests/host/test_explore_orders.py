@@ -72,10 +72,10 @@ class Explored:
             op.change = lambda old: litmus.UPDATE[step[1]](old, *step[3])
             self.load(t, machine.access(op, None))
         elif kind == "wst":
-            machine.weak(places[step[1]], 0, 8, True)
+            machine.weak(places[step[1]], 0, 8, step[2].to_bytes(8, "little"))
             places[step[1]].put_bits(0, 8, step[2])
         elif kind == "wld":
-            machine.weak(places[step[1]], 0, 8, False)
+            machine.weak(places[step[1]], 0, 8, None)
             self.load(t, places[step[1]].bits(0, 8))
         else:
             self.wait(t, number, step, places)
