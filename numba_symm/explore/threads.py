@@ -1,7 +1,9 @@
 """Threads of kernels: their indices, their barriers, and what they depend on."""
 
+import functools
 import math
 import sys
+from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any
 
@@ -145,6 +147,15 @@ def caller(files: Files) -> tuple[CodeType, int]:
     return frame.f_code, frame.f_lasti
 
 
+@functools.cache
+def _positions(code: CodeType) -> Sequence[Any]:
+    """Return the place in the source of each instruction.
+
+    Python compiles the condition of a loop twice: these places are equal.
+    """
+    return list(code.co_positions())
+
+
 def state(files: Files) -> Any:
     """Return all on which the next steps of the thread depend, besides memory.
 
@@ -159,7 +170,8 @@ def state(files: Files) -> Any:
         if in_kernel and not in_program and code.co_name == "_body":
             break
         in_kernel = in_kernel or in_program
-        found.append((code, frame.f_lasti, _frozen(frame.f_locals, 0)))
+        place = _positions(code)[frame.f_lasti // 2]
+        found.append((code, place, _frozen(frame.f_locals, 0)))
         frame = frame.f_back
     return tuple(found)
 
