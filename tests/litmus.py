@@ -6,6 +6,7 @@ A program is a list of threads, and a thread is a list of steps:
 - ``("wait", place, comparison, value, order)``: a declared wait
 - ``("spin", place, comparison, value, order)``: a loop of loads, whose last counts
 - ``("rmw", verb, place, values, order)``
+- ``("lock", place, order)``: a loop of compare and swap, from 0 to 1
 - ``("fence",)``, ``("bar",)``: a barrier of all threads
 - ``("wst", place, value)``, ``("wld", place)``: weak
 
@@ -100,9 +101,13 @@ def _steps(program, state):
             yield from _weak(state, t, step, on)
         elif kind == "st":
             yield _store(state, t, step[1], step[2], step[3], None, on, loaded)
-        elif kind == "rmw":
+        elif kind in ("rmw", "lock"):
+            if kind == "lock":
+                step = "rmw", "cas", step[1], (0, 1), step[2]
             _, verb, place, values, order = step
             index = len(places[place]) - 1
+            if kind == "lock" and places[place][index][0] != 0:
+                continue
             old, release, _ = places[place][index]
             state = _load(state, t, place, index, order)
             got = _set(loaded, t, (*loaded[t], old))

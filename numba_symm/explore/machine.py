@@ -269,7 +269,13 @@ class Machine:
             self._changed(op.key)
 
     def _changed(self, key: int) -> None:
-        """Let threads go on whose waits a new value of a place may end."""
+        """Let threads go on or wait because of a new value of a place."""
+        for thread in list(self.ready.values()):
+            op = thread.op
+            assert op is not None
+            if op.key == key and op.kind is UPDATE and op.holds is not None:
+                del self.ready[thread.number]
+                self._post(thread)
         for thread, op in self._awaiting.pop(key, ()):
             if thread.op is not op:
                 continue

@@ -289,7 +289,7 @@ class MemoryModel:
         me = Access(thread.number, thread.tick(), site, "store" if write else "load")
         if self.observe is not None:
             self.observe(thread, me, region, offset, nbytes)
-        same = write and region.bytes[offset : offset + nbytes] == stored
+        same = write and bytes(region.bytes[offset : offset + nbytes]) == stored
         for cell in region.cells_at(offset, nbytes):
             if not same:
                 self._check(cell.writes, known, region, offset, me)

@@ -149,10 +149,10 @@ class Search:
         past = thread.past
         step = _Executed(thread, op, index, place)
         if op.kind in CHANGES:
-            self._race_with_loads(machine, step, thread)
             self._race_with_changes(machine, step, thread)
             for _, _, clock in place.chain:
                 np.maximum(past, clock, out=past)
+            self._race_with_loads(machine, step, thread)
         else:
             seen = place.values[index if index != LATE else -1].step
             if seen >= 0:
