@@ -12,6 +12,7 @@ from numba_symm.explore.faults import Fault, Unsupported
 from numba_symm.explore.memory import Area
 
 Index = Any
+_ARRAYS = (list, np.ndarray)
 
 
 class Array(np.ndarray[Any, Any]):
@@ -73,7 +74,7 @@ class Array(np.ndarray[Any, Any]):
 
     def _part(self, index: Index) -> Any:
         for place in index if isinstance(index, tuple) else (index,):
-            if isinstance(place, list | np.ndarray):
+            if isinstance(place, _ARRAYS):
                 raise unsupported("an array as the index of a device array")
         try:
             return np.ndarray.__getitem__(self, index)
@@ -99,7 +100,10 @@ class Array(np.ndarray[Any, Any]):
             value = value[(0,) * value.ndim]
         value = converted(self.dtype, value)
         if self.region is not None:
-            stored = np.array([value]).astype(self.dtype).tobytes()
+
+            def stored() -> bytes:
+                return np.array([value]).astype(self.dtype).tobytes()
+
             _check(self.region, self.offset_of(index), self.itemsize, stored)
         np.ndarray.__setitem__(self, index, value)
 
@@ -128,11 +132,8 @@ class Array(np.ndarray[Any, Any]):
         return np.array(self.memory)
 
     def _touch(self, write: bool, by: Any, site: Any) -> None:
-        execution, region, stored = (
-            machine.running(),
-            self.region,
-            b"" if write else None,
-        )
+        execution, region = machine.running(), self.region
+        stored = bytes if write else None  # what it stores differs from what is there
         assert region is not None
         spans = [(self.start(), self.nbytes)]
         if not self.flags.c_contiguous:
@@ -158,7 +159,7 @@ class Array(np.ndarray[Any, Any]):
         machine.running().me().local.copy_in(self, ary)
 
 
-def _check(region: Area, offset: int, nbytes: int, stored: bytes | None) -> None:
+def _check(region: Area, offset: int, nbytes: int, stored: Any) -> None:
     execution = machine.running()
     local = execution.me().local
     if execution.me().name.block is None:

@@ -65,7 +65,8 @@ def _weak_store(nbytes: int) -> Callable[[int, int], None]:
         region, offset = execution.memory.at(int(address), nbytes)
         _check_aligned(address, nbytes)
         bits = int(value) & (1 << 8 * nbytes) - 1
-        execution.weak(region, offset, nbytes, bits.to_bytes(nbytes, "little"))
+        stored = bits.to_bytes(nbytes, "little")
+        execution.weak(region, offset, nbytes, lambda: stored)
         region.put_bits(offset, nbytes, bits)
 
     return store

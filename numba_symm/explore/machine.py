@@ -317,7 +317,11 @@ class Machine:
         return faults.site(self.files)
 
     def weak(
-        self, region: Area, offset: int, nbytes: int, stored: bytes | None
+        self,
+        region: Area,
+        offset: int,
+        nbytes: int,
+        stored: Callable[[], bytes] | None,
     ) -> None:
         """Check a weak access of the thread that runs: see ``MemoryModel.weak``."""
         thread, site = self.me(), self.site()

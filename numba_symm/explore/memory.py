@@ -17,7 +17,7 @@ stores to different places that no interleaving has, and the total order of fenc
 """
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -160,16 +160,17 @@ class Area:
         self.cells: dict[int, Cell] = {}
         self.places: dict[int, Word] = {}
 
-    def cells_at(self, offset: int, nbytes: int) -> Iterator[Cell]:
-        """Yield the cells of some bytes."""
+    def cells_at(self, offset: int, nbytes: int) -> list[Cell]:
+        """Return the cells of some bytes."""
         if offset % self.granule or nbytes % self.granule:
             self._refine(gcd(self.granule, offset, nbytes))
-        granule, cells = self.granule, self.cells
+        granule, cells, found = self.granule, self.cells, []
         for number in range(offset // granule, (offset + nbytes) // granule):
             cell = cells.get(number)
             if cell is None:
                 cell = cells[number] = Cell()
-            yield cell
+            found.append(cell)
+        return found
 
     def _refine(self, granule: int) -> None:
         parts = self.granule // granule
@@ -270,7 +271,7 @@ class MemoryModel:
         region: Area,
         offset: int,
         nbytes: int,
-        stored: bytes | None,
+        stored: Callable[[], bytes] | None,
         site: CodePlace,
     ) -> None:
         """Check a weak access.
@@ -282,25 +283,28 @@ class MemoryModel:
             region: where, with ``offset`` and ``nbytes``.
             offset: the first byte.
             nbytes: how many.
-            stored: what it stores, b"" if that is unknown; None: a load.
+            stored: returns what it stores, b"" if that is unknown; None: a load.
             site: where in the program.
         """
         known, write = thread.known, stored is not None
         me = Access(thread.number, thread.tick(), site, "store" if write else "load")
         if self.observe is not None:
             self.observe(thread, me, region, offset, nbytes)
-        same = write and bytes(region.bytes[offset : offset + nbytes]) == stored
         for cell in region.cells_at(offset, nbytes):
-            if not same:
-                self._check(cell.writes, known, region, offset, me)
+            others = [
+                each for each in cell.writes.values() if each.time > known[each.thread]
+            ]
+            if others and (
+                stored is None or region.bytes[offset : offset + nbytes] != stored()
+            ):
+                self._race(region, offset, others[0], me)
             self._check(cell.strong_writes, known, region, offset, me)
             if write:
                 self._check(cell.reads, known, region, offset, me)
                 self._check(cell.strong_reads, known, region, offset, me)
-                if same:
-                    cell.writes[me.thread] = me
-                else:
-                    cell.writes = {me.thread: me}
+                if not others:
+                    cell.writes = {}
+                cell.writes[me.thread] = me
                 cell.reads, cell.strong_writes, cell.strong_reads = {}, {}, {}
             else:
                 cell.reads[me.thread] = me

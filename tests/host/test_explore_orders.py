@@ -74,7 +74,8 @@ class Explored:
         elif kind == "lock":
             self.lock(t, number, step, places)
         elif kind == "wst":
-            machine.weak(places[step[1]], 0, 8, step[2].to_bytes(8, "little"))
+            stored = step[2].to_bytes(8, "little")
+            machine.weak(places[step[1]], 0, 8, lambda: stored)
             places[step[1]].put_bits(0, 8, step[2])
         elif kind == "wld":
             machine.weak(places[step[1]], 0, 8, None)
@@ -195,11 +196,13 @@ def differing(program):
     """Return the outcomes that only exploration, and that only the oracle has."""
     wanted = litmus.outcomes(program)
     found = Explored(program).outcomes
-    if "race" in wanted:  # all else is undefined
-        return found & {"race"} ^ {"race"}, set()
-    if "stuck" in wanted and any("lock" in step for step in sum(program, [])):
+    faults = wanted & {"race", "stuck"}
+    locks = any(step[0] == "lock" for steps in program for step in steps)
+    if faults and locks:
         # A thread that waits for a lock for ever is a fault, which ends explorations.
-        return found - wanted, {"stuck"} - found
+        return set(), set() if faults & found else faults
+    if "race" in faults:  # all else is undefined
+        return set(), {"race"} - found
     return found - wanted, wanted - found
 
 

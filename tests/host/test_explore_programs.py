@@ -34,14 +34,33 @@ def test_a_program_is_explored_completely(program):
     assert [each.ranks for each in report.coverage] == list(ranks)
 
 
-def test_contended_counters_are_explored_at_random(tmp_path):
-    text = (ROOT / EXAMPLES / "histogram.py").read_text()
-    for old, new in (("CHUNKS = 6", "CHUNKS = 2"), ("CHUNK = 100", "CHUNK = 8")):
+def edited(file, edits, folder):
+    """Return a copy of a program with some text replaced."""
+    text = (ROOT / file).read_text()
+    for old, new in edits:
         assert old in text
         text = text.replace(old, new)
-    program = tmp_path / "histogram.py"
+    program = folder / Path(file).name
     program.write_text(text)
-    report = explore.run(program, 2, 5)
+    return program
+
+
+def test_the_kernel_of_a_norm_is_explored_completely(tmp_path):
+    ways = ("layer.by_epilogue", "layer.by_calls", "layer.through_the_host")
+    names = ("by an epilogue", "by a call and a kernel", "through the host")
+    edits = [
+        (f'            "{name}": {way},\n', "")
+        for name, way in zip(names, ways, strict=True)
+    ]
+    edits.append(("!= layer.through_the_host", "is None"))
+    program = edited(EXAMPLES + "rms_norm.py", edits, tmp_path)
+    report = explore.run(program, 2, 30)
+    assert report.complete, str(report)
+
+
+def test_contended_counters_are_explored_at_random(tmp_path):
+    edits = ("CHUNKS = 6", "CHUNKS = 2"), ("CHUNK = 100", "CHUNK = 8")
+    report = explore.run(edited(EXAMPLES + "histogram.py", edits, tmp_path), 2, 5)
     assert report.fault is None, str(report)
     assert not report.complete
     assert "incomplete: " in str(report)
@@ -148,12 +167,7 @@ def test_the_page_has_every_edit():
 @pytest.mark.parametrize("name", EDITS)
 def test_a_removed_synchronization_is_found(name, tmp_path):
     file, edits, kind = EDITS[name]
-    text = (ROOT / DOCS / file).read_text()
-    for old, new in edits:
-        assert old in text
-        text = text.replace(old, new)
-    program = tmp_path / file
-    program.write_text(text)
+    program = edited(DOCS + file, edits, tmp_path)
     report = explore.run(program, 2, 20)
     if kind is IMPLIED:
         assert report.complete, str(report)
