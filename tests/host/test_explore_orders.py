@@ -142,7 +142,8 @@ def drawn_message(lot):
             steps.append(("st", flag, value, lot.choice(change)))
         else:
             verb = lot.choice(("add", "max"))
-            steps.append(("rmw", verb, flag, (value,), lot.choice(change + load)))
+            by = lot.choice((1, value))
+            steps.append(("rmw", verb, flag, (by,), lot.choice(change + load)))
         if lot.random() < 0.3:
             steps.append(("st", flag, lot.randrange(3), lot.choice(change)))
         writers.append(steps)
@@ -150,7 +151,9 @@ def drawn_message(lot):
     reader = [(lot.choice(("wait", "wait", "spin")), flag, *wanted, lot.choice(load))]
     if lot.random() < 0.3:
         reader.append(("fence",))
-    return [*writers, [*reader, ("wld", data)]]
+    program = [*writers, [*reader, ("wld", data)]]
+    lot.shuffle(program)
+    return program
 
 
 def drawn_locks(lot):
@@ -212,3 +215,49 @@ def test_random_programs_have_the_outcomes_of_all_orders(part):
     for seed in range(100 * part, 100 * part + 100):
         program = draws[seed % 4](random.Random(seed))
         assert differing(program) == (set(), set()), (seed, program)
+
+
+OVERWRITTEN = [
+    [("wait", 0, "ge", 1, "acquire"), ("wld", 3)],
+    [("wst", 3, 1), ("st", 0, 1, "release")],
+    [("wait", 0, "ge", 1, "relaxed"), ("st", 0, 2, "relaxed")],
+]
+RESET = [
+    [("wait", 0, "eq", 1, "acquire")],
+    [("st", 0, 1, "release"), ("st", 0, 0, "relaxed")],
+]
+STORE_BUFFERS = [
+    [("st", 0, 1, "release"), ("ld", 1, "acquire")],
+    [("st", 1, 1, "release"), ("ld", 0, "acquire")],
+]
+READERS_OF_TWO_WRITERS = [
+    [("st", 0, 1, "release")],
+    [("st", 1, 1, "release")],
+    [("ld", 0, "acquire"), ("ld", 1, "acquire")],
+    [("ld", 1, "acquire"), ("ld", 0, "acquire")],
+]
+
+
+def test_a_later_value_that_teaches_less_ends_a_wait():
+    assert "race" in Explored(OVERWRITTEN).outcomes
+    assert differing(OVERWRITTEN) == (set(), set())
+
+
+def test_a_wait_may_look_too_late():
+    assert "stuck" in Explored(RESET).outcomes
+    assert differing(RESET) == (set(), set())
+
+
+def test_both_loads_may_be_old():
+    loaded = {loads for loads, _ in Explored(STORE_BUFFERS).outcomes}
+    assert ((0,), (0,)) in loaded
+    loaded = {loads[2:] for loads, _ in Explored(READERS_OF_TWO_WRITERS).outcomes}
+    assert ((1, 0), (1, 0)) in loaded
+
+
+def test_no_order_is_explored_twice():
+    assert (Explored(STORE_BUFFERS).runs, Explored(STORE_BUFFERS).pruned) == (4, 0)
+    readers = Explored(READERS_OF_TWO_WRITERS)
+    assert (readers.runs, readers.pruned) == (16, 0)
+    adds = [[("rmw", "add", 0, (1,), "relaxed")] for _ in range(4)]
+    assert (Explored(adds).runs, Explored(adds).pruned) == (24, 0)
