@@ -31,7 +31,6 @@ from numba_symm.collectives.islands.site import (
     StagingRanges,
     fitting,
 )
-from numba_symm.collectives.islands.sizes import sent_by_digit
 from numba_symm.collectives.operations import ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from numba_symm.collectives.protocols.binding import Call, Enqueue
 from numba_symm.collectives.protocols.credit import Message
@@ -64,7 +63,7 @@ def all_reduce(site: Site, call: Call) -> list[Enqueue]:
 def reduce(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a reduce. The root is a rank."""
     carried = Carried(call)
-    make = _small_reduce if site.by_rails and _small(site, carried) else _in_shards
+    make = _small_reduce if _small(site, carried) else _in_shards
     if site.listing:  # the kernels differ with the root's place in this island
         roots = site.mine[0], site.mine[-1]
         return [step for r in roots for step in make(site, carried, r)]
@@ -73,37 +72,23 @@ def reduce(site: Site, call: Call) -> list[Enqueue]:
 
 def _small(site: Site, carried: Carried) -> bool:
     """Return whether islands exchange whole results, which each rank combines."""
-    nbytes = carried.call.count * carried.width
-    return site.along_rails(nbytes) if site.by_rails else nbytes <= site.sizes.small
+    nbytes, sizes = carried.call.count * carried.width, site.sizes
+    if site.many:
+        return len(site.parts) * nbytes <= sizes.whole
+    return nbytes <= sizes.small
 
 
 def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
     """Return the fewest steps: each rank gets what every island has."""
     call, m = carried.call, len(site.parts)
     staging = StagingRanges(site)
-    nbytes = call.count * carried.width
-    stride = divide_up(nbytes, VECTOR) * VECTOR
+    stride = divide_up(call.count * carried.width, VECTOR) * VECTOR
     wide = staging.take(stride)
     slots = staging.take(rails.slots(m) * stride)
     steps, source = site.widened(carried, call.source, wide, call.count)
     own = slots + site.index * stride
     steps.append(site.within(ALL_REDUCE, carried.step(source, own, call.count)))
-    if site.by_rails:
-        steps += rails.gathered(site, "all_reduce", slots, stride)
-        steps += site.combined(carried, slots, stride, site.index, m)
-        return steps + site.finished(carried, own, call.target, call.count)
-    mine = len(site.mine)
-    sends = [
-        Parcel(rank, own, nbytes)
-        for j in site.others
-        for number, rank in enumerate(site.parts[j])
-        if number % mine == site.local
-    ]
-    receives = [
-        Parcel(site.on_rail(j, site.local), slots + j * stride, nbytes)
-        for j in site.others
-    ]
-    steps += site.between("all_reduce", sends, receives)
+    steps += rails.gathered(site, "all_reduce", slots, stride)
     steps += site.combined(carried, slots, stride, site.index, m)
     return steps + site.finished(carried, own, call.target, call.count)
 
@@ -145,30 +130,26 @@ def _in_shards(site: Site, carried: Carried, root: int | None) -> list[Enqueue]:
         if lost <= site.sizes.half // 4:
             break
 
-    def most(base: int) -> int:
-        copies = rails.rooms(m, base) / m or 2 + rooted
-        room = lost + VECTOR * rails.rooms(m, base) * owned
+    def most(rooms: int) -> int:
+        copies = rooms / m or 2 + rooted
+        room = lost + VECTOR * rooms * owned
         pieces = (carried.element != call.element) + copies * owned / shards
         return fitting(site, pieces, carried.width, room, VECTOR * shards)
 
-    def chunks(base: int) -> int:
-        return divide_up(call.count, fits) if (fits := most(base)) else 0
-
-    base, shard = m, divide_up(nbytes, shards)
-    if not site.sizes.in_one_step(m, shard):
-        base = site.sizes.base(m, divide_up(shard, m), chunks, results=True)
-    fits = most(base)
-    if base >= m:
-        fits = several(call.count, shards, carried.width, fits, site.sizes.chunk)
+    fits = several(call.count, shards, carried.width, most(0), site.sizes.chunk)
+    part = min(call.count, fits) * carried.width // (shards * m)
+    binary = site.many and part < site.sizes.summed and most(rails.rooms(m)) > 0
+    if binary:
+        fits = most(rails.rooms(m))
     bounds = list(in_shards(site, call.count, fits, shards))
     if len(bounds) > 1:
         site = site.beside
     stages = [
-        _CrossingChunk(site, carried, root, base, number, *chunk).stages()
+        _CrossingChunk(site, carried, root, binary, number, *chunk).stages()
         for number, chunk in enumerate(bounds)
     ]
-    # By digits, all exchanges use the staging memory; otherwise the first one does.
-    last = 1 if base >= m else len(stages[0].exchanges)
+    # In base 2, all exchanges use the staging memory; otherwise the first one does.
+    last = len(stages[0].exchanges) if binary else 1
     return overlapped(site, "reduce" if rooted else "all_reduce", stages, last)
 
 
@@ -179,7 +160,7 @@ class _CrossingChunk:
         site: this rank's site.
         carried: the call.
         root: the rank that gets the result; None: all.
-        base: in which the owners exchange parts; see :func:`rails.exchanged`.
+        binary: whether parts cross in base 2; see :func:`rails.exchanged`.
         number: the chunk's number.
         first: the chunk's first element.
         count: its number of elements.
@@ -191,7 +172,7 @@ class _CrossingChunk:
         site: Site,
         carried: Carried,
         root: int | None,
-        base: int,
+        binary: bool,
         number: int,
         first: int,
         count: int,
@@ -206,7 +187,7 @@ class _CrossingChunk:
         self.shards = [_IslandShard(k, k * each, each) for k in range(shards)]
         # In the root's island, addresses of the shards' results for the root.
         self.results: dict[_IslandShard, int] = {}
-        self.base = base
+        self.binary = binary
         # The root owns the first shard of its island.
         self.shift = (-1, 0) if root is None else site.place_of(root)
 
@@ -231,11 +212,11 @@ class _CrossingChunk:
         ]
         count = self.shards[0].length
         m, width = len(site.parts), carried.width
-        if self.base < m:
-            owned = [_ByDigits(self, shard) for shard in mine]
+        if self.binary:
+            owned = [_InBinary(self, shard) for shard in mine]
             return self._in_many_steps(steps + self._reduced(source, owned), owned)
         # A part is what one island's owner combines: the shard, or an m-th of it.
-        apart = not site.sizes.in_one_step(m, count * width)
+        apart = m > 2 and m * count * width > site.sizes.one_step
         lanes = carried.element.lanes
         part = divide_up(divide_up(count, m), lanes) * lanes if apart else count
         stride = divide_up(part * width, VECTOR) * VECTOR
@@ -252,15 +233,14 @@ class _CrossingChunk:
         second = joined([rail.second() for rail in slots])
         return Stages([steps, combined, last], [first, second])
 
-    def _in_many_steps(self, steps: list[Enqueue], owned: "list[_ByDigits]") -> Stages:
-        """Return the stages of an exchange by digits, and of results along the rails.
+    def _in_many_steps(self, steps: list[Enqueue], owned: "list[_InBinary]") -> Stages:
+        """Return the stages of an exchange in base 2, and of results along the rails.
 
         Args:
             steps: the reduction of each shard to its owner.
             owned: the shards that this rank owns; all ranks have as many exchanges.
         """
-        m = len(self.site.parts)
-        number = len(sent_by_digit(m, self.base)) + rails.steps(m)
+        number = 2 * rails.steps(len(self.site.parts))
         each = [shard.stages() for shard in owned]
         exchanges = [joined([one.exchanges[n] for one in each]) for n in range(number)]
         work = [
@@ -271,7 +251,7 @@ class _CrossingChunk:
         return Stages(work, exchanges)
 
     def _reduced(
-        self, source: int, owned: "Sequence[_Rail | _ByDigits]"
+        self, source: int, owned: "Sequence[_Rail | _InBinary]"
     ) -> list[Enqueue]:
         """Return the reduction of each shard, within the island, to its owner."""
         site, carried = self.site, self.carried
@@ -436,8 +416,8 @@ class _Rail:
         return sends, [parcel(j, peer) for j, peer in self.peers.items()]
 
 
-class _ByDigits:
-    """A shard on the rail of its owners, whose parts cross in several steps.
+class _InBinary:
+    """A shard on the rail of its owners, whose parts cross in base 2.
 
     The owners exchange parts by :func:`rails.exchanged`. Each combines those for its
     island, and the results are gathered along the rail, or collected for the root.
@@ -456,7 +436,7 @@ class _ByDigits:
         m, lanes = len(site.parts), carried.element.lanes
         self.part = divide_up(divide_up(shard.length, m), lanes) * lanes
         self.stride = self.part * carried.width
-        number = rails.rooms(m, chunk.base)
+        number = rails.rooms(m)
         self.partial = chunk.staging.take(number * self.stride)
         # The results are stored in the second room and the third one, which are then
         # free: the parts of all islands are in the first one.
@@ -468,7 +448,7 @@ class _ByDigits:
         m, index, root = len(site.parts), site.index, self.chunk.shift[0]
         peers = [chunk.owner(island, self.shard) for island in range(m)]
         parts = rails.Slots(self.partial, self.stride)
-        across = parts, self.stride, chunk.base, self.partial, parts
+        across = parts, self.stride, self.partial, parts
         work, exchanges = rails.exchanged(site, peers, *across)
         work, exchanges = [*work], [*exchanges]
         itemsize = carried.call.element.itemsize
