@@ -30,8 +30,8 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
     the next one, and no rank sends a byte twice.
     """
     shards, m, sizes = site.largest, len(site.parts), site.sizes
-    small = call.nbytes * (m - 1) <= sizes.one_rail
-    if small or (site.many and call.nbytes <= sizes.small):
+    small = sizes.small if site.many else sizes.one_rail // (m - 1)
+    if call.nbytes <= small:
         return _on_one_rail(site, call)
     width = call.element.itemsize
     most = call.count + VECTOR * shards

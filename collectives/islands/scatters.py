@@ -53,8 +53,8 @@ def _small(site: Site, carried: Carried) -> bool:
     m, nbytes = len(site.parts), carried.call.count * carried.width
     slot = padded(nbytes * (m if _by_rail(site) else site.size))
     memory = (rails.slots(m) + 2 * site.largest + 1) * slot
-    fits = memory <= site.sizes.half
-    return site.many and m * slot <= site.sizes.kept and fits
+    few_bytes = m * slot <= site.sizes.kept
+    return site.many and few_bytes and memory <= site.sizes.half
 
 
 def _scatter_along_rails(site: Site, carried: Carried) -> list[Enqueue]:
