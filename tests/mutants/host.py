@@ -56,6 +56,7 @@ NEAREST = {
     ),
     "tagged": ("tests/host/test_tagged.py",),
     "moves": ("tests/host/test_island_schedules.py",),
+    "rails": ("tests/host/test_island_schedules.py",),
 }
 """Tests by the first word of a name."""
 
@@ -375,15 +376,15 @@ _MUTANTS = [
     Mutant(
         "moves.chained",
         "collectives/islands/moves.py",
-        "return chunks + others < chunks * others",
-        "return chunks + others <= chunks * others",
-        equivalent=("both ways take equally long then"),
+        "return chunks > 1 and chunks + m - 2 < ticks + (site.largest > 1)",
+        "return chunks > 1 and chunks + m - 2 <= ticks + (site.largest > 1)",
+        equivalent=("both ways take about equally long then"),
     ),
     Mutant(
-        "moves.parts_held",
-        "collectives/islands/moves.py",
-        "if place not in held(peer):",
-        "if True:",
+        "rails.sent_of_the_last_group",
+        "collectives/islands/rails.py",
+        "max(0, rest - distance)",
+        "0",
     ),
 ]
 
