@@ -125,10 +125,10 @@ def calls_of_messages(rank, ranks, count):
 def check(world, division):
     from numba import cuda
 
-    from numba_symm.bench.laboratory.schedules import ScheduledJob, exchanges
     from numba_symm.collectives.islands.sizes import DEFAULT
     from numba_symm.engines import mpi as engine
     from numba_symm.launch import waiting
+    from tests.island_schedules import ScheduledJob, exchanges
 
     begin, sent = engine.begin, Counter()
 

@@ -10,7 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from numba_symm import dtypes
-from numba_symm.bench.laboratory.schedules import (
+from numba_symm.collectives.islands import several
+from numba_symm.collectives.islands.gaps import strided
+from numba_symm.collectives.islands.sizes import IN_THE_SIMULATOR, ON_GPUS
+from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.errors import ArgumentError
+from tests.expected import expected
+from tests.island_schedules import (
     SOURCE,
     STAGING,
     TARGET,
@@ -27,12 +33,6 @@ from numba_symm.bench.laboratory.schedules import (
     launches,
     of_sizes,
 )
-from numba_symm.collectives.islands import several
-from numba_symm.collectives.islands.gaps import strided
-from numba_symm.collectives.islands.sizes import IN_THE_SIMULATOR, ON_GPUS
-from numba_symm.collectives.operations import OPERATIONS
-from numba_symm.errors import ArgumentError
-from tests.expected import expected
 from tests.schedules import Machine, folded
 
 APART = (0, 4), (1, 9), (2, 7), (3, 8), (5, 6)
