@@ -10,11 +10,10 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import StartedCall, describe, waited
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.parts import Incoming, Outgoing
-from numba_symm.mpi.pending import DoneRequest, Message, receiving
-from numba_symm.mpi.postponed import SendingLater, start, start_at_once
+from numba_symm.mpi.pending import DoneRequest, Incoming, Message, receiving
 from numba_symm.mpi.reading import translated
-from numba_symm.mpi.requests import Own, Prequest, Request
+from numba_symm.mpi.requests import Own, Prequest
+from numba_symm.mpi.sends import Outgoing, send
 
 NOBODY = MPI.PROC_NULL
 
@@ -50,28 +49,29 @@ class Messages:
             self.post.known.put((key, dest), made)
         return made, found.array
 
+    def _sent(
+        self, plain: Callable[..., Any], buf: Any, dest: int, tag: int, **how: bool
+    ) -> Any:
+        """Start a send, whose options are those of ``Sends.send``; return its request.
+
+        From the host, ``plain`` sends, and to nobody, nothing does.
+        """
+        found, array = self._outgoing(buf, dest)
+        if found is not None:
+            return send(self.post, found, array, tag, **how)
+        return DoneRequest() if dest == NOBODY else plain(buf, dest, tag)
+
     @translated
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message. The array may be used when this returns."""
-        found, array = self._outgoing(buf, dest)
-        if found is None:
-            self.host.Send(None if dest == NOBODY else buf, dest, tag)
-            return
-        started = start(self.post, found, array, tag)
-        if isinstance(started, SendingLater):
-            started.call = "Send"
-        _complete(started, None)
+        _complete(self._sent(self.host.Send, buf, dest, tag))
 
     Rsend = Send
 
     @translated
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message, regardless of the limit."""
-        found, array = self._outgoing(buf, dest)
-        if found is None:
-            self.host.Bsend(None if dest == NOBODY else buf, dest, tag)
-        else:
-            _complete(start_at_once(self.post, found, array, tag), None)
+        _complete(self._sent(self.host.Bsend, buf, dest, tag, limited=False))
 
     @translated
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
@@ -79,38 +79,24 @@ class Messages:
 
         A receive waits as long for its message. Both raise if the communicator fails.
         """
-        self.Issend(buf, dest, tag).Wait()
+        _complete(self._sent(self.host.Ssend, buf, dest, tag, matched=True))
 
     @translated
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done when it was copied."""
-        found, array = self._outgoing(buf, dest)
-        if found is None:
-            return self._elsewhere(self.host.Isend, buf, dest, tag)
-        return start(self.post, found, array, tag)
+        return self._sent(self.host.Isend, buf, dest, tag)
 
     Irsend = Isend
 
     @translated
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message, regardless of the limit; return a request."""
-        found, array = self._outgoing(buf, dest)
-        if found is None:
-            return self._elsewhere(self.host.Ibsend, buf, dest, tag)
-        return start_at_once(self.post, found, array, tag)
+        return self._sent(self.host.Ibsend, buf, dest, tag, limited=False)
 
     @translated
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done when it was matched."""
-        found, array = self._outgoing(buf, dest)
-        if found is None:
-            return self._elsewhere(self.host.Issend, buf, dest, tag)
-        return start(self.post, found, array, tag, matched=True)
-
-    @staticmethod
-    def _elsewhere(send: Callable[..., Any], buf: Any, dest: int, tag: int) -> Any:
-        """Send from the host, or to nobody."""
-        return DoneRequest() if dest == NOBODY else send(buf, dest, tag)
+        return self._sent(self.host.Issend, buf, dest, tag, matched=True)
 
     def _incoming(self, buf: Any, source: int) -> tuple[Incoming | None, Any]:
         """Return the items that a receive writes, and their array.
@@ -124,11 +110,10 @@ class Messages:
                 return found, array
         if source == NOBODY or not on_device(buf):
             return None, array
-        into = self.post.room(buf)
-        made = Incoming.of(into)
+        made, array = Incoming.of(self.post, buf)
         if key is not None:
             self.post.known.put(key, made)
-        return made, into.array
+        return made, array
 
     @translated
     def Recv(
@@ -143,8 +128,7 @@ class Messages:
         if into is None:
             self.host.Recv(None if source == NOBODY else buf, source, tag, status)
         else:
-            received = receiving(self.post, into, array, source, tag, waits=True)
-            _complete(received, status)
+            _complete(receiving(self.post, into, array, source, tag, True), status)
 
     @translated
     def Irecv(
@@ -180,9 +164,9 @@ class Messages:
             _complete(both, status)
             return
         self.post.check_receive(source, recvtag)  # before the send is announced
-        sends = start(self.post, sent, of_sent, sendtag)
+        sends = send(self.post, sent, of_sent, sendtag)
         try:
-            receives = receiving(self.post, into, array, source, recvtag, waits=True)
+            receives = receiving(self.post, into, array, source, recvtag, True)
         except BaseException:
             sends._withdraw()
             raise
@@ -247,38 +231,37 @@ class Messages:
         found, array = self._outgoing(buf, dest)
         if found is None:
             return self.Irecv(buf, source, recvtag)
-        sends = start(self.post, found, array, sendtag, copied=True)
+        sends = send(self.post, found, array, sendtag, copied=True)
         return Together(self.Irecv(buf, source, recvtag), sends)
 
     # Persistent ones.
 
+    def _prepared(
+        self, plain: Callable[..., Any], buf: Any, dest: int, tag: int, **how: bool
+    ) -> Any:
+        """Prepare what :meth:`_sent` does; ``plain`` prepares a send from the host."""
+        found, array = self._outgoing(buf, dest)
+        if found is None:
+            return Prequest(DoneRequest) if on_device(buf) else plain(buf, dest, tag)
+        self.post.check_message("Send", dest, tag)
+        return Prequest(partial(send, self.post, found, array, tag, **how), [array])
+
     @translated
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send."""
-        found, array = self._prepared(buf, dest, tag)
-        if found is None:
-            return self._prepared_elsewhere(self.host.Send_init, buf, dest, tag)
-        return Prequest(partial(start, self.post, found, array, tag), [array])
+        return self._prepared(self.host.Send_init, buf, dest, tag)
 
     Rsend_init = Send_init
 
     @translated
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send."""
-        found, array = self._prepared(buf, dest, tag)
-        if found is None:
-            return self._prepared_elsewhere(self.host.Bsend_init, buf, dest, tag)
-        return Prequest(partial(start_at_once, self.post, found, array, tag), [array])
+        return self._prepared(self.host.Bsend_init, buf, dest, tag, limited=False)
 
     @translated
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send that is done when a receive has matched it."""
-        found, array = self._prepared(buf, dest, tag)
-        if found is None:
-            return self._prepared_elsewhere(self.host.Ssend_init, buf, dest, tag)
-        return Prequest(
-            partial(start, self.post, found, array, tag, matched=True), [array]
-        )
+        return self._prepared(self.host.Ssend_init, buf, dest, tag, matched=True)
 
     @translated
     def Recv_init(
@@ -295,20 +278,6 @@ class Messages:
             partial(receiving, self.post, into, array, source, tag), [array]
         )
 
-    def _prepared(self, buf: Any, dest: int, tag: int) -> tuple[Outgoing | None, Any]:
-        """Return what :meth:`_outgoing` does, after a check of the tag."""
-        found, array = self._outgoing(buf, dest)
-        if found is not None:
-            self.post.check_message("Send", dest, tag)
-        return found, array
-
-    @staticmethod
-    def _prepared_elsewhere(
-        prepare: Callable[..., Any], buf: Any, dest: int, tag: int
-    ) -> Any:
-        """Prepare a send from the host, or to nobody."""
-        return Prequest(DoneRequest) if on_device(buf) else prepare(buf, dest, tag)
-
     # Probes.
 
     @translated
@@ -319,7 +288,7 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> bool:
         """Return whether a message has arrived, of a device array or of a host one."""
-        found = None if source == NOBODY else self.post.probe(source, tag)
+        found = None if source == NOBODY else self.post.probe("Probe", source, tag)
         if found is None:
             return bool(self.host.Iprobe(source, tag, status))
         describe(status, found.source, found.tag, found.nbytes)
@@ -343,7 +312,9 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> Any:
         """Return a message, so that no other receive gets it, or None."""
-        found = None if source == NOBODY else self.post.receive_if_there(source, tag)
+        found = None
+        if source != NOBODY:
+            found = self.post.probe("Mprobe", source, tag, takes=True)
         if found is None:
             return self.host.Improbe(source, tag, status)
         describe(status, found.source, found.tag, found.nbytes)
@@ -360,8 +331,10 @@ class Messages:
         return waited(partial(self.Improbe, source, tag, status), self.post.check)
 
 
-def _complete(request: Request, status: MPI.Status | None) -> None:
+def _complete(request: Any, status: MPI.Status | None = None) -> None:
     """Wait for a request that the program does not get, so it cannot wait again."""
+    if request is None:  # mpi4py has waited
+        return
     try:
         request._finish(status)
     except BaseException:

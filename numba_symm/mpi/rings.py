@@ -32,6 +32,9 @@ FIELDS = 7
 SLOTS = 4096
 """Messages of a rank that were not received, at most. Others pass through MPI."""
 
+NO_SLOT = 1 << 32
+"""The slot of a message whose data MPI has, if it has any."""
+
 ROOMS = 1 << 14
 """Rooms of a rank, at most."""
 

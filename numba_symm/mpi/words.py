@@ -44,6 +44,7 @@ from numba_symm.mpi import packing, progress, rings, rooms
 from numba_symm.mpi.rings import (
     BLOCK,
     LINE,
+    NO_SLOT,
     OFFSET,
     ONCE,
     READ,
@@ -53,9 +54,6 @@ from numba_symm.mpi.rings import (
     Ring,
 )
 from numba_symm.mpi.rooms import Opened, Room, Rooms
-
-NO_SLOT = 1 << 32
-"""The slot of a message whose data MPI has, if it has any."""
 
 _NOWHERE = -1  # a number that no block has
 
@@ -97,11 +95,6 @@ class Envelope(NamedTuple):
 def failure_of(status: int) -> BaseException:
     """Return the error of a launch that has failed."""
     return driver_table.raised() or driver.failure("cuLaunchKernelEx", status)
-
-
-def drop(requests: list[Any], request: Any) -> None:
-    """Remove a request from a list, if it is there. Requests that ended are equal."""
-    requests[:] = [each for each in requests if each is not request]
 
 
 class Words:
@@ -327,7 +320,7 @@ class Words:
                 matched = post.match(Envelope(post.ranks[place], *rest))
                 del inbox[0]
                 if matched is not None:
-                    drop(post.posted, matched)
+                    post.posted.pop(matched, None)
 
     def _keep(self, text: bytes) -> None:
         """Keep an envelope for a communicator that this rank has not made yet."""

@@ -8,7 +8,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.errors import CollectiveTimeout, RankLeft
-from numba_symm.mpi import progress
+from numba_symm.mpi import progress, sends
 from tests.interrupts import Interrupt
 from tests.ranks.helpers import needs_peers, of_one_island
 
@@ -169,8 +169,8 @@ def test_a_refused_message_keeps_nothing(limited, world, monkeypatch):
     def failing(*_):
         raise MemoryError
 
-    for way in ("send_data", "room_for"):  # to another island, and in an island
-        monkeypatch.setattr(limited.post, way, failing)
+    monkeypatch.setattr(sends.Sending, "_send_data", failing)  # to another island
+    monkeypatch.setattr(limited.post, "room_for", failing)  # in an island
     world.Barrier()
     with pytest.raises(MPI.Exception, match="could not send its message with tag"):
         limited.Recv(array(0), left, 2)
@@ -244,7 +244,7 @@ def test_two_ranks_that_send_before_they_receive(apart, monkeypatch):
 
 def test_free_lets_peers_receive_first(limited, monkeypatch):
     """Without the thread that moves messages on, too."""
-    monkeypatch.setattr(progress, "in_background", lambda enter: None)
+    monkeypatch.setattr(progress, "_stopped", True)
     right, left = around(limited)
     made = limited.Dup()
     requests = [made.Isend(array(tag), right, tag) for tag in range(5)]

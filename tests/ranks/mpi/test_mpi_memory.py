@@ -10,11 +10,10 @@ from numba import cuda
 
 from numba_symm import deferred
 from numba_symm import mpi as MPI
-from numba_symm.mpi import messages, p2p, sends
+from numba_symm.mpi import p2p, pending, sends
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.rings import NONE, Stack
+from numba_symm.mpi.rings import NO_SLOT, NONE, Stack
 from numba_symm.mpi.rooms import BLOCK, LEAST
-from numba_symm.mpi.words import NO_SLOT
 from numba_symm.sharing import collect, stats
 from tests.ranks.helpers import of_one_island
 
@@ -107,7 +106,7 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
     before = used()
     for owner, name, *without in (
         (words, "copy"),
-        (post, "announce"),
+        (sends.Sending, "_announce"),
         (words.rooms, "take_free"),
         (sends.streams, "copy_to_host", (words, "take", lambda: NO_SLOT)),
     ):
@@ -241,7 +240,7 @@ def test_persistent_messages_read_their_arguments_once(own, monkeypatch):
         assert prepare(x, MPI.PROC_NULL)
     requests = own.Recv_init(out, own.rank, 1), own.Send_init(x, own.rank, 1)
     monkeypatch.delattr(p2p, "message")
-    monkeypatch.delattr(messages, "message")
+    monkeypatch.delattr(pending.buffers, "message")
     MPI.Prequest.Startall(requests)
     MPI.Request.Waitall(iter(requests))  # an iterator ends after one pass
     assert out.copy_to_host().tolist() == [0, 1, 2]
@@ -251,13 +250,13 @@ def test_a_receive_whose_request_was_freed_stands_for_itself_alone(comm):
     """Requests that ended are equal, and each keeps its own place."""
     own, out = comm.Dup(), cuda.to_device(np.zeros(1, "i4"))
     requests = [own.Irecv(out, own.rank, tag) for tag in (1, 2)]
-    first = own.post.posted[0]
+    (first, _) = own.post.posted
     for each in requests:
         each.Free()
     own.Send(cuda.to_device(np.ones(1, "i4")), own.rank, 2)
     assert not own.Iprobe(own.rank, 2)  # the second one has it
-    assert own.post.posted == [first]
-    assert own.post.posted[0] is first
+    (left,) = own.post.posted
+    assert left is first
     words, context = own.post.words, own.post.context
     own.Free()
     assert context not in words.posts  # nothing keeps a communicator that was freed
