@@ -82,6 +82,7 @@ class Post(Unread):
         outgoing: the stream of messages that were postponed.
         arriving: receives whose copy has not ended.
         posted: receives without a message, in their order.
+        unexpected: messages without a receive, in their order.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Post(Unread):
         self.copies, self.outgoing = CopyStream(), CopyStream()
         self.arriving: dict[Any, None] = {}
         self.posted: dict[Any, None] = {}
-        self._unexpected: list[Envelope] = []
+        self.unexpected: list[Envelope] = []
         _posts.add(self)
 
     @contextmanager
@@ -221,9 +222,9 @@ class Post(Unread):
 
     def _refuse_unexpected(self) -> None:
         with self.words.lock:
-            while self._unexpected:
-                found = self._unexpected.pop()
-                self._answer(found)
+            while self.unexpected:
+                found = self.unexpected.pop()
+                self.answer(found)
                 self.refuse(found)
 
     def _settle(self) -> None:
@@ -269,7 +270,7 @@ class Post(Unread):
         else:
             named = None if array is None else arrays.stream_of(array)
         found = self.stream if named is None else named
-        if not SIMULATED:
+        if not SIMULATED and streams.is_capturing(found):
             self.refuse_capture(found, what)
         return found
 
@@ -370,10 +371,10 @@ class Post(Unread):
                     each.envelope = found
             if each.envelope == found:  # also if an interrupt has come after that
                 if found.asks:
-                    self._answer(found)
+                    self.answer(found)
                 return each
-        if not (self._unexpected and self._unexpected[-1] == found):
-            self._unexpected.append(found)
+        if not (self.unexpected and self.unexpected[-1] == found):
+            self.unexpected.append(found)
         return None
 
     def _fetch(self) -> None:
@@ -393,27 +394,16 @@ class Post(Unread):
                 self._envelopes.taken += 1
                 if matched is not None:
                     self.posted.pop(matched, None)
+                    if not matched._active:
+                        matched.receive_alone()
 
-    def _answer(self, found: Envelope) -> None:
+    def answer(self, found: Envelope) -> None:
         """Tell a sender that asks for it that a receive has matched its message."""
         if found.asks and found.slot != NO_SLOT:
             self.words.store(found.slot, MATCHED, found.number)
         elif found.asks:
             tag = self.answer_of(found.number)
             self._envelopes.send([b"", MPI.BYTE], found.source, tag)
-
-    def receive(self, receiving: Any) -> None:
-        """Give a receive its message, or let it wait for one."""
-        source, tag = receiving.wanted
-        self.check_receive(source, tag)  # also of a request that was prepared before
-        with self.words.lock:
-            found = self._first(source, tag) if self._unexpected else None
-            if found is None:
-                self.posted[receiving] = None
-                return
-            receiving.envelope = found
-            self._unexpected.remove(found)
-            self._answer(found)
 
     def cancel(self, receiving: Any) -> None:
         """Cancel a receive, unless a message has matched it."""
@@ -432,11 +422,11 @@ class Post(Unread):
         with self.words.lock:  # a source's envelopes are in order
             later = (
                 index
-                for index, each in enumerate(self._unexpected)
+                for index, each in enumerate(self.unexpected)
                 if each.source == found.source and each.number > found.number
             )
-            place = next(later, len(self._unexpected))
-            self._unexpected.insert(place, found._replace(asks=0))
+            place = next(later, len(self.unexpected))
+            self.unexpected.insert(place, found._replace(asks=0))
 
     def probe(
         self, what: str, source: int, tag: int, takes: bool = False
@@ -454,15 +444,15 @@ class Post(Unread):
         progress.advance()
         self.reap()
         with self.words.lock:
-            found = self._first(source, tag)
+            found = self.first(source, tag)
             if found is not None and takes:
-                self._unexpected.remove(found)
-                self._answer(found)
+                self.unexpected.remove(found)
+                self.answer(found)
             return found
 
-    def _first(self, source: int, tag: int) -> Envelope | None:
+    def first(self, source: int, tag: int) -> Envelope | None:
         """Return the first message for such a receive that no receive has matched."""
-        for found in self._unexpected:
+        for found in self.unexpected:
             sources, tags = (found.source, MPI.ANY_SOURCE), (found.tag, MPI.ANY_TAG)
             if source in sources and tag in tags:
                 return found

@@ -1,5 +1,6 @@
 """Receives of messages of device arrays: requests, and what probes found."""
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -301,6 +302,17 @@ class Receiving(Own):
             self._active = False
         return given_up
 
+    def Free(self) -> None:
+        """Give the request up; its message is received nevertheless."""
+        super().Free()
+        self.receive_alone()
+
+    def receive_alone(self) -> None:
+        """Begin with the message of a request that was given up, if there is one."""
+        if self.envelope is not None:
+            with suppress(SymmError):  # nobody waits for the message
+                self._take(self.envelope)
+
     def _describe(self, status: MPI.Status) -> None:
         found = self.envelope
         if found is None:
@@ -331,8 +343,17 @@ def receiving(
         made._after = post.copies.event(stream)
     made.wanted = source, tag
     made.envelope = envelope
-    if envelope is None:
-        post.receive(made)  # last, so that an error above receives no message
+    if envelope is not None:
+        return made
+    post.check_receive(source, tag)  # also of a request that was prepared before
+    with post.words.lock:
+        # Last, so that an error above receives no message.
+        made.envelope = found = post.first(source, tag) if post.unexpected else None
+        if found is None:
+            post.posted[made] = None
+        else:
+            post.unexpected.remove(found)
+            post.answer(found)
     return made
 
 

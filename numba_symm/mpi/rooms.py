@@ -14,7 +14,7 @@ idle.
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,16 +43,6 @@ BLOCK = 1 << 21
 
 _OPENS = 1 << 20  # more than there are peers: the memory stays until the process ends
 _BYTE = np.dtype(np.uint8)
-
-
-class Blocks(Protocol):
-    """The blocks of this rank, in memory that its peers read."""
-
-    def add(self, handle: bytes) -> int | None:
-        """Return the number of a block with that handle; None: there are too many."""
-
-    def remove(self, number: int) -> None:
-        """Forget a block."""
 
 
 class Room(NamedTuple):
@@ -85,14 +75,14 @@ class Rooms:
 
     Args:
         allocator: allocates the blocks.
-        blocks: the list of blocks that the peers read.
+        blocks: the words, whose list of blocks the peers read.
         port: has the rooms for the compiled functions.
 
     Attributes:
         most: the bytes of blocks with one room that are kept.
     """
 
-    def __init__(self, allocator: SymmetricMemoryAllocator, blocks: Blocks, port: Any):
+    def __init__(self, allocator: SymmetricMemoryAllocator, blocks: Any, port: Any):
         self.most = message_limit() or DEFAULT_MESSAGE_LIMIT
         self._allocator, self._blocks, self._port = allocator, blocks, port
         self.all: list[Room] = []

@@ -109,18 +109,19 @@ def send(
         free = port.free
         try:
             found = post._send(*before, stream, *after, tag, matched)
+            if 0 <= found < NONE:
+                room = rooms.all[found >> 32]
+                post.lend(made, found & 0xFFFFFFFF, port.number, room)
+                return made
         except BaseException:
-            if port.free < free:  # it was sent, and a signal's handler has raised
+            # It may have been sent before a signal's handler has raised.
+            if port.free < free and made not in post._unread:
                 stack = rooms.stack(outgoing.size)
                 room = rooms.all[stack.rooms[stack.free]]
                 post.lend(made, port.slots[port.free], port.number, room)
             raise
-        if found < 0:
-            raise failure_of(-1 - found)
-        if found != NONE:
-            room = rooms.all[found >> 32]
-            post.lend(made, found & 0xFFFFFFFF, port.number, room)
-            return made
+    if found < 0:
+        raise failure_of(-1 - found)
     made._send(stream)
     return made
 
@@ -193,7 +194,7 @@ class Sending(Own):
             if self._announced:
                 self.hurry()
             else:
-                self._cancel(isinstance(error, Exception))
+                self._cancel(isinstance(error, Exception) or post.idle(stream))
             raise
 
     def _announce(self) -> None:
@@ -225,11 +226,12 @@ class Sending(Own):
             return self.post._envelopes.sent[dest] > sent[dest]
         return bool(rings.last(self.post.to[dest][0], NUMBER) == self.number)
 
-    def _cancel(self, failed: bool) -> None:
+    def _cancel(self, ended: bool) -> None:
         """Use the memory again, which nobody knows of.
 
         Args:
-            failed: whether a step has failed; else a signal's handler has raised.
+            ended: whether no copy may write there later. After an exception of a
+                signal's handler, one that was launched may.
         """
         post, words, slot, number = self.post, self.post.words, self.slot, self.number
         progress.remove(self)
@@ -238,11 +240,11 @@ class Sending(Own):
         with post._lock:
             if self not in post._unread:
                 words.give_back(slot)
-            elif self._begun or failed:
+            elif self._begun or ended:
                 words.store(slot, READ, number)
                 if not self._begun:
                     words.store(slot, READY, number)
-            else:  # the launch may have come before, so slot and room stay unused
+            else:  # slot and room stay unused
                 self.slot, self.room = NO_SLOT, None
                 post.release(self)
 

@@ -172,7 +172,7 @@ class Words:
         self.at, self._handles = address, address + int(memory.handles.offset)
         first = address + memory.bells.offset
         bells = [first + 8 * LINE * place for place in range(size)]
-        self.bell = bells[rank]
+        self.bell = self.port.bell = bells[rank]
         at, ring = address + memory.rings.offset, ctypes.sizeof(Ring)
         to = [at + ring * (place * size + rank) for place in range(size)]
         self.to = list(zip(to, bells, strict=True))
@@ -321,6 +321,8 @@ class Words:
                 del inbox[0]
                 if matched is not None:
                     post.posted.pop(matched, None)
+                    if not matched._active:
+                        matched.receive_alone()
 
     def _keep(self, text: bytes) -> None:
         """Keep an envelope for a communicator that this rank has not made yet."""

@@ -260,3 +260,51 @@ def test_a_receive_whose_request_was_freed_stands_for_itself_alone(comm):
     words, context = own.post.words, own.post.context
     own.Free()
     assert context not in words.posts  # nothing keeps a communicator that was freed
+
+
+def test_a_receive_that_was_freed_before_its_match_gets_its_message(own):
+    """Its sender would keep the memory of the message otherwise."""
+    right, left = around(own)
+    out, short, end = array(-1), array(-1), time.monotonic() + 60
+    for tag, room in enumerate((out, short)):
+        own.Irecv(room, left, tag).Free()
+    own.Barrier()
+    own.Send(array(5), right, 0)
+    own.Send(array(6, 7), right, 1)  # is refused, and nobody waits for the error
+    while own.post.unread[right] or own.post.posted or own.post.arriving:
+        assert time.monotonic() < end
+        own.Iprobe()
+    assert out.copy_to_host()[0] == 5
+    assert short.copy_to_host()[0] == -1
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_an_interrupt_right_after_a_launch_loses_no_memory(own, monkeypatch, in_steps):
+    words, post, out = own.post.words, own.post, array(-1)
+    own.Sendrecv(array(1), own.rank, 1, out, own.rank, 1)
+    stack = words.rooms.stack(LEAST)
+
+    def free():
+        post.take_back()
+        return words.port.free, stack.free
+
+    before = free()
+    with monkeypatch.context() as patch:
+        owner, name = (words, "copy") if in_steps else (post, "_send")
+        plain = getattr(owner, name)
+
+        def interrupted(*given):
+            plain(*given)
+            raise KeyboardInterrupt
+
+        if in_steps:
+            patch.setattr(post, "_send", lambda *_: NONE)
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            own.Send(array(2), own.rank, 2)
+    if in_steps:
+        assert not own.Iprobe(own.rank, 2)  # its envelope was not sent
+    else:
+        own.Recv(out, own.rank, 2)
+        assert out.copy_to_host()[0] == 2
+    assert free() == before
