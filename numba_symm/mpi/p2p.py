@@ -6,6 +6,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from numba_symm.arrays import KINDS
 from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import StartedCall, describe, waited
@@ -31,22 +32,34 @@ class Messages:
     host: Any
     post: Post
 
-    def _outgoing(self, buf: Any, dest: int) -> tuple[Outgoing | None, Any]:
-        """Return the message that a send names, and its array.
+    def _items(self, buf: Any, rank: int, make: Any) -> tuple[Any, Any]:
+        """Return the message that a send names or the items that a receive writes.
 
-        There is none if the array is on the host, or nobody receives it.
+        They come with their array. There are none if the array is on the host, or for
+        nobody.
+
+        Args:
+            buf: what the program has passed.
+            rank: to which it sends, or from which it receives.
+            make: ``Outgoing`` or ``Incoming``.
         """
-        key, array = buffers.key_of(buf)
-        if key is not None:
-            made = self.post.known.young.get((key, dest))
-            if made is not None:
-                return made, array
-        if dest == NOBODY or not on_device(buf):
+        kind = KINDS.get(type(buf))
+        if kind is not None and kind.always:
+            array, key = buf, (kind.read(buf, "message"), None)
+        else:
+            key, array = buffers.key_of(buf)
+        if rank == NOBODY:
+            return None, array
+        of = make, rank if make is Outgoing else NOBODY
+        known = self.post.known
+        if key is not None and (made := known.young.get((key, of))) is not None:
+            return made, array
+        if not on_device(buf):
             return None, array
         found = message(buf)
-        made = Outgoing.of(self.post, found, dest)
+        made = make.of(self.post, found, rank)
         if key is not None:
-            self.post.known.put((key, dest), made)
+            known.put((key, of), made)
         return made, found.array
 
     def _sent(
@@ -56,7 +69,7 @@ class Messages:
 
         From the host, ``plain`` sends, and to nobody, nothing does.
         """
-        found, array = self._outgoing(buf, dest)
+        found, array = self._items(buf, dest, Outgoing)
         if found is not None:
             return send(self.post, found, array, tag, **how)
         return DoneRequest() if dest == NOBODY else plain(buf, dest, tag)
@@ -98,23 +111,6 @@ class Messages:
         """Send a message; return a request, which is done when it was matched."""
         return self._sent(self.host.Issend, buf, dest, tag, matched=True)
 
-    def _incoming(self, buf: Any, source: int) -> tuple[Incoming | None, Any]:
-        """Return the items that a receive writes, and their array.
-
-        There are none if the array is on the host, or nobody sends.
-        """
-        key, array = buffers.key_of(buf)
-        if key is not None and source != NOBODY:
-            found = self.post.known.young.get(key)
-            if found is not None:
-                return found, array
-        if source == NOBODY or not on_device(buf):
-            return None, array
-        made, array = Incoming.of(self.post, buf)
-        if key is not None:
-            self.post.known.put(key, made)
-        return made, array
-
     @translated
     def Recv(
         self,
@@ -124,7 +120,7 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Receive a message, which may be shorter than the room for it."""
-        into, array = self._incoming(buf, source)
+        into, array = self._items(buf, source, Incoming)
         if into is None:
             self.host.Recv(None if source == NOBODY else buf, source, tag, status)
         else:
@@ -138,7 +134,7 @@ class Messages:
 
         The data is copied in ``Wait`` or ``Test``.
         """
-        into, array = self._incoming(buf, source)
+        into, array = self._items(buf, source, Incoming)
         if into is None:
             if source == NOBODY:
                 return DoneRequest(NOBODY)
@@ -157,8 +153,8 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Send a message and receive one."""
-        into, array = self._incoming(recvbuf, source)
-        sent, of_sent = self._outgoing(sendbuf, dest)
+        into, array = self._items(recvbuf, source, Incoming)
+        sent, of_sent = self._items(sendbuf, dest, Outgoing)
         if into is None or sent is None:
             both = self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
             _complete(both, status)
@@ -228,7 +224,7 @@ class Messages:
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
         if source != NOBODY:  # before the send, which is not taken back
             self.post.check_receive(source, recvtag)
-        found, array = self._outgoing(buf, dest)
+        found, array = self._items(buf, dest, Outgoing)
         if found is None:
             return self.Irecv(buf, source, recvtag)
         sends = send(self.post, found, array, sendtag, copied=True)
@@ -240,7 +236,7 @@ class Messages:
         self, plain: Callable[..., Any], buf: Any, dest: int, tag: int, **how: bool
     ) -> Any:
         """Prepare what :meth:`_sent` does; ``plain`` prepares a send from the host."""
-        found, array = self._outgoing(buf, dest)
+        found, array = self._items(buf, dest, Outgoing)
         if found is None:
             return Prequest(DoneRequest) if on_device(buf) else plain(buf, dest, tag)
         self.post.check_message("Send", dest, tag)
@@ -268,7 +264,7 @@ class Messages:
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
     ) -> Any:
         """Prepare a receive."""
-        into, array = self._incoming(buf, source)
+        into, array = self._items(buf, source, Incoming)
         if into is None:
             if on_device(buf):
                 return Prequest(partial(DoneRequest, NOBODY))

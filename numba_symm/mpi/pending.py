@@ -42,13 +42,12 @@ class Incoming(NamedTuple):
     dense: bool
 
     @classmethod
-    def of(cls, post: Post, spec: Any) -> tuple["Incoming", Any]:
-        """Return the items that a receive writes, and their array, or refuse it."""
+    def of(cls, post: Post, found: buffers.Items, source: int) -> "Incoming":
+        """Return the items, or refuse them before the receive is posted."""
         post.check_open("Recv")
-        found = buffers.message(spec)
         check_writable(found.view, "Recv")
         items, dense = found._replace(array=None), found.layout.runs is None
-        return cls(items, found.nbytes, found.address, dense), found.array
+        return cls(items, found.nbytes, found.address, dense)
 
 
 class Receiving(Own):
@@ -427,9 +426,9 @@ class Message(MPI.Message, metaclass=Kind):
         if self._envelope is None:
             return super().Irecv(buf)
         assert self._post is not None
-        found, given = self._envelope, Incoming.of(self._post, buf)
-        wanted = found.source, found.tag
-        receives = receiving(self._post, *given, *wanted, envelope=found)
+        post, items, found = self._post, buffers.message(buf), self._envelope
+        given = Incoming.of(post, items, found.source), items.array
+        receives = receiving(post, *given, found.source, found.tag, envelope=found)
         self._envelope = None
         return receives
 
