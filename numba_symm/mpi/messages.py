@@ -190,7 +190,11 @@ class Post(Unread):
 
         def taken() -> bool:
             progress.advance()
-            self._refuse_unexpected()
+            with self.words.lock:
+                while self.unexpected:
+                    found = self.unexpected.pop()
+                    self.answer(found)
+                    self.refuse(found)
             self._data.drop()
             self.reap()
             numbers = zip(channels, wanted.sum(0), strict=True)
@@ -201,7 +205,7 @@ class Post(Unread):
             progress.forget(self._fetch)
         for coming in self._coming:
             coming.Cancel()
-            waited(coming.Test, nothing)
+            coming.Wait()  # which ends in any case
         waited(self._own.Ibarrier().Test, check)  # all have refused what is left
         for each in list(self._unread):
             self.release(each)
@@ -219,13 +223,6 @@ class Post(Unread):
         if not self._interrupted:
             self._own.Free()
         self.words.rooms.shrink()
-
-    def _refuse_unexpected(self) -> None:
-        with self.words.lock:
-            while self.unexpected:
-                found = self.unexpected.pop()
-                self.answer(found)
-                self.refuse(found)
 
     def _settle(self) -> None:
         """Wait for this rank's copies."""
@@ -466,10 +463,6 @@ class Post(Unread):
             with self._lock:
                 data = np.empty(envelope.nbytes, np.uint8)
                 self._data.receive_parts(envelope, data, [])
-
-
-def nothing() -> None:
-    """Check nothing, where MPI ends the wait in any case."""
 
 
 def settle_all() -> None:

@@ -192,7 +192,8 @@ def _emit_look(module: ir.Module) -> None:
 def _emit_copy(module: ir.Module) -> None:
     """Emit ``copy(port, target, source, nbytes, stream, slot, word, number)``.
 
-    It returns the driver's status.
+    It enqueues a copy, which may have no bytes, and the store of a word after it, and
+    returns the driver's status. One thread at a time.
     """
     e = _Fast(module, "copy", 8)
     e.leave(e.launch(*e.args))

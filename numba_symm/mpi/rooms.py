@@ -146,13 +146,11 @@ class Rooms:
             self.shrink()
 
     def _for_once(self, size: int) -> Room | None:
-        block = self._allocator.allocate(size)
-        memory = Memory(block.address, size, block)
-        number, shared = self._shared(memory, 1)
-        if number is None:
-            self._allocator.release(block)
+        made = self._shared(size, 1)
+        if made is None:
             return None
-        unused = weakref.finalize(memory, self._freeable.append, (block, number))
+        memory, number, shared = made
+        unused = weakref.finalize(memory, self._freeable.append, (memory.owner, number))
         unused.atexit = False  # the process' end frees it
         return Room(memory, number, 0, size, -1, shared)
 
@@ -162,12 +160,10 @@ class Rooms:
         starts = range(0, nbytes - size + 1, size)
         if len(self.all) + len(starts) > ROOMS:
             return
-        block = self._allocator.allocate(nbytes)
-        memory = Memory(block.address, nbytes, block)
-        number, _ = self._shared(memory, _OPENS)
-        if number is None:
-            self._allocator.release(block)
+        made = self._shared(nbytes, _OPENS)
+        if made is None:
             return
+        memory, number, _ = made
         self._kept += nbytes if size >= BLOCK else 0
         for offset in starts:
             room = Room(memory, number, offset, size, len(self.all))
@@ -176,14 +172,20 @@ class Rooms:
             self.all.append(room)
             self.give_back(room)
 
-    def _shared(self, memory: Memory, opens: int) -> tuple[int | None, SharedHandle]:
-        """Share a block, and return its number; None: there are too many."""
-        shared = share(memory.array(memory.nbytes, _BYTE), opens=opens)
+    def _shared(
+        self, nbytes: int, opens: int
+    ) -> tuple[Memory, int, SharedHandle] | None:
+        """Return a new block, its number and its handle; None: there are too many."""
+        block = self._allocator.allocate(nbytes)
+        memory = Memory(block.address, nbytes, block)
+        shared = share(memory.array(nbytes, _BYTE), opens=opens)
         leave_out(shared)  # the program itself has not shared it
         number = self._blocks.add(shared.to_bytes())
-        if number is None:
-            shared.cancel()
-        return number, shared
+        if number is not None:
+            return memory, number, shared
+        shared.cancel()
+        self._allocator.release(block)
+        return None
 
 
 def size_of(nbytes: int) -> int:
@@ -336,11 +338,10 @@ def opened(handle: bytes, once: bool) -> Opened:
 _read: "deque[Opened]" = deque()  # blocks for one message, which was copied
 
 
-def copied(block: Opened | None) -> None:
-    """Note that a message was copied; unmap a block later that served only this one."""
-    if block is not None and block.once:
-        _read.append(block)
-        unmap_unused()
+def copied(block: Opened) -> None:
+    """Unmap a block later that served only one message, which was copied."""
+    _read.append(block)
+    unmap_unused()
 
 
 def unmap_unused() -> None:

@@ -276,9 +276,14 @@ class Sending(Own):
             packed = Memory(target, nbytes, room.memory).array(nbytes, _BYTE)
             packing.pack(items, packed)(stream)
             nbytes = 0
+        elif nbytes > message_copy.MOST:
+            streams.copy(target, outgoing.address, nbytes, stream)
+            nbytes = 0
         words.put(self.slot, room)
-        word = self.slot, READY, self.number
-        words.copy(target, outgoing.address, nbytes, stream, *word)
+        given = target, outgoing.address, nbytes, stream, self.slot, READY, self.number
+        status = words.copy(words.port_at, *given)
+        if status:
+            raise failure_of(status)
 
     def _send_data(self, stream: int) -> None:
         """Send the data by MPI."""

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import arrays, driver, driver_table, streams
+from numba_symm import arrays, driver, driver_table
 from numba_symm.backends.host import address_of, mapped, memory_file
 from numba_symm.collectives.kernels import message_copy
 from numba_symm.driver_table import WORD, struct
@@ -115,7 +115,7 @@ class Words:
         at: the address of the first word in this process.
         to: by place, this rank's ring there, and the bell.
         bell: this rank's.
-        publish: see ``rings.py``.
+        copy, publish: see ``rings.py``.
         look: see ``rings.py``: ``wait``.
     """
 
@@ -166,7 +166,7 @@ class Words:
         self.port.slots[:] = range(SLOTS * rank, SLOTS * (rank + 1))
         self.port.free = SLOTS
         self._entries = deque(range(BLOCKS))
-        self._take, self._copy = rings.compiled("take"), rings.compiled("copy")
+        self._take, self.copy = rings.compiled("take"), rings.compiled("copy")
         self.publish, self.look = rings.compiled("publish"), rings.compiled("wait")
         address = ctypes.addressof(self._memory)
         self.at, self._handles = address, address + int(memory.handles.offset)
@@ -228,35 +228,6 @@ class Words:
     def store(self, slot: int, word: int, number: int) -> None:
         """Store a word."""
         self.values[LINE * slot + word] = number
-
-    def copy(
-        self,
-        target: int,
-        source: int,
-        nbytes: int,
-        stream: int,
-        slot: int,
-        word: int,
-        number: int,
-    ) -> None:
-        """Enqueue a copy, and the store of a word after it. One thread at a time.
-
-        Args:
-            target: the address.
-            source: the address of the data.
-            nbytes: its size; 0: only store the word.
-            stream: the stream's handle.
-            slot: of the message.
-            word: ``READY`` or ``READ``.
-            number: of the message.
-        """
-        if nbytes > message_copy.MOST:
-            streams.copy(target, source, nbytes, stream)
-            nbytes = 0
-        given = target, source, nbytes, stream, slot, word, number
-        status = self._copy(self.port_at, *given)
-        if status:
-            raise failure_of(status)
 
     def add(self, handle: bytes) -> int | None:
         """Return the number of a block of this rank; None: there are too many."""

@@ -41,7 +41,7 @@ def copying_late(monkeypatch):
         def begin():
             monkeypatch.setattr(post, "arrive", arrive)
             while late:
-                words.copy(*late.pop(0))
+                words.copy(words.port_at, *late.pop(0))
 
         monkeypatch.setattr(post, "arrive", arrive_later)
         return late, begin
