@@ -254,7 +254,7 @@ _MUTANTS = [
     ),
     Mutant(
         "postponed.end_keeps_room",
-        "numba_symm/mpi/sends.py",
+        "numba_symm/mpi/rooms.py",
         "room, made.room = made.room, None",
         "room = made.room",
     ),
