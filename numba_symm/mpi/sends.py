@@ -156,7 +156,7 @@ class Sending(Own):
     slot, room = NO_SLOT, None
     _array: Any  # until it may be used
     _matched: bool  # whether it is done only when a receive has matched it
-    _asked: list[MPI.Request] | None = None  # what tells of the match, see announce
+    _asked: list[MPI.Request] | None = None  # requests of MPI, or none: see _is_matched
     _requests: list[MPI.Request]  # of MPI, which sends the data
     _begun = _announced = True
     _tried = _hurries = False
@@ -191,10 +191,10 @@ class Sending(Own):
                 self._announced = True
         except BaseException as error:
             self._announced = self._is_announced(sent)
-            if self._announced:
-                self.hurry()
-            else:
+            if not self._announced:
                 self._cancel(isinstance(error, Exception) or post.idle(stream))
+            elif later:
+                self.hurry()
             raise
 
     def _announce(self) -> None:
@@ -311,9 +311,7 @@ class Sending(Own):
         post = self.post
         try:
             post.check_open("Send")
-        except (
-            Exception
-        ):  # another GPU is current, and the message is not this thread's
+        except Exception:  # another GPU is current in this thread
             return False
         if self._begun or not (
             self._hurries or self._is_matched() or post.admits(self.outgoing)

@@ -107,6 +107,21 @@ def test_a_send_waits_for_its_receiver(limited, world):
     assert received(limited, left, 4) == received(limited, left, 4) == 4
 
 
+def test_a_message_without_data_is_never_postponed(limited, world):
+    """It needs no memory, and its order holds."""
+    right, left = around(limited)
+    for number in range(3):
+        limited.Bsend(array(number), right, 1)
+    limited.Send(array(9, 0), right, 1)  # no rank receives before
+    world.Barrier()
+    status, found = MPI.Status(), []
+    for _ in range(4):
+        out = array(255)
+        limited.Recv(out, left, 1, status)
+        found.append((status.Get_count(MPI.BYTE), value(out)))
+    assert found == [(SIZE, 0), (SIZE, 1), (SIZE, 2), (0, 255)]
+
+
 def test_later_receives_match_later_messages(limited, world):
     """No wait for one message is a wait for another one."""
     first, last = 0, limited.size - 1
