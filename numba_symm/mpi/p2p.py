@@ -342,7 +342,6 @@ class Together(Own):
     """A receive and a send, whose status is that of the receive."""
 
     def __init__(self, receives: Any, sends: Any):
-        super().__init__()
         self._receives, self._sends = receives, sends
 
     def _await_start(self) -> None:
@@ -355,8 +354,11 @@ class Together(Own):
                 each._withdraw()
 
     def _finish(self, status: MPI.Status | None) -> None:
-        self._receives.Wait(status)
-        self._sends.Wait()
+        for each, found in ((self._receives, status), (self._sends, None)):
+            if isinstance(each, StartedCall):
+                each._complete(found)
+            else:
+                each.Wait(found)
 
     def _poll(self, status: MPI.Status | None) -> bool:
         if not all([each.Get_status() for each in (self._receives, self._sends)]):

@@ -10,6 +10,7 @@ from numba_symm import own_arrays, streams
 from numba_symm.arrays import view
 from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.kernels import message_copy
+from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.events import Event
 from numba_symm.mpi import buffers, packing, progress, rooms
@@ -102,7 +103,8 @@ class Receiving(Own):
             return
         if post._freed:  # its stream of copies is gone
             post.check_open("Recv")
-        post.refuse_capture(self._stream, "Recv")
+        if not SIMULATED and streams.is_capturing(self._stream):
+            post.refuse_capture(self._stream, "Recv")
         if self.envelope is None and not self.cancelled:
             try:
                 post.until(NO_SLOT, 0, 0, self._is_decided)

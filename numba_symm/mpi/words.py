@@ -28,6 +28,7 @@ import struct as struct_
 import threading
 from collections import deque
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,6 +91,9 @@ class Envelope(NamedTuple):
     slot: int
     number: int
     asks: int
+
+
+_envelope = partial(tuple.__new__, Envelope)  # in less time than ``Envelope(...)``
 
 
 def failure_of(status: int) -> BaseException:
@@ -288,7 +292,7 @@ class Words:
                     self._keep(inbox[0])
                     del inbox[0]
                     continue
-                matched = post.match(Envelope(post.ranks[place], *rest))
+                matched = post.match(_envelope((post.ranks[place], *rest)))
                 del inbox[0]
                 if matched is not None:
                     post.posted.pop(matched, None)
