@@ -419,11 +419,11 @@ def _address(context: Any, builder: Any, signature: Any, args: Any) -> Any:
     return builder.ptrtoint(pointer, _LLVM[_I64])
 
 
-def _atomic(verb: str, order: str) -> Any:
+def _atomic(verb: str) -> Any:
     """Return the intrinsic of an atomic operation on an array's element."""
-    name = links.atomic_function(verb, order)
+    name = f"atomic_{verb}"
 
-    def typed(array: Any, index: Any, *values: Any) -> Any:
+    def typed(array: Any, index: Any, given: Any, *values: Any) -> Any:
         refusal = links.refusal(name)
         if refusal:
             raise TypingError(refusal)
@@ -433,18 +433,40 @@ def _atomic(verb: str, order: str) -> Any:
             raise TypingError(f"{name}: expected an array of {known}, got {array}")
         if not array.mutable:
             raise TypingError(f"{name}: expected an array to write to, got {array}")
+        order = compiler.constant_of(given)  # Numba tries a literal type second
+        if order not in ATOMIC_ORDERS:
+            known = ", ".join(map(repr, ATOMIC_ORDERS))
+            raise TypingError(f"{name}: expected order to be {known}, got {given}")
         emit = _emit(TABLE[atomic_name(verb, order, kind)])
         indices = _index_type(array, index, name)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             address = _address(context, builder, signature, args)
-            return emit(context, builder, signature, [address, *args[2:]])
+            return emit(context, builder, signature, [address, *args[2:-1]])
 
-        return array.dtype(array, indices, *[array.dtype] * len(values)), codegen
+        operands = *[array.dtype] * len(values), types.literal(order)
+        return array.dtype(array, indices, *operands), codegen
 
-    if verb == "cas":
-        return intrinsic(lambda typingctx, a, i, old, value: typed(a, i, old, value))
-    return intrinsic(lambda typingctx, a, i, value: typed(a, i, value))
+    def update(
+        typingctx: Any, array: Any, index: Any, value: Any, order: Any = "relaxed"
+    ) -> Any:
+        return typed(array, index, order, value)
+
+    def cas(
+        typingctx: Any,
+        array: Any,
+        index: Any,
+        old: Any,
+        value: Any,
+        order: Any = "relaxed",
+    ) -> Any:
+        return typed(array, index, order, old, value)
+
+    return intrinsic(cas if verb == "cas" else update)
+
+
+for _verb in ATOMICS:
+    globals()[f"atomic_{_verb}"] = _atomic(_verb)
 
 
 _WORDS = {types.int64: 0, types.uint64: 0, types.int32: 1, types.uint32: 2}
@@ -467,21 +489,6 @@ def word_kind(typingctx: Any, array: Any) -> Any:
     """Return which kind of word its elements are."""
     kind = ir.Constant(_LLVM[_I64], _WORDS[array.dtype])
     return _I64(array), lambda context, builder, signature, args: kind
-
-
-def _atomics(verb: str) -> list[Any]:
-    """Return the intrinsics of an operation, in each order."""
-    return [_atomic(verb, order) for order in ATOMIC_ORDERS]
-
-
-atomic_add, atomic_add_acquire, atomic_add_release = _atomics("add")
-atomic_min, atomic_min_acquire, atomic_min_release = _atomics("min")
-atomic_max, atomic_max_acquire, atomic_max_release = _atomics("max")
-atomic_and_, atomic_and_acquire, atomic_and_release = _atomics("and")
-atomic_or_, atomic_or_acquire, atomic_or_release = _atomics("or")
-atomic_xor, atomic_xor_acquire, atomic_xor_release = _atomics("xor")
-atomic_exch, atomic_exch_acquire, atomic_exch_release = _atomics("exch")
-atomic_cas, atomic_cas_acquire, atomic_cas_release = _atomics("cas")
 
 
 def _escapes(array: str, args: Any, aliases: Any, reachable: set[str]) -> None:

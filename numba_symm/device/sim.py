@@ -24,7 +24,6 @@ from numba_symm.arguments import refuse_misaligned
 from numba_symm.device.host_arrays import array_at as array_at  # for kernels
 from numba_symm.device.host_atomics import function as host_atomic
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
-from numba_symm.device.links import atomic_function
 from numba_symm.errors import ArgumentError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -181,14 +180,14 @@ def _bits_as(kind: Any, value: Any) -> Any:
     return (bits ^ top) - top if kind.kind == "i" else bits
 
 
-def _atomic(verb: str, order: str) -> Callable[..., Any]:
+def _atomic(verb: str) -> Callable[..., Any]:
     """Return a sequentially consistent atomic operation on an array's element.
 
     See ``host_atomics.py``.
     """
-    name = atomic_function(verb, order)
+    name = f"atomic_{verb}"
 
-    def atomic(array: Any, index: Any, *values: Any) -> Any:
+    def atomic(array: Any, index: Any, values: Any, order: str) -> Any:
         dtype: Any = getattr(array, "dtype", None)
         kind = _KINDS.get(dtype)
         if kind not in ATOMICS[verb]:
@@ -197,11 +196,20 @@ def _atomic(verb: str, order: str) -> Callable[..., Any]:
                 f"{name}: expected an array of {', '.join(known)}, got "
                 f"{type(array).__name__ if dtype is None else dtype}"
             )
+        if order not in ATOMIC_ORDERS:
+            orders = ", ".join(map(repr, ATOMIC_ORDERS))
+            raise ArgumentError(f"{name}: expected order to be {orders}, got {order!r}")
         update = host_atomic(verb, kind)
         at = _element(array, index, name)
         return dtype.type(update(at, *(_bits_as(dtype, value) for value in values)))
 
-    return atomic
+    if verb == "cas":
+        return lambda array, index, old, value, order="relaxed": atomic(
+            array, index, (old, value), order
+        )
+    return lambda array, index, value, order="relaxed": atomic(
+        array, index, (value,), order
+    )
 
 
 def _updates(verb: str, kind: str) -> Callable[..., Any]:
@@ -214,19 +222,9 @@ def _updates(verb: str, kind: str) -> Callable[..., Any]:
     return update
 
 
-def _atomics(verb: str) -> list[Callable[..., Any]]:
-    """Return an operation on an array's element, in each order."""
-    return [_atomic(verb, order) for order in ATOMIC_ORDERS]
-
-
-atomic_add, atomic_add_acquire, atomic_add_release = _atomics("add")
-atomic_min, atomic_min_acquire, atomic_min_release = _atomics("min")
-atomic_max, atomic_max_acquire, atomic_max_release = _atomics("max")
-atomic_and_, atomic_and_acquire, atomic_and_release = _atomics("and")
-atomic_or_, atomic_or_acquire, atomic_or_release = _atomics("or")
-atomic_xor, atomic_xor_acquire, atomic_xor_release = _atomics("xor")
-atomic_exch, atomic_exch_acquire, atomic_exch_release = _atomics("exch")
-atomic_cas, atomic_cas_acquire, atomic_cas_release = _atomics("cas")
+atomic_add, atomic_min, atomic_max = _atomic("add"), _atomic("min"), _atomic("max")
+atomic_and, atomic_or, atomic_xor = _atomic("and"), _atomic("or"), _atomic("xor")
+atomic_exch, atomic_cas = _atomic("exch"), _atomic("cas")
 
 atom_add_release_sys_u64: Any
 """Declared for type checkers, as are all of these functions that device code calls."""

@@ -95,7 +95,7 @@ def wait_for_words(ctx, found):
         symm.st_release_sys_u64(there + 8, -(1 << 40))
         found[2] = symm.wait_until_at(ctx, i64, 1, symm.LE, -(1 << 40))
         peers = symm.peer_array(ctx, right, 20, np.uint64)
-        symm.atomic_add_release(peers, 2, 1 << 40)
+        symm.atomic_add(peers, 2, 1 << 40, order="release")
         found[3] = symm.wait_until_at(ctx, u64, 2, symm.NE, 0)
 
 
