@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from numba_symm.environment import SIMULATED
 
 if SIMULATED or TYPE_CHECKING:
+    from numba_symm.device.host_atomics import *  # noqa: F403
     from numba_symm.device.sim import *  # noqa: F403
     from numba_symm.device.sim_views import *  # noqa: F403
 else:

@@ -11,6 +11,7 @@ not replace ``cuda`` while they run (which is not safe between threads).
 
 import ctypes
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +22,6 @@ import ml_dtypes
 import numpy as np
 
 from numba_symm.arguments import refuse_misaligned
-from numba_symm.device.host_arrays import array_at as array_at  # for kernels
-from numba_symm.device.host_atomics import function as host_atomic
-from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
-from numba_symm.errors import ArgumentError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -130,110 +127,6 @@ def bits_from(low: int, high: int, first: int) -> int:
     """Return the 64 bits of two words, the lower one first, from a bit on."""
     both = (int(high) & 0xFFFFFFFFFFFFFFFF) << 64 | int(low) & 0xFFFFFFFFFFFFFFFF
     return word_of(both >> first)
-
-
-_KINDS = {
-    np.dtype(np.int32): "s32",
-    np.dtype(np.uint32): "u32",
-    np.dtype(np.int64): "s64",
-    np.dtype(np.uint64): "u64",
-    np.dtype(np.float32): "f32",
-    np.dtype(np.float64): "f64",
-}
-
-
-_WORDS = {
-    np.dtype(np.int64): 0,
-    np.dtype(np.uint64): 0,
-    np.dtype(np.int32): 1,
-    np.dtype(np.uint32): 2,
-}
-"""The kinds of words in ``counting.py``."""
-
-
-def _element(array: Any, index: Any, name: str) -> int:
-    """Return the address of an array's element."""
-    places = index if isinstance(index, tuple) else (index,)
-    if len(places) != len(array.shape):
-        raise ArgumentError(
-            f"{name}: expected {len(array.shape)} integers as the index, got {index!r}"
-        )
-    address = array.ctypes.data
-    for place, length, stride in zip(places, array.shape, array.strides, strict=True):
-        if not isinstance(place, int | np.integer) or not -length <= place < length:
-            raise ArgumentError(
-                f"{name}: expected an index within the shape {tuple(array.shape)}, got "
-                f"{index!r}; a GPU does not check this"
-            )
-        address += (place + length * (place < 0)) * stride
-    if address % array.itemsize:
-        refuse_misaligned(address, array.itemsize)
-    return int(address)
-
-
-def _bits_as(kind: Any, value: Any) -> Any:
-    """Return a value as a GPU converts it: integers wrap around."""
-    if kind.kind == "f":
-        return float(value)
-    bits = int(value) & (1 << 8 * kind.itemsize) - 1
-    top = 1 << 8 * kind.itemsize - 1
-    return (bits ^ top) - top if kind.kind == "i" else bits
-
-
-def _atomic(verb: str) -> Callable[..., Any]:
-    """Return a sequentially consistent atomic operation on an array's element.
-
-    See ``host_atomics.py``.
-    """
-    name = f"atomic_{verb}"
-
-    def atomic(array: Any, index: Any, values: Any, order: str) -> Any:
-        dtype: Any = getattr(array, "dtype", None)
-        kind = _KINDS.get(dtype)
-        if kind not in ATOMICS[verb]:
-            known = [str(d) for d, k in _KINDS.items() if k in ATOMICS[verb]]
-            raise ArgumentError(
-                f"{name}: expected an array of {', '.join(known)}, got "
-                f"{type(array).__name__ if dtype is None else dtype}"
-            )
-        if order not in ATOMIC_ORDERS:
-            orders = ", ".join(map(repr, ATOMIC_ORDERS))
-            raise ArgumentError(f"{name}: expected order to be {orders}, got {order!r}")
-        update = host_atomic(verb, kind)
-        at = _element(array, index, name)
-        return dtype.type(update(at, *(_bits_as(dtype, value) for value in values)))
-
-    if verb == "cas":
-        return lambda array, index, old, value, order="relaxed": atomic(
-            array, index, (old, value), order
-        )
-    return lambda array, index, value, order="relaxed": atomic(
-        array, index, (value,), order
-    )
-
-
-def _updates(verb: str, kind: str) -> Callable[..., Any]:
-    """Return an atomic operation on the word at an address."""
-
-    def update(address: int, *values: Any) -> Any:
-        old = host_atomic(verb, kind)(address, *values)
-        return word_of(old) if kind == "u64" else old
-
-    return update
-
-
-atomic_add, atomic_min, atomic_max = _atomic("add"), _atomic("min"), _atomic("max")
-atomic_and, atomic_or, atomic_xor = _atomic("and"), _atomic("or"), _atomic("xor")
-atomic_exch, atomic_cas = _atomic("exch"), _atomic("cas")
-
-atom_add_release_sys_u64: Any
-"""Declared for type checkers, as are all of these functions that device code calls."""
-
-for _verb, _kinds in ATOMICS.items():
-    for _order in ATOMIC_ORDERS:
-        for _kind in _kinds:
-            _name = atomic_name(_verb, _order, _kind)
-            globals()[_name] = _updates(_verb, _kind)
 
 
 def fence_acq_rel_sys() -> None:
@@ -440,35 +333,26 @@ def word_of(bits: int) -> int:
     return ((int(bits) & 0xFFFFFFFFFFFFFFFF) ^ 1 << 63) - (1 << 63)
 
 
-def word_address(array: Any, index: Any) -> int:
-    """Return the address of an element of 32 or 64 bits."""
-    dtype: Any = getattr(array, "dtype", None)
-    if dtype not in _WORDS:
-        raise ArgumentError(
-            f"wait_until_at: expected an array of {', '.join(map(str, _WORDS))}, got "
-            f"{type(array).__name__ if dtype is None else dtype}"
-        )
-    return _element(array, index, "wait_until_at")
-
-
-def word_kind(array: Any) -> int:
-    """Return which kind of word its elements are."""
-    return _WORDS[array.dtype]
-
-
 def nbytes_of(shape: Any, dtype: Any) -> int:
     """Return the bytes of an array of ``shape`` and ``dtype``."""
     return int(np.prod(shape) * np.dtype(dtype).itemsize)
 
 
 def is_checked(ctx: Any) -> bool:
-    """Return True: the simulator checks, see ``sim_checks.py``."""
+    """Return True: the simulator checks arguments. Refuse memory that was unmapped."""
+    if ctx.check_mapped is not None:
+        ctx.check_mapped()
     return True
+
+
+def check_grid() -> None:
+    """Refuse a barrier of a grid whose blocks cannot run together."""
+    _thread()._manager.launch.check_size("grid_barrier")
 
 
 def size_of(ctx: Any) -> int:
     """Return the bytes of the buffers, if they are known."""
-    return ctx.buffer_size or 0
+    return sys.maxsize if ctx.buffer_size is None else int(ctx.buffer_size)
 
 
 def exit_thread() -> None:

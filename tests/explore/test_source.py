@@ -15,7 +15,7 @@ from numba_symm.kernels import _device_files
 DECORATED = re.compile(
     r"^ *@.*\b(?:(?:device|array)_function|sliced\(\w+\))$", re.MULTILINE
 )
-NOT_EXPLORED = {"ptx", "sim", "gpu_checks", "packing", "pairs"}
+NOT_EXPLORED = {"ptx", "sim", "checks", "packing", "pairs"}
 """Instructions, and checks of their arguments; kernels on one rank's arrays; plain
 arithmetic."""
 
