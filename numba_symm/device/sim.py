@@ -147,22 +147,18 @@ def globaltimer() -> int:
 
 
 def f32_of_bits(bits: int) -> Any:
-    """Return the float32 of those bits."""
     return np.uint32(bits & 0xFFFFFFFF).view(np.float32)
 
 
 def f64_of_bits(word: int) -> Any:
-    """Return the float64 of those bits."""
     return np.int64(word).view(np.float64)
 
 
 def bits_of_f32(value: Any) -> int:
-    """Return the bits of a float32."""
     return int(np.float32(value).view(np.uint32))
 
 
 def bits_of_f64(value: Any) -> int:
-    """Return the bits of a float64."""
     return int(np.float64(value).view(np.uint64))
 
 
@@ -225,7 +221,6 @@ e5m2x2_of_f32x2 = _of_f32x2(ml_dtypes.float8_e5m2)
 
 
 def mul_rn_f32(a: Any, b: Any) -> Any:
-    """Multiply two float32."""
     return a * b
 
 
@@ -234,7 +229,6 @@ ones_of = int.bit_count
 
 
 def _thread() -> Any:
-    """Return the simulator's thread that runs the caller."""
     return threading.current_thread()
 
 
@@ -294,12 +288,10 @@ def thread_index() -> int:
 
 
 def thread_index_x() -> int:
-    """Return the thread's index along x."""
     return _thread().threadIdx.x  # type: ignore[no-any-return]
 
 
 def thread_index_y() -> int:
-    """Return the thread's index along y."""
     return _thread().threadIdx.y  # type: ignore[no-any-return]
 
 
@@ -311,12 +303,10 @@ def block_index() -> int:
 
 
 def block_size() -> int:
-    """Return the number of threads in a block."""
     return math.prod(_thread()._manager._block_dim)
 
 
 def grid_size() -> int:
-    """Return the number of blocks in the grid."""
     return int(math.prod(_thread()._manager._grid_dim))
 
 
