@@ -1,7 +1,8 @@
 """Requests: calls that were started, and are waited for later."""
 
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any, Self
 
 from mpi4py import MPI
@@ -9,7 +10,6 @@ from mpi4py import MPI
 from numba_symm import arrays
 from numba_symm.arguments import shown
 from numba_symm.mpi.calls import (
-    PAUSE,
     StartedCall,
     any_of,
     describe,
@@ -17,6 +17,7 @@ from numba_symm.mpi.calls import (
     some_of,
     status_at,
     tested,
+    waited,
 )
 from numba_symm.mpi.errors import MPITypeError, refusal
 from numba_symm.mpi.kinds import Kind
@@ -111,11 +112,9 @@ class Request(StartedCall, metaclass=Kind):
         """Wait for one request; return its index, MPI.UNDEFINED if none is active."""
         if not _has_own(requests, "Waitany"):
             return MPI.Request.Waitany(requests, status)
-        while True:
-            index, found = cls.Testany(requests, status)
-            if found:
-                return index
-            time.sleep(PAUSE)
+        look = partial(cls.Testany, requests, status)
+        index, _ = waited(look, is_found=itemgetter(1))
+        return int(index)
 
     @classmethod
     @translated
@@ -137,11 +136,9 @@ class Request(StartedCall, metaclass=Kind):
         """Wait for some requests; return their indices, None if none is active."""
         if not _has_own(requests, "Waitsome"):
             return MPI.Request.Waitsome(requests, statuses)
-        while True:
-            found = cls.Testsome(requests, statuses)
-            if found is None or found:
-                return found
-            time.sleep(PAUSE)
+        look = partial(cls.Testsome, requests, statuses)
+        found: list[int] | None = waited(look, is_found=lambda some: some != [])
+        return found
 
     @classmethod
     @translated
@@ -201,11 +198,9 @@ class Request(StartedCall, metaclass=Kind):
         """Wait for one request; return its index and its object."""
         if not _has_own(requests, "waitany"):
             return MPI.Request.waitany(requests, status)
-        while True:
-            index, done, found = cls.testany(requests, status)
-            if done:
-                return index, found
-            time.sleep(PAUSE)
+        look = partial(cls.testany, requests, status)
+        index, _, found = waited(look, is_found=itemgetter(1))
+        return index, found
 
     @classmethod
     @translated
@@ -225,11 +220,9 @@ class Request(StartedCall, metaclass=Kind):
         """Wait for some requests; return their indices and their objects."""
         if not _has_own(requests, "waitsome"):
             return MPI.Request.waitsome(requests, statuses)
-        while True:
-            done, objects = cls.testsome(requests, statuses)
-            if done is None or done:
-                return done, objects
-            time.sleep(PAUSE)
+        look = partial(cls.testsome, requests, statuses)
+        done, objects = waited(look, is_found=lambda some: some[0] != [])
+        return done, objects
 
     # What MPI 4.1 adds.
 
