@@ -80,22 +80,13 @@ _KINDS = {
 }
 
 
-def _bits_as(kind: Any, value: Any) -> Any:
-    """Return a value as a GPU converts it: integers wrap around."""
-    if kind.kind == "f":
-        return float(value)
-    bits = int(value) & (1 << 8 * kind.itemsize) - 1
-    top = 1 << 8 * kind.itemsize - 1
-    return (bits ^ top) - top if kind.kind == "i" else bits
-
-
 def _atomic(verb: str) -> Callable[..., Any]:
     """Return a sequentially consistent atomic operation on an array's element."""
     name = f"atomic_{verb}"
 
     def atomic(array: Any, index: Any, values: Any, order: str) -> Any:
         dtype: Any = getattr(array, "dtype", None)
-        kind = _KINDS.get(dtype)
+        kind = _KINDS.get(dtype, "")
         if kind not in ATOMICS[verb]:
             known = [str(d) for d, k in _KINDS.items() if k in ATOMICS[verb]]
             raise ArgumentError(
@@ -105,9 +96,9 @@ def _atomic(verb: str) -> Callable[..., Any]:
         if order not in ATOMIC_ORDERS:
             orders = ", ".join(map(repr, ATOMIC_ORDERS))
             raise ArgumentError(f"{name}: expected order to be {orders}, got {order!r}")
-        update = _function(verb, kind)
         at = element_address(array, index, name)
-        return dtype.type(update(at, *(_bits_as(dtype, value) for value in values)))
+        number = float if kind[0] == "f" else int  # ctypes lets integers wrap around
+        return dtype.type(_function(verb, kind)(at, *map(number, values)))
 
     if verb == "cas":
         return lambda array, index, old, value, order="relaxed": atomic(
@@ -118,14 +109,10 @@ def _atomic(verb: str) -> Callable[..., Any]:
     )
 
 
-def _updates(verb: str, kind: str) -> Callable[..., Any]:
-    """Return an atomic operation on the word at an address."""
-
-    def update(address: int, *values: Any) -> Any:
-        old = _function(verb, kind)(address, *values)
-        return word_of(old) if kind == "u64" else old
-
-    return update
+def _update(verb: str, kind: str, address: int, *values: Any) -> Any:
+    """Make an atomic operation on the word at an address."""
+    old = _function(verb, kind)(address, *values)
+    return word_of(old) if kind == "u64" else old
 
 
 atomic_add, atomic_min, atomic_max = _atomic("add"), _atomic("min"), _atomic("max")
@@ -139,4 +126,4 @@ for _verb, _kinds in ATOMICS.items():
     for _order in ATOMIC_ORDERS:
         for _kind in _kinds:
             _name = atomic_name(_verb, _order, _kind)
-            globals()[_name] = _updates(_verb, _kind)
+            globals()[_name] = functools.partial(_update, _verb, _kind)
