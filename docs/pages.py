@@ -69,6 +69,15 @@ def usage(command):
     return _fenced(textwrap.dedent(printed.getvalue()).strip(), "text")
 
 
+def explored(arguments):
+    """What ``numba-symm explore`` prints, with its arguments."""
+    path, *rest = arguments.split()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        cli.main(["explore", str(ROOT / path), *rest])
+    return _fenced(printed.getvalue().rstrip(), "text")
+
+
 def _fenced(text, language):
     return f"```{language}\n{text}\n```"
 
@@ -361,6 +370,7 @@ MAKERS = {
     "program": program,
     "measured": measured,
     "help": usage,
+    "explored": explored,
     "algorithms": algorithms,
     "conditions": conditions,
     "examples": examples,

@@ -8,6 +8,7 @@
 - ``info`` shows what a bug report needs: versions, GPUs, MPI, settings.
 - ``doctor`` checks this machine, and says what to do.
 - ``soak`` makes calls for minutes while ranks fail, and checks everything.
+- ``explore`` runs a program in all orders of its communication, without a GPU.
 """
 
 import argparse
@@ -71,6 +72,8 @@ def _main(argv: Sequence[str] | None) -> int:
             return _compile(argv[1:])
         if argv[:1] == ["soak"]:
             return _soak(argv[1:])
+        if argv[:1] == ["explore"]:
+            return _explore(argv[1:])
         options = _parser().parse_args(words)
         if options.command == "info":
             return _info(options)
@@ -184,12 +187,21 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--plot", metavar="FILE", help="draw the times, into r.png for example"
     )
+    _add_others(commands)
+    return parser
+
+
+def _add_others(commands: Any) -> None:
+    """Add what parses its arguments itself."""
+    commands.add_parser(
+        "explore",
+        help="find races, deadlocks and missing fences in a program, without a GPU",
+    )
     commands.add_parser(
         "bench",
         help="measure collectives on the ranks of the mpirun that started it; "
         "`run -n 4 -m numba_symm.bench` also starts the ranks",
     )
-    return parser
 
 
 def _add_doctor(commands: Any) -> None:
@@ -368,6 +380,12 @@ def _soak(argv: Sequence[str]) -> int:
         )
     goal = soak.goal(options, number, simulation_needed(number, ask=options.simulate))
     return soak.run(goal, options.json, Console())
+
+
+def _explore(argv: Sequence[str]) -> int:
+    from numba_symm.command import exploring  # imports many modules
+
+    return exploring.run(argv, Console())
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -46,11 +46,13 @@ LAZY = {
     ("command.cli", "bench.tune"): "`run` and `info` need none of its libraries",
     ("command.cli", "command.compiling"): "`run` needs none of its libraries",
     ("command.cli", "command.doctor"): "`run` needs none of its libraries",
+    ("command.cli", "command.exploring"): "`run` needs none of its modules",
     ("command.cli", "command.job"): "`run` makes no communicator",
     ("command.cli", "command.runner"): "only `run` needs mpi4py for its variable",
     ("command.cli", "command.soak"): "`run` needs none of its libraries",
     ("command.cli", "command.status"): "`run` reads no boards",
     ("command.cli", "engines.nccl"): "only `info` looks for NCCL",
+    ("explore", "explore.exploration"): "needs greenlet, which few programs have",
     ("command.runner", "mpi"): "a program may first set variables that Numba reads",
 }
 """Imports of our own modules within functions, each with its reason."""

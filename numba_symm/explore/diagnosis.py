@@ -1,0 +1,386 @@
+"""What a fault consists of, in the program's words.
+
+The execution that has found the fault is repeated with its choices, and observed.
+"""
+
+import re
+from types import FrameType
+from typing import Any, NamedTuple
+
+from numba_symm.explore.arrays import Array
+from numba_symm.explore.faults import CodePlace, Fault, Files, frame_of
+from numba_symm.explore.machine import Fiber, Machine
+from numba_symm.explore.memory import (
+    ACQUIRE,
+    AWAIT,
+    CHANGES,
+    LATE,
+    LOAD,
+    STORE,
+    Access,
+    Area,
+    Strong,
+    Value,
+)
+from numba_symm.explore.observers import Name
+
+
+class TracedStep(NamedTuple):
+    """A strong access of the repeated execution.
+
+    Attributes:
+        thread: the number of its thread.
+        time: the thread's time.
+        op: the access.
+        value: the loaded bits, or the stored ones.
+        read: the value that it loaded; None: none.
+        stored: the value that it stored; None: none.
+        known: what its thread knows after it.
+        phase: the number of its launch, and of barriers since that began.
+    """
+
+    thread: int
+    time: int
+    op: Strong
+    value: Any
+    read: Value | None
+    stored: Value | None
+    known: Any
+    phase: tuple[int, int]
+
+
+class Observed:
+    """A repeated execution.
+
+    Attributes:
+        steps: its strong accesses.
+        names: by thread and time, what the program calls the element that it accessed.
+        at: by thread and time, how many steps came before an access of the element.
+        known: by thread and time, what its thread knew.
+        phases: by thread and time, the number of the launch and of barriers before.
+    """
+
+    def __init__(self, machine: Machine, fault: Fault):
+        self.machine = machine
+        self.steps: list[TracedStep] = []
+        self.names: dict[tuple[int, int], str] = {}
+        self.at: dict[tuple[int, int], int] = {}
+        self.known: dict[tuple[int, int], Any] = {}
+        self.phases: dict[tuple[int, int], tuple[int, int]] = {}
+        self._watched: Area | None = fault.details.get("region")
+        self._offset: int = fault.details.get("offset", -1)
+        machine.traced = self._trace
+        machine.memory.observe = self._observe
+        machine.memory.forgives = fault.kind == "race"
+
+    def _trace(self, thread: Fiber, op: Strong, index: int, value: Any) -> None:
+        place = op.region.places[op.offset]
+        stored = place.values[-1] if op.kind in CHANGES else None
+        if stored is not None and stored.step != self.machine.steps - 1:
+            stored = None
+        read = None
+        if op.kind is not STORE:
+            last = place.values[-2 if stored is not None else -1]
+            read = last if op.kind in CHANGES or index == LATE else place.values[index]
+        shown = stored.bits if op.kind is STORE and stored is not None else value
+        time = int(thread.known[thread.number])
+        known = thread.known.copy()
+        self.steps.append(
+            TracedStep(
+                thread.number, time, op, shown, read, stored, known, _phase_of(thread)
+            )
+        )
+
+    def _observe(
+        self, thread: Any, access: Access, region: Area, offset: int, nbytes: int
+    ) -> None:
+        watched = self._watched
+        if watched is None or region.base != watched.base:
+            return
+        if offset <= self._offset < offset + nbytes or offset == self._offset:
+            frame = None if access.scope else frame_of(self.machine.files)
+            name = element_name(region, offset, frame, self.machine.files)
+            key = access.thread, access.time
+            self.names[key], self.at[key] = name, len(self.steps)
+            self.known[key] = thread.known.copy()
+            self.phases[key] = _phase_of(thread)
+
+
+def _phase_of(thread: Any) -> tuple[int, int]:
+    grid = getattr(getattr(thread, "local", None), "grid", None)
+    return (0, 0) if grid is None else (grid.number, thread.phase)
+
+
+def element_name(
+    region: Area, offset: int, frame: FrameType | None, files: Files
+) -> str:
+    """Return what the program calls an element: ``mine[1, 0] (x of rank 1)``."""
+    whole = _whole_name(region, files)
+    if frame is not None:
+        lines = files[frame.f_code.co_filename]
+        code = lines[frame.f_lineno - 1] if frame.f_lineno <= len(lines) else ""
+        for name, value in frame.f_locals.items():
+            if not isinstance(value, Array) or value.region is not region:
+                continue
+            index = _index_in(value, offset)
+            if index is not None and re.search(rf"\b{name}\b", code):
+                return f"{name}{index} ({whole})"
+    if region.shape is not None:
+        place = _index_in(Array.of(region, region.shape, region.dtype), offset)
+        if place is not None:
+            name, _, owner = whole.partition(" of ")
+            if " " in name:
+                return f"element {place} of {whole}"
+            return f"{name}{place} of {owner}"
+    if region.slots is not None:
+        kind, channel, source = region.slots(offset)
+        return f"the {kind} of rank {source}, channel {channel}, in {whole}"
+    return f"byte {offset} of {whole}"
+
+
+def _index_in(array: Array, offset: int) -> str | None:
+    left = offset - array.start()
+    order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+    places = [0] * array.ndim
+    for axis in order:
+        stride = array.strides[axis]
+        if stride <= 0 or left < 0:
+            return None
+        places[axis] = left // stride
+        left -= places[axis] * stride
+        if places[axis] >= array.shape[axis]:
+            return None
+    return f"[{', '.join(map(str, places))}]" if 0 <= left < array.itemsize else None
+
+
+def _whole_name(region: Area, files: Files) -> str:
+    """Return an allocation's name: the variable to which the program assigned it."""
+    made = region.made
+    if made is not None and made.file in files:
+        line = files[made.file][made.line - 1]
+        target = re.match(r"\s*(?:self\.)?(\w+)\s*=[^=]", line)
+        if target:
+            return f"{target[1]} of rank {region.rank}"
+    return region.name
+
+
+def code_at(site: CodePlace, files: Files) -> str:
+    """Return the program's line."""
+    lines = files.get(site.file, [])
+    return lines[site.line - 1].strip() if 0 < site.line <= len(lines) else ""
+
+
+def nearest_order(observed: Observed, first: Access, second: Access) -> str:
+    """Return which order there is near a race, and what may be missing."""
+    races = [_Race(observed, first, second), _Race(observed, second, first)]
+    for find in (_Race.by_other_thread, _Race.to_other_thread, _Race.by_relaxed):
+        for race in races:
+            found = find(race)
+            if found:
+                return found
+    return races[0].without_order()
+
+
+class _Race:
+    """Two accesses that nothing orders, of which the first might come first.
+
+    Attributes:
+        a, b: the names of their threads.
+        phases: the numbers of their launches, and of barriers before.
+        since: the steps that follow the first one.
+    """
+
+    def __init__(self, observed: Observed, first: Access, second: Access):
+        self._observed, self._first, self._second = observed, first, second
+        self._machine = observed.machine
+        self._names = observed.machine.numbers.names
+        self.a, self.b = self._names[first.thread], self._names[second.thread]
+        self.phases = [
+            observed.phases.get((each.thread, each.time), (0, 0))
+            for each in (first, second)
+        ]
+        self.since = observed.at.get((first.thread, first.time), 0)
+
+    def by_other_thread(self) -> str:
+        """Another thread of the first one's block has signalled."""
+        second = self._second.thread, self._second.time
+        known = self._observed.known.get(second)
+        for step in reversed(self._observed.steps[self.since :]):
+            name = self._names[step.thread]
+            if not _are_mates(name, self.a) or _are_mates(name, self.b):
+                continue
+            if step.phase != self.phases[0]:
+                continue
+            released = step.stored is not None and step.stored.release is not None
+            if released and known is not None and step.time <= known[step.thread]:
+                line, other = step.op.site.line, f"thread {name.thread}"
+                return (
+                    f"The {_call(step.op)} of {other} at line {line}, which "
+                    f"{self.b.text} knows of, follows {other}'s own accesses. But "
+                    f"nothing orders thread {self.a.thread}'s before it: is a "
+                    f"syncthreads missing before line {line}?"
+                )
+        return ""
+
+    def to_other_thread(self) -> str:
+        """Another thread of the second one's block knows."""
+        for step in reversed(self._observed.steps[self.since :]):
+            name = self._names[step.thread]
+            knows = step.known[self._first.thread]
+            if not _are_mates(name, self.b) or _are_mates(name, self.a):
+                continue
+            if step.phase != self.phases[1]:
+                continue
+            acquired = step.read is not None and step.op.order == ACQUIRE
+            if acquired and knows >= self._first.time:
+                line = step.op.site.line
+                return (
+                    f"Thread {name.thread} of that block knows of it, by its "
+                    f"{_call(step.op)} at line {line}. But nothing orders the access "
+                    f"of thread {self.b.thread} after that: is a syncthreads missing "
+                    f"after line {line}?"
+                )
+        return ""
+
+    def by_relaxed(self) -> str:
+        """A value has come from one block to the other, but without an order."""
+        steps = self._observed.steps
+        for step in reversed(steps):
+            if step.read is None or step.read.step < self.since:
+                continue
+            writer, reader = self._names[step.read.thread], self._names[step.thread]
+            if not _same_block(writer, self.a) or not _same_block(reader, self.b):
+                continue
+            store = steps[step.read.step]
+            line, loaded = store.op.site.line, step.op.site.line
+            if step.read.release is None:
+                return (
+                    f"The {_call(store.op)} of {writer.text} at line {line} is "
+                    f"relaxed, so it orders nothing for {reader.text}, which loads its "
+                    f"value at line {loaded}: is a release missing at line {line}?"
+                )
+            if step.op.order != ACQUIRE:
+                return (
+                    f"The {_call(step.op)} of {reader.text} at line {loaded} is "
+                    f"relaxed, so the release at line {line} orders nothing for it: is "
+                    f"an acquire missing at line {loaded}?"
+                )
+        return ""
+
+    def without_order(self) -> str:
+        """Nothing near orders the accesses."""
+        first, second, a, b = self._first, self._second, self.a, self.b
+        lines = f"lines {first.site.line} and {second.site.line}"
+        if first.site.line == second.site.line:
+            lines = f"two executions of line {first.site.line}"
+        if _same_block(a, b):
+            return (
+                "Both threads are of one block: is a syncthreads missing between "
+                f"{lines}?"
+            )
+        launches = [launch for launch, _ in self.phases]
+        if 0 in launches or launches[0] == launches[1] or a.rank == b.rank:
+            return f"Is a barrier, or a signal, missing between {lines}?"
+        if launches[0] > launches[1]:
+            first, second, a, b = second, first, b, a
+            launches.reverse()
+        did = "stored" if "load" not in first.does else "loaded"
+        return (
+            f"Nothing tells {b.text}, in launch {launches[1]}, that {a.text}, in "
+            f"launch {launches[0]}, has {did}: is a barrier, or a signal back, missing "
+            f"after line {first.site.line}?"
+        )
+
+
+def _same_block(one: Name, other: Name) -> bool:
+    return (one.rank, one.block) == (other.rank, other.block) and one.block is not None
+
+
+def _are_mates(one: Name, other: Name) -> bool:
+    """Return whether these are two threads of a block."""
+    return _same_block(one, other) and one.thread != other.thread
+
+
+def _call(op: Strong) -> str:
+    return op.site.called or {STORE: "store", LOAD: "load", AWAIT: "wait"}.get(
+        op.kind, "update"
+    )
+
+
+def waiting(fault: Fault, machine: Machine) -> list[tuple[str, CodePlace]]:
+    """Return who waits for what, each text once; hosts only if no kernel waits."""
+    given = fault.details.get("waiting", ())
+    kernels = [each for each in given if each[0].block is not None]
+    found: dict[tuple[str, str, CodePlace], list[str]] = {}
+    for name, what, site, op, polling in kernels or given:
+        ops = [each for each, _, _ in polling] or ([op] if op is not None else [])
+        text = f"at {what}"
+        if ops:
+            texts = dict.fromkeys(_wanted(name, each, machine) for each in ops)
+            text = "for " + " and ".join(texts)
+        group = f"rank {name.rank}"
+        if name.block is not None:
+            group += f" block {name.block}"
+        found.setdefault((group, text, site), []).append(name.text)
+    return [
+        (
+            f"{who[0]} waits {text}"
+            if len(who) == 1
+            else f"{len(who)} threads of {group} wait {text}",
+            site,
+        )
+        for (group, text, site), who in found.items()
+    ]
+
+
+def _wanted(name: Name, op: Strong, machine: Machine) -> str:
+    region, place = op.region, op.region.places.get(op.offset)
+    values = place.values[1:] if place is not None else []
+    bits = region.bits(op.offset, op.nbytes)
+    if region.slots is None:
+        element = element_name(region, op.offset, None, machine.files)
+        return f"another value of {element} than {bits}"
+    kind, channel, source = region.slots(op.offset)
+    if kind == "grid barrier":
+        return f"the other blocks at the grid barrier on channel {channel}"
+    if kind == "word":
+        sent = f"is {bits}" if values else "was never set or added to"
+        return f"the word of rank {source} on channel {channel}, which {sent}"
+    if region.rank == name.rank:
+        times = sum(value.bits == 1 for value in values)
+        state = f"sent {times} times before" if times else "never sent"
+        return f"the signal of rank {source} on channel {channel}, which was {state}"
+    return (
+        f"rank {region.rank} to take the signal before on channel {channel}, which it "
+        "never did"
+    )
+
+
+def trace(observed: Observed) -> list[dict[str, Any]]:
+    """Return the steps of the execution."""
+    machine, found = observed.machine, []
+    ends = max(observed.at.values(), default=0) or len(observed.steps)
+    if not machine.memory.forgives:
+        ends = len(observed.steps)
+    for number, step in enumerate(observed.steps[:ends]):
+        op = step.op
+        element = element_name(op.region, op.offset, None, machine.files)
+        does = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}.get(
+            op.kind, "updates"
+        )
+        if step.value is None:
+            does = "looks too late at"
+        found.append(
+            {
+                "step": number,
+                "thread": machine.numbers.names[step.thread].text,
+                "file": op.site.file,
+                "line": op.site.line,
+                "called": op.site.called,
+                "does": does,
+                "order": op.order,
+                "element": element,
+                "value": None if step.value is None else int(step.value),
+            }
+        )
+    return found

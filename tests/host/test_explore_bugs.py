@@ -1,0 +1,41 @@
+"""Bugs of public trackers, as small kernels: exploration finds each of them."""
+
+from pathlib import Path
+
+import pytest
+
+from numba_symm import explore
+
+BUGS = Path(__file__).parents[1] / "bugs"
+
+KINDS = {
+    "flashinfer_2996": (
+        "divergence",
+        "2 threads of rank 0 block 0 wait at syncthreads",
+    ),
+    "hipfire_575": ("race", "is a syncthreads missing between lines"),
+    "nvshmem_98": ("deadlock", "waits for another value of memory[0]"),
+    "primus_turbo_482": ("race", "is a release missing at line"),
+    "pytorch_137257": ("race", "in launch 2, that rank 1"),
+    "pytorch_196546": ("race", "pad[0]"),
+    "tokenspeed_1017": ("race", "has loaded: is a barrier, or a signal back, missing"),
+    "tt_metal_54590": ("deadlock", "the word of rank 0 on channel 0, which is 2"),
+    "tvm_16797": ("deadlock", "waits for another value of memory[0]"),
+    "vllm_2760": ("race", "is a release missing at line"),
+    "vllm_57059": ("race", "is a release missing at line"),
+    "vllm_8558": ("deadlock", "waits for another value of memory"),
+}
+
+
+def test_every_bug_has_a_row():
+    assert {path.stem for path in BUGS.glob("*.py")} == KINDS.keys()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_bug_is_found_at_once(name):
+    report = explore.run(BUGS / f"{name}.py", ranks=2, seconds=20)
+    kind, text = KINDS[name]
+    assert report.fault is not None
+    assert report.fault.kind == kind
+    assert text in str(report)
+    assert report.fault.execution <= 30

@@ -1,0 +1,389 @@
+"""What kernels call, in explored programs: the library's functions and Numba's."""
+
+import doctest
+import inspect
+import textwrap
+
+import numpy as np
+import pytest
+
+from numba_symm import device, explore
+
+HEAD = """
+import math
+import numpy as np
+from mpi4py import MPI
+from numba import cuda
+import numba_symm as ns
+from numba_symm import device as symm
+"""
+MADE = """
+comm = ns.Communicator(MPI.COMM_WORLD)
+ctx = comm.rendezvous(comm.zeros(64, np.int64)).ctx
+old = cuda.to_device(np.zeros(1, np.int64))
+"""
+
+EXAMPLES = {
+    name: doctest.DocTestParser().get_examples(inspect.getdoc(getattr(device, name)))
+    for name in device.__all__
+}
+SHOWN = [name for name, examples in EXAMPLES.items() if examples]
+MANY = {"grid_barrier"}  # of which eight threads first update one counter
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_example_of_a_device_function(name, tmp_path):
+    lines = [HEAD, MADE]
+    for example in EXAMPLES[name]:
+        if example.want:
+            lines.append(f"shown = repr({example.source.strip()})\n")
+            lines.append(f"assert shown == {example.want.strip()!r}, shown\n")
+        else:
+            lines.append(example.source)
+    path = tmp_path / "example.py"
+    path.write_text("".join(lines))
+    report = explore.run(path, 1, 0.5 if name in MANY else 20)
+    assert report.fault is None, str(report)
+    assert report.complete or name in MANY
+
+
+def run(tmp_path, kernel, host, ranks=2, launch="[1, 4]", seconds=20):
+    """Explore a kernel, whose results the host's part checks."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        HEAD
+        + textwrap.dedent(kernel)
+        + "comm = ns.Communicator(MPI.COMM_WORLD)\n"
+        + "x = comm.zeros((4, 64), np.int64)\n"
+        + "ctx = comm.rendezvous(x).ctx\n"
+        + "out = cuda.to_device(np.zeros(64, np.int64))\n"
+        + (f"kernel{launch}(ctx, out)\ncomm.synchronize()\n" if launch else "")
+        + "found = out.copy_to_host()\n" * bool(launch)
+        + textwrap.dedent(host)
+    )
+    return explore.run(path, ranks, seconds)
+
+
+PACKETS = """
+    DEPTH = 2
+    @cuda.jit
+    def kernel(ctx, out):
+        right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+        here = symm.peer_array(ctx, ctx.rank, (4, 64), np.uint64)
+        there = symm.peer_array(ctx, right, (4, 64), np.uint64)
+        mine = cuda.local.array(2, np.int64)
+        for epoch in range(1, 4):
+            mine[0] = 10 * epoch + ctx.rank
+            mine[1] = -1
+            if {credit}:
+                symm.wait_until(ctx, right, 1, symm.GE, epoch - DEPTH)
+            symm.put_packets(ctx, there[epoch % DEPTH], mine, epoch)
+            symm.get_packets(ctx, left, mine, here[epoch % DEPTH], epoch)
+            symm.signal_set(ctx, left, 1, epoch)
+            out[epoch] = mine[0]
+"""
+EXPECTED = """
+left = (comm.rank - 1) % comm.size
+assert list(found[1:4]) == [10 + left, 20 + left, 30 + left]
+"""
+
+
+def test_packets_with_a_credit(tmp_path):
+    report = run(tmp_path, PACKETS.format(credit="True"), EXPECTED, [2, 3], "[1, 1]")
+    assert report.complete, str(report)
+
+
+def test_packets_without_a_credit_are_overwritten(tmp_path):
+    report = run(tmp_path, PACKETS.format(credit="False"), EXPECTED, 3, "[1, 1]")
+    assert report.fault is not None
+    assert "overwritten" in str(report)
+
+
+COLLECTIVES = """
+    @cuda.jit
+    def kernel(ws, out):
+        t = cuda.threadIdx.x
+        s = cuda.shared.array(4, np.int64)
+        s[t] = t + 10 * ws.rank
+        ok = symm.all_reduce(ws, s, "sum")
+        out[t] = s[t]
+        cuda.syncthreads()
+        every = cuda.shared.array(12, np.int64)
+        mine = cuda.local.array(1, np.int32)
+        mine[0] = 7 if ws.rank == 1 else 0
+        ok = symm.all_gather(ws, s[:2], every[: 2 * ws.size]) and ok
+        ok = symm.broadcast(ws, mine, 1, items=True) and ok
+        out[4 + t] = mine[0]
+        if t < 2 * ws.size:
+            out[8 + t] = every[t]
+        out[20] = ok
+"""
+
+
+def test_collectives_in_kernels(tmp_path):
+    host = """
+    ws = comm.device_workspace(blocks=1, threads=4, bytes=64)
+    kernel[1, 4](ws.ctx, out)
+    comm.synchronize()
+    found = out.copy_to_host()
+    n = comm.size
+    sums = [sum(t + 10 * r for r in range(n)) for t in range(4)]
+    assert list(found[:4]) == sums
+    assert list(found[4:8]) == 4 * [7]
+    assert list(found[8:12]) == (sums[:2] * n)[:4]
+    assert found[20] == 1
+    """
+    report = run(tmp_path, COLLECTIVES, host, [2, 3], launch="")
+    assert report.complete, str(report)
+    assert all(each.orders == 1 for each in report.coverage)
+
+
+def test_roots_that_differ_are_a_fault(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ws, out):
+        mine = cuda.local.array(1, np.int32)
+        mine[0] = 7
+        symm.broadcast(ws, mine, ws.rank, items=True)
+    """
+    host = """
+    ws = comm.device_workspace(blocks=1, threads=4, bytes=64)
+    kernel[1, 1](ws.ctx, out)
+    comm.synchronize()
+    """
+    report = run(tmp_path, kernel, host, launch="")
+    assert report.fault.kind == "result"
+
+
+@pytest.mark.parametrize("team", ["None", "symm.Team.row(ctx, 2)"])
+def test_grid_barriers_and_teams(tmp_path, team):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, team, out):
+        t, b, partner = cuda.threadIdx.x, cuda.blockIdx.x, ctx.rank ^ 1
+        symm.peer_array(ctx, partner, (2, 2), np.int64)[b, t] = 1 + ctx.rank
+        if symm.grid_barrier(ctx, 0, team):
+            mine = symm.peer_array(ctx, ctx.rank, (2, 2), np.int64)
+            out[2 * b + t] = mine[1 - b, 1 - t]
+    """
+    host = f"""
+    kernel[2, 2](ctx, {team}, out)
+    comm.synchronize()
+    assert list(out.copy_to_host()[:4]) == 4 * [1 + (comm.rank ^ 1)]
+    """
+    ranks = 2 if team == "None" else 4
+    report = run(tmp_path, kernel, host, ranks, launch="")
+    assert report.complete, str(report)
+    # Each rank's two blocks arrive in two orders.
+    assert report.coverage[0].orders == 2**ranks
+
+
+def test_puts_and_gets_of_any_alignment(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        t, right = cuda.threadIdx.x, (ctx.rank + 1) % ctx.size
+        mine = cuda.shared.array(200, np.uint8)
+        for i in range(t, 200, cuda.blockDim.x):
+            mine[i] = i + ctx.rank
+        cuda.syncthreads()
+        there = symm.peer_array(ctx, right, 1024, np.uint8)
+        symm.put_block(ctx, there[3:183], mine[1:181])
+        symm.barrier(ctx, 0)
+        back = cuda.shared.array(180, np.uint8)
+        symm.get_block(ctx, back, there[3:183])
+        cuda.syncthreads()
+        if t == 0:
+            for i in range(64):
+                out[i] = back[i]
+    """
+    host = "assert list(found) == [1 + i + comm.rank for i in range(64)]"
+    report = run(tmp_path, kernel, host)
+    assert report.complete, str(report)
+
+
+def test_fences_make_relaxed_accesses_release_and_acquire(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        mine = symm.peer_address(ctx, ctx.rank)
+        there = symm.peer_address(ctx, (ctx.rank + 1) % ctx.size)
+        symm.st_u64(there, 5)
+        {before}
+        symm.st_relaxed_sys_u64(there + 8, 1)
+        while symm.ld_relaxed_sys_u64(mine + 8) != 1:
+            pass
+        {after}
+        out[0] = symm.ld_u64(mine)
+    """
+    fence = "symm.fence_acq_rel_sys()"
+    system = "cuda.threadfence_system()"
+    host = "assert found[0] == 5"
+    right = run(tmp_path, kernel.format(before=fence, after=system), host, 2, "[1, 1]")
+    assert right.complete, str(right)
+    local = "cuda.threadfence()"
+    for before, after in ((fence, "pass"), ("pass", fence), (local, fence)):
+        given = kernel.format(before=before, after=after)
+        assert run(tmp_path, given, host, 2, "[1, 1]").fault.kind == "race"
+
+
+def test_fences_of_a_gpu_order_its_blocks(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        if cuda.blockIdx.x == 0:
+            out[1] = 5
+            cuda.threadfence()
+            cuda.atomic.add(out, 0, 1)
+        else:
+            while cuda.atomic.add(out, 0, 0) != 1:
+                pass
+            cuda.threadfence()
+            out[2] = out[1]
+    """
+    right = run(tmp_path, kernel, "assert found[2] == 5", 1, "[2, 1]")
+    assert right.complete, str(right)
+    wrong = kernel.replace("cuda.threadfence()", "pass", 1)
+    assert run(tmp_path, wrong, "", 1, "[2, 1]").fault.kind == "race"
+
+
+def test_a_lock_by_compare_and_swap(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        words = symm.peer_array(ctx, 0, 4, np.int64)
+        while symm.atomic_cas{acquire}(words, 0, 0, 1) != 0:
+            pass
+        words[1] += 1
+        symm.atomic_exch_release(words, 0, 0)
+        out[0] = 1
+    """
+    right = run(tmp_path, kernel.format(acquire="_acquire"), "", [2, 3], "[1, 1]")
+    assert right.complete, str(right)
+    assert [each.orders for each in right.coverage] == [2, 6]
+    wrong = run(tmp_path, kernel.format(acquire=""), "", 2, "[1, 1]")
+    assert wrong.fault.kind == "race"
+
+
+def test_threads_of_three_dimensions_and_warps(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        i = cuda.threadIdx
+        flat = i.x + 2 * (i.y + 2 * i.z)
+        x, y, z = cuda.grid(3)
+        assert (x, y, z) == (i.x + 2 * cuda.blockIdx.x, i.y, i.z)
+        assert cuda.gridsize(1) == 4
+        assert cuda.laneid == flat
+        total = flat
+        for by in (1, 2, 4):
+            total += cuda.shfl_xor_sync(0xFFFFFFFF, total, by)
+        assert cuda.ballot_sync(0xFFFFFFFF, flat % 2) == 0b10101010
+        if cuda.syncthreads_count(flat < 3) == 3 and cuda.syncthreads_and(1):
+            out[8 * cuda.blockIdx.x + flat] = total
+        dynamic = cuda.shared.array(0, np.int64)
+        dynamic[flat] = flat
+        cuda.syncwarp()
+        assert dynamic[7 - flat] == 7 - flat
+    """
+    host = "assert list(found[:16]) == 16 * [28]"
+    report = run(tmp_path, kernel, host, 1, "[2, (2, 2, 2), 0, 64]")
+    assert report.complete, str(report)
+
+
+def test_shuffles_order_no_accesses(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        s = cuda.shared.array(4, np.int64)
+        t = cuda.threadIdx.x
+        s[t] = t
+        cuda.{call}
+        out[t] = s[3 - t]
+    """
+    assert run(tmp_path, kernel.format(call="syncwarp()"), "", 1).complete
+    shuffle = "shfl_sync(0xFFFFFFFF, t, 0)"
+    assert run(tmp_path, kernel.format(call=shuffle), "", 1).fault.kind == "race"
+
+
+def test_collectives_of_the_host_copy_and_order(tmp_path):
+    host = """
+    n, r = comm.size, comm.rank
+    mine = cuda.to_device(np.arange(4 * n) + 100 * r)
+    every = [np.arange(4 * n) + 100 * q for q in range(n)]
+    total = comm.all_reduce(mine)
+    shard = comm.reduce_scatter(mine, op="max")
+    gathered = comm.all_gather(mine)
+    turned = comm.all_to_all(mine)
+    comm.broadcast(mine, root=1)
+    comm.synchronize()
+    assert (total.copy_to_host() == sum(every)).all()
+    assert (shard.copy_to_host() == every[-1][4 * r : 4 * r + 4]).all()
+    assert (gathered.copy_to_host() == np.stack(every)).all()
+    wanted = np.concatenate([each[4 * r : 4 * r + 4] for each in every])
+    assert (turned.copy_to_host().ravel() == wanted).all()
+    assert (mine.copy_to_host() == every[1]).all()
+    world = MPI.COMM_WORLD
+    assert world.allreduce(r, MPI.MAX) == n - 1
+    assert world.allgather(r) == list(range(n))
+    assert world.gather(r) == (list(range(n)) if r == 0 else None)
+    sums = np.zeros(2)
+    world.Allreduce(np.ones(2), sums, MPI.SUM)
+    assert (sums == n).all()
+    """
+    assert run(tmp_path, "", host, [2, 3], launch="").complete
+
+
+def test_a_collective_orders_kernels(tmp_path):
+    kernel = """
+    @cuda.jit
+    def put(ctx):
+        symm.peer_array(ctx, (ctx.rank + 1) % ctx.size, 1, np.int64)[0] = 3
+
+    @cuda.jit
+    def read(ctx, out):
+        out[0] = symm.peer_array(ctx, ctx.rank, 1, np.int64)[0]
+    """
+    host = """
+    put[1, 1](ctx)
+    {between}
+    read[1, 1](ctx, out)
+    assert out.copy_to_host()[0] == 3
+    """
+
+    def explored(between):
+        return run(tmp_path, kernel, host.format(between=between), launch="")
+
+    assert explored("comm.barrier()").complete
+    assert explored("comm.synchronize(); MPI.COMM_WORLD.Barrier()").complete
+    assert explored("pass").fault.kind == "race"
+    # MPI orders hosts, which do not wait for their kernels.
+    assert explored("MPI.COMM_WORLD.Barrier()").fault.kind == "race"
+
+
+def test_numbers_are_stored_as_on_a_gpu(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        small = cuda.local.array(3, np.uint8)
+        small[0] = 300
+        small[1] = -1
+        out[0] = small[0]
+        out[1] = small[1]
+        cuda.atomic.max(out, 2, 9)
+        out[3] = symm.atomic_add(out, 4, 2.0)
+    """
+    host = "assert list(found[:5]) == [44, 255, 9, 0, 2]"
+    assert run(tmp_path, kernel, host, 1, "[1, 1]").complete
+    assert np.uint8(300 & 255) == 44
+
+
+def test_threads_may_store_the_same_but_nothing_else(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        out[0] = {value}
+    """
+    assert run(tmp_path, kernel.format(value="7"), "", 1).complete
+    other = run(tmp_path, kernel.format(value="cuda.threadIdx.x"), "", 1)
+    assert other.fault.kind == "race"

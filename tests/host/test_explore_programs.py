@@ -1,0 +1,163 @@
+"""The programs of docs and examples are explored, and their orders are needed.
+
+Each edit removes or weakens one synchronization. Exploration finds a fault, or the edit
+says why there is none. ``docs/check-kernels.md`` has the same table.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from numba_symm import explore
+
+ROOT = Path(__file__).parents[2]
+DOCS, EXAMPLES = "docs/programs/", "examples/"
+
+COMPLETE = {
+    DOCS + "ring.py": (2, 3),
+    DOCS + "fused.py": (2, 3),
+    DOCS + "one_shot.py": (2, 3),
+    DOCS + "flag.py": (2, 3),
+    DOCS + "running_sum.py": (2, 3),
+    DOCS + "put.py": (2, 3),
+    EXAMPLES + "conjugate_gradient.py": (2,),
+}
+ARGUMENTS = {EXAMPLES + "jacobi.py": ["--only", "in the kernel"]}
+COMPLETE[EXAMPLES + "jacobi.py"] = (2, 3)
+
+
+@pytest.mark.parametrize("program", COMPLETE)
+def test_a_program_is_explored_completely(program):
+    ranks, arguments = COMPLETE[program], ARGUMENTS.get(program, ())
+    report = explore.run(ROOT / program, ranks, 60, arguments)
+    assert report.complete, str(report)
+    assert [each.ranks for each in report.coverage] == list(ranks)
+
+
+def test_contended_counters_are_explored_at_random(tmp_path):
+    text = (ROOT / EXAMPLES / "histogram.py").read_text()
+    for old, new in (("CHUNKS = 6", "CHUNKS = 2"), ("CHUNK = 100", "CHUNK = 8")):
+        assert old in text
+        text = text.replace(old, new)
+    program = tmp_path / "histogram.py"
+    program.write_text(text)
+    report = explore.run(program, 2, 5)
+    assert report.fault is None, str(report)
+    assert not report.complete
+    assert "incomplete: " in str(report)
+    assert report.coverage[0].random > 0
+
+
+IMPLIED = None  # the edit leaves no fault
+
+BARRIER = "symm.barrier(ctx, cuda.blockIdx.x)"
+CHANGE = "\n    x.copy_to_device(np.zeros(16, np.float32))"
+EDITS = {
+    "ring: no barrier": (
+        "ring.py", [("symm.barrier(ctx, 0)", "pass")], "race",
+    ),
+    "fused: no first barrier": (
+        "fused.py", [(BARRIER + "  # every rank's input", "pass  #")], "race",
+    ),
+    "fused: no last barrier": (
+        # Only a later call could notice: the program makes one.
+        "fused.py", [(BARRIER + "  # every rank has read", "pass  #")], IMPLIED,
+    ),
+    "fused: no last barrier, and the inputs change": (
+        "fused.py",
+        [
+            (BARRIER + "  # every rank has read", "pass  #"),
+            ("    comm.synchronize()", "    comm.synchronize()" + CHANGE),
+        ],
+        "race",
+    ),
+    "fused: one channel for all blocks": (
+        "fused.py", [("ctx, cuda.blockIdx.x", "ctx, 0")], "deadlock",
+    ),
+    "one_shot: no barrier": (
+        "one_shot.py", [("if symm.barrier(ctx, block):", "if True:")], "access",
+    ),
+    "one_shot: one channel for all blocks": (
+        "one_shot.py", [("symm.barrier(ctx, block)", "symm.barrier(ctx, 0)")], "race",
+    ),
+    "one_shot: one half": (
+        "one_shot.py", [("half = epoch % 2", "half = 0")], "race",
+    ),
+    "one_shot: no syncthreads": (
+        # The barrier before has one; without data, there is no barrier.
+        "one_shot.py", [("cuda.syncthreads()", "pass")], IMPLIED,
+    ),
+    "one_shot: no syncthreads, and no data for a block": (
+        "one_shot.py",
+        [("cuda.syncthreads()", "pass"), ("np.arange(40,", "np.arange(3,")],
+        "race",
+    ),
+    "one_shot: epochs are not kept": (
+        "one_shot.py", [("epochs[block] = epoch", "epochs[block] = 0")], "race",
+    ),
+    "flag: the store is relaxed": (
+        "flag.py", [("st_release_sys_u32", "st_relaxed_sys_u32")], "race",
+    ),
+    "flag: the load is relaxed": (
+        "flag.py", [("ld_acquire_sys_u32", "ld_relaxed_sys_u32")], "race",
+    ),
+    "flag: no wait": (
+        "flag.py",
+        [("while symm.ld_acquire_sys_u32(mine + FLAG) != step:", "if False:")],
+        "race",
+    ),
+    "running_sum: no wait": (
+        "running_sum.py",
+        [("symm.wait_signal(ctx, ctx.rank - 1, 0)", "pass")],
+        "access",
+    ),
+    "running_sum: no syncthreads after the wait": (
+        "running_sum.py",
+        [("cuda.syncthreads()  # now every thread", "pass  #")],
+        "access",
+    ),
+    "running_sum: no syncthreads before the signal": (
+        "running_sum.py",
+        [("cuda.syncthreads()  # every thread has stored", "pass  #")],
+        "race",
+    ),
+    "running_sum: no signal": (
+        "running_sum.py",
+        [("symm.put_signal(ctx, ctx.rank + 1, 0)", "pass")],
+        "deadlock",
+    ),
+    "put: no signal": (
+        "put.py",
+        [
+            ("mem.put_signal((comm.rank + 1) % comm.size)", "pass"),
+            ("mem.wait_signal((comm.rank - 1) % comm.size)", "pass"),
+        ],
+        "race",
+    ),
+}  # fmt: skip
+
+
+def test_the_page_has_every_edit():
+    page = (ROOT / "docs/check-kernels.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines()]
+    rows = {f"{row[0][1:-4]}: {row[1]}": row[2] for row in rows if len(row) == 3}
+    for name, (_, _, kind) in EDITS.items():
+        assert rows[name].startswith("implied" if kind is IMPLIED else f"`{kind}`")
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_removed_synchronization_is_found(name, tmp_path):
+    file, edits, kind = EDITS[name]
+    text = (ROOT / DOCS / file).read_text()
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    program = tmp_path / file
+    program.write_text(text)
+    report = explore.run(program, 2, 20)
+    if kind is IMPLIED:
+        assert report.complete, str(report)
+    else:
+        assert report.fault is not None
+        assert report.fault.kind == kind, str(report)
+        assert report.fault.execution <= 3
