@@ -39,7 +39,7 @@ NIGHTLY := tests/explore tests/test_packages.py tests/test_mpi4py_suite.py \
 # Those of tests/host that cost seconds, as they start processes or compile.
 SLOW := cli code_cache compile_command compiling device_machine_code doctor host_backend \
 	island_schedules kernel_set machine_code machine_code_types packaging runner \
-	simulated_device bench_model
+	simulated_device
 QUICK := tests/host $(SLOW:%=--ignore=tests/host/test_%.py)
 
 test: $(VENV)/test.installed

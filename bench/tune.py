@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numba_symm as ns
 from numba_symm import code_cache
-from numba_symm.bench import options, tune_islands
+from numba_symm.bench import options
 from numba_symm.bench.contenders import Ways
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer
@@ -348,8 +348,7 @@ def parser() -> argparse.ArgumentParser:
         prog="numba-symm tune",
         description="Measure the sizes from which on each algorithm is the fastest on "
         "this node. Communicators of as many ranks use these limits from then on, "
-        "until the GPUs or the library's version change. Between several islands, "
-        "measure what their link needs to start exchanges and messages.",
+        "until the GPUs or the library's version change.",
         allow_abbrev=False,
     )
     made.add_argument(
@@ -397,11 +396,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ns.Communicator(ranks) as comm:
         islands = len(comm.islands)
         gpus = _gpus(comm)
-        if gpus == ranks.size:
-            if islands == 1:
-                _tune(comm, ranks, asked)
-            else:  # the algorithms within each island are tuned on one
-                tune_islands.tune(comm, ranks)
+        if islands == 1 and gpus == ranks.size:
+            _tune(comm, ranks, asked)
+    if islands > 1:
+        raise ArgumentError(
+            f"tune: expected ranks of one island, got {islands} islands; start as many "
+            "ranks as one island has, on one node"
+        )
     if gpus < ranks.size:  # bytes within a GPU cross no link
         raise ArgumentError(
             f"tune: expected a GPU for each rank, got {gpus} for {ranks.size} ranks; "

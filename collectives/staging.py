@@ -114,7 +114,7 @@ class Caller(Protocol):
     streams: CallStreams
     enqueuer: Enqueuer
 
-    def remembered(self, work_out: Any, given: Any) -> Any: ...  # noqa: D102
+    def remembered(self, work_out: Any, given: Any) -> Any: ...
 
 
 class Staged(NamedTuple):

@@ -67,9 +67,7 @@ def duplicates(comm: Any, number: int, wait: Wait) -> list[Any]:
     for index in range(number):
         if index == len(begun):
             begin(begun, comm.Idup)
-        while not begun[index][1].Test():
-            if wait.pause(()):
-                raise wait.error(())
+        wait.until(begun[index][1].Test)
     return [made for made, _ in begun[:number]]
 
 

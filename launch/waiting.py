@@ -91,7 +91,6 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """The seconds since it began."""
         return time.monotonic() - self._began
 
     @property
@@ -111,7 +110,6 @@ class Wait:
 
     @property
     def late(self) -> bool:
-        """Whether its deadline has passed."""
         return time.monotonic() > self._end
 
     def end(self) -> None:
@@ -149,6 +147,16 @@ class Wait:
             time.sleep(min(seconds / 16, _LONGEST_PAUSE))
         return self.look(absent)
 
+    def until(self, done: Callable[[], object]) -> None:
+        """Wait until ``done()``, for ranks that nothing names.
+
+        Raises:
+            CollectiveTimeout: the deadline has passed.
+        """
+        while not done():
+            if self.pause(()):
+                raise self.error(())
+
     def text(self, absent: Sequence[int]) -> str:
         """Return "waited for rank 2 on b in zeros"."""
         whom = name_ranks(self._named(absent)) if absent else "other ranks"
@@ -157,7 +165,6 @@ class Wait:
         return f"waited for {whom}{where} in {self.what}"
 
     def _named(self, absent: Sequence[int]) -> Sequence[int]:
-        """Return the numbers of ranks in texts."""
         return absent if self._names is None else [self._names[r] for r in absent]
 
     def error(self, absent: Sequence[int]) -> CollectiveTimeout:
@@ -236,11 +243,6 @@ class _Step:
     ranks it waits. So errors name a rank that has not arrived, although most ranks
     exchange nothing with it. Messages between two ranks stay in order, so none of these
     is left when the step has ended.
-
-    Args:
-        comm: the ranks.
-        value: this rank's value.
-        wait: the wait.
     """
 
     def __init__(self, comm: TaggedComm, value: Any, wait: Wait):
@@ -254,7 +256,6 @@ class _Step:
         self._receives: dict[int, list[Any]] = {}
 
     def run(self) -> list[Any]:
-        """Return all ranks' values."""
         mpi, parent = ranks.mpi(), self._parent
         up = [] if parent is None else [parent]
         self._await(self._children, beside=up)
@@ -277,7 +278,6 @@ class _Step:
         return whole.each()
 
     def give_up(self) -> None:
-        """Keep the requests that MPI may still serve."""
         unfinished.extend(self._sends)
         unfinished.extend(one for each in self._receives.values() for one in each[1:])
 

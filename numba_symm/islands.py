@@ -335,10 +335,15 @@ class _Across:
 
     def all_gather(self, value: T, wait: Wait) -> list[T]:
         """Return every rank's value, or raise CollectiveError. Collective."""
+        islands = self._islands
         try:
-            return gather(self._islands, value, wait)
+            islands.look()
+            # A process of this island that has ended is a failure, of which its island
+            # informs the others.
+            with waiting.watching(_looking(islands, wait, islands.look)):
+                return waiting.all_gather(islands.comm, value, wait)
         except CollectiveTimeout as error:
-            self._islands.fail(error)
+            islands.fail(error)
             raise
 
     def gate(self, wait: Wait) -> Failure | None:
@@ -415,16 +420,6 @@ _PAUSE = 5e-3  # seconds between two looks for these
 # longer between the sends of one step, some ranks may raise because others are ahead.
 _ANSWERED = 1.0
 _UNSURE = 0.01  # seconds between two checks whether the ranks of this island live
-
-
-def gather(islands: Islands, value: T, wait: Wait) -> list[T]:
-    """Return every rank's value, in rank order; raise after a failure. Collective.
-
-    A process of this island that has ended is a failure. Its island informs the others.
-    """
-    islands.look()
-    with waiting.watching(_looking(islands, wait, islands.look)):
-        return waiting.all_gather(islands.comm, value, wait)
 
 
 def _looking(

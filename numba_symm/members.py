@@ -38,9 +38,9 @@ class Between(Protocol):
     version: str
     capturable: bool
 
-    def keep(self, *objects: Any) -> None: ...  # noqa: D102
+    def keep(self, *objects: Any) -> None: ...
 
-    def settle(self) -> None: ...  # noqa: D102
+    def settle(self) -> None: ...
 
 
 class Members(ABC):

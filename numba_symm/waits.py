@@ -204,7 +204,7 @@ BAD_COPY = _other(
 BAD_MAILBOX = _other(
     49,
     f"{_IN_KERNEL}packets in a mailbox: expected at least {{epoch}} elements, aligned "
-    "to 16 bytes",
+    "to 16 bytes; see mailbox_size",
 )
 BAD_GRID = _other(
     56,
@@ -214,7 +214,8 @@ BAD_GRID = _other(
 BAD_BYTES = _other(
     57,
     f"{_IN_KERNEL}a collective in which a thread has {{epoch}} vectors of 16 bytes for "
-    "a rank: expected at most the workspace's bytes",
+    "a rank: expected at most the workspace's; pass more bytes to "
+    "comm.device_workspace",
 )
 BAD_ROOT = _other(
     58, f"{_IN_KERNEL}a broadcast from rank {{epoch}}: expected a rank of the workspace"

@@ -9,9 +9,9 @@ from functools import reduce
 
 import numpy as np
 
-from numba_symm.bench.laboratory.schedules import SOURCE, STAGING, TARGET
 from numba_symm.collectives.operations import OPERATIONS
 from tests.expected import expected
+from tests.island_schedules import SOURCE, STAGING, TARGET
 
 
 class Machine:

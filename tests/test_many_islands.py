@@ -125,10 +125,10 @@ def calls_of_messages(rank, ranks, count):
 def check(world, division):
     from numba import cuda
 
-    from numba_symm.bench.laboratory.schedules import ScheduledJob, exchanges
     from numba_symm.collectives.islands.sizes import DEFAULT
     from numba_symm.engines import mpi as engine
     from numba_symm.launch import waiting
+    from tests.island_schedules import ScheduledJob, exchanges
 
     begin, sent = engine.begin, Counter()
 
@@ -156,7 +156,7 @@ def check(world, division):
     waiting._Step.run = counted_step
     with made(world, division, 60) as comm:
         waiting._Step.run = run
-        assert steps[ranks] == 13, steps  # as in bench/laboratory/scale.py
+        assert steps[ranks] == 12, steps  # as in docs/limits.md
         few = 60 * ranks + 360 * (ranks - 1).bit_length()
         assert rank or received[ranks] < few, received  # bytes of its children
         job = ScheduledJob(comm.islands, DEFAULT)

@@ -83,6 +83,10 @@ DEADLINE = os.environ.get("NUMBA_SYMM_TEST_DEADLINE")
 WELL = {"0", "70"}  # passed; stopped because another rank failed (conftest.py)
 LINES = 150  # of each rank's output, the last ones
 INNARDS = re.compile(r'^  File ".*/(_pytest|pluggy)/')  # pytest's part of a dump
+IDLE = re.compile(
+    r'^Thread 0x.*\n(  File ".*/(simulator|threading)\.py".*\n)+\n?', re.M
+)
+"""The simulator's threads that wait for a block, in a dump."""
 
 # Every rank runs the same tests in the same order; its file is its capture.
 PYTEST = ["-vs", "--no-header", "--no-summary"]
@@ -240,7 +244,8 @@ def describe(what, ranks, folder):
 
 
 def section(title, file):
-    lines = [line for line in read(file).splitlines() if not INNARDS.search(line)]
+    text = IDLE.sub("", read(file))
+    lines = [line for line in text.splitlines() if not INNARDS.search(line)]
     return "\n".join([f" {title} ".center(80, "-"), *lines[-LINES:]])
 
 

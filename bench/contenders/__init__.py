@@ -88,7 +88,7 @@ class Contender(Protocol):
     version: str
 
     @property
-    def captures(self) -> bool: ...  # noqa: D102
+    def captures(self) -> bool: ...
 
     def allocate(self, nbytes: int) -> Any:
         """Return a new array of bytes in the memory that suits this contender best."""

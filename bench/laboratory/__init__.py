@@ -1,4 +1,4 @@
-"""Models and single measurements behind the lab book; not a part of the wheel.
+"""Single measurements behind the lab book; not in the wheel.
 
-Run them from a checkout: ``python -m numba_symm.bench.laboratory.model``.
+Run these from a checkout: ``python -m numba_symm.bench.laboratory.packages``.
 """

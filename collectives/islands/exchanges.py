@@ -8,19 +8,19 @@ from numba_symm.collectives.islands.site import ALIGNED, Site, StagingRanges, fi
 from numba_symm.collectives.operations import ALL_TO_ALL
 from numba_symm.collectives.protocols.binding import Call, Enqueue
 from numba_symm.collectives.protocols.credit import Message
-from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
+from numba_symm.collectives.protocols.workspace import VECTOR
 
 
 def all_to_all(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of an all-to-all.
 
-    Between more than ``few`` islands of equally many ranks, shards for one rail are
-    exchanged within each island first, and cross together, if that takes less time.
-    Otherwise it is made of messages.
+    Between many islands of equally many ranks, small shards for one rail are exchanged
+    within each island first, and cross together. Otherwise it is made of messages.
     """
-    base, most = _together_by(site, call)
-    if base:
-        return _exchanged_together(site, call, base, most)
+    if site.many and site.largest == site.smallest:
+        binary, most = _together(site, call)
+        if most and 0 < call.nbytes < site.sizes.apart:
+            return _exchanged_together(site, call, binary, most)
     if call.source != call.target:
         return _exchanged(site, call)
     # In place: what arrives waits in the staging memory. Each batch has pairs of ranks
@@ -36,46 +36,28 @@ def all_to_all(site: Site, call: Call) -> list[Enqueue]:
     return steps
 
 
-def _together_by(site: Site, call: Call) -> tuple[int, int]:
-    """Return in which base the islands exchange shards, and the elements of a chunk.
+def _together(site: Site, call: Call) -> tuple[bool, int]:
+    """Return whether parts cross in base 2, and the most elements of a chunk."""
+    m, mine, width = len(site.parts), len(site.mine), call.element.itemsize
 
-    The base is 0 if messages between the ranks themselves take less time.
-    """
-    m, mine, sizes = len(site.parts), len(site.mine), site.sizes
-    if m <= sizes.few or site.largest > site.smallest or not call.count:
-        return 0, 0
-
-    def most(base: int) -> int:
-        pieces = _rooms(m, base) * mine
-        found = fitting(site, pieces, call.element.itemsize, 4 * ALIGNED, 1)
+    def most(rooms: int) -> int:
+        found = fitting(site, rooms * mine, width, 4 * ALIGNED, 1)
         return min(call.count, found // VECTOR * VECTOR or found)
 
-    def chunks(base: int) -> int:
-        direct = base >= m and mine == 1  # the same as messages between the ranks
-        fits = most(base)
-        return divide_up(call.count, fits) if fits and not direct else 0
-
-    base = sizes.base(m, mine * call.nbytes, chunks)
-    if not (number := chunks(base)):
-        return 0, 0
-    time = sizes.exchange(m, base, mine * call.nbytes, number)
-    away = site.size - mine
-    apart = sizes.start + (away - 1) * sizes.message + away * call.nbytes
-    return (base, most(base)) if time < apart else (0, 0)
+    fits = most(3 * m)
+    binary = mine * fits * width < site.sizes.part
+    return binary, most(rails.rooms(m)) if binary else fits
 
 
-def _rooms(islands: int, base: int) -> int:
-    """Return for how many islands' parts :func:`_exchanged_together` needs memory."""
-    return max(3 * islands, rails.rooms(islands, base))
-
-
-def _exchanged_together(site: Site, call: Call, base: int, most: int) -> list[Enqueue]:
+def _exchanged_together(
+    site: Site, call: Call, binary: bool, most: int
+) -> list[Enqueue]:
     """Return the steps in which shards cross together, along the rails.
 
     Args:
         site: this rank's site.
         call: the call.
-        base: as in :func:`rails.exchanged`.
+        binary: whether parts cross in base 2; see :func:`rails.exchanged`.
         most: the elements of a chunk, which has as many of every shard.
     """
     m, mine, itemsize = len(site.parts), len(site.mine), call.element.itemsize
@@ -88,7 +70,7 @@ def _exchanged_together(site: Site, call: Call, base: int, most: int) -> list[En
     for first, count in bounds:
         nbytes = count * itemsize
         source, target = (at + first * itemsize for at in (call.source, call.target))
-        each = _rooms(m, base) // 3 * mine * nbytes
+        each = (rails.rooms(m) // 3 if binary else m) * mine * nbytes
         room = StagingRanges(site, len(found)).take(3 * each)
         others, third = room + each, room + 2 * each
         steps, parts, result = list[Enqueue](), rails.Slots(source, call.nbytes), room
@@ -101,10 +83,12 @@ def _exchanged_together(site: Site, call: Call, base: int, most: int) -> list[En
             shape, apart = (m, mine, nbytes), (nbytes, m * nbytes)
             steps += site.packed(room, third, shape, apart)
             parts = rails.Slots(room, mine * nbytes)
-            result = room if base < m else others
+            result = room if binary else others
         into = rails.Slots(result, mine * nbytes)
-        across = mine * nbytes, base, room, into
-        stages = rails.exchanged(site, peers, parts, *across)
+        if binary:
+            stages = rails.exchanged(site, peers, parts, mine * nbytes, room, into)
+        else:
+            stages = rails.directly(site, peers, parts, mine * nbytes, into)
         stages.work[0][:0] = steps
         places = [target + rank * call.nbytes for part in site.parts for rank in part]
         stages.work[-1].extend(copied(site, result, places, nbytes, packing=False))

@@ -19,12 +19,11 @@ from numba_symm.engines.protocol import Parcel
 def all_gather(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of an all-gather."""
     nbytes, m, sizes = call.nbytes, len(site.parts), site.sizes
-    each = site.largest * nbytes
-    if site.largest == site.smallest and sizes.gathered_along_rails(m, nbytes):
+    if site.many and site.largest == site.smallest:
         staged = (rails.slots(m) + site.size) * nbytes + 2 * ALIGNED
         if staged <= sizes.half:
             return _gathered_along_rails(site, call)
-    elif sizes.slots_fit(m, each) and sizes.whole_along_rails(m, nbytes, each, True):
+    elif site.many and m * site.largest * nbytes <= sizes.whole:
         return _gathered_by_islands(site, call)
 
     def at(rank: int) -> int:
@@ -106,7 +105,7 @@ _FEWEST = 4
 
 def _together(site: Site, nbytes: int) -> int:
     """Return of how many islands the arrays are distributed together; 0: of one."""
-    if not (site.by_rails and site.even and len(site.mine) > 1 and nbytes):
+    if not (site.many and site.even and len(site.mine) > 1 and nbytes):
         return 0
     number = (site.sizes.half - 2 * ALIGNED) // ((len(site.mine) + 1) * nbytes)
     return min(number, len(site.parts)) if number >= _FEWEST else 0

@@ -1,20 +1,19 @@
-"""Messages along the rails, in steps whose number grows with the islands' logarithm.
+"""Messages along the rails: all at a time between few islands, else in few steps.
 
-The ranks of equal number in all islands are a rail. If there are more than a
-few islands, the start of each message takes longer than its bytes. So a rank does not
-exchange with every island, but in each step with one or two:
+The ranks of equal number in all islands are a rail. Between a few islands, each of them
+exchanges with every other one at a time. If there are more, the start of each message
+takes longer than its bytes. So a rank exchanges with one other in each step, and the
+number of steps grows with the islands' logarithm:
 
     crossed     a barrier, by dissemination: in step k with the islands 2^k before and
                 after this one
     gathered    what each island has, to all of them, by Bruck's algorithm: in step k
                 every rank has received what 2^k islands have, and passes that on
     collected   the same to one island, by a binomial tree
-    spread      what one island has, to all of them, by a binomial tree
-    exchanged   what each island has for every other one, by Bruck's algorithm in a
-                base: in step k with the islands that are 1, 2 … times base^k after this
-                one. In base 2, a rank has ⌈log₂ islands⌉ messages, and passes most
-                parts on several times. If the base is the number of islands, each part
-                is sent once.
+    spreading   what one island has, to all of them, by a binomial tree
+    exchanged   what each island has for every other one, by Bruck's algorithm in base
+                2: in step k with the islands 2^k before and after this one. A rank has
+                ⌈log₂ islands⌉ messages, and passes most parts on several times.
 
 Ranks pass on only the islands' original data, never a reduction of it. So every rank
 reduces the data in the order of the islands, and gets the same bits.
@@ -30,7 +29,6 @@ from typing import NamedTuple
 from numba_symm.collectives.islands.gaps import copied
 from numba_symm.collectives.islands.pipeline import Parcels, Stages
 from numba_symm.collectives.islands.site import Site
-from numba_symm.collectives.islands.sizes import log2
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.engines.protocol import Parcel
 
@@ -42,7 +40,7 @@ def slots(islands: int) -> int:
 
 def steps(islands: int) -> int:
     """Return the number of steps along a rail, ⌈log₂ islands⌉."""
-    return log2(islands)
+    return (islands - 1).bit_length()
 
 
 def _distances(islands: int) -> Iterator[int]:
@@ -56,9 +54,14 @@ def crossed(site: Site, token: int, into: int) -> list[Enqueue]:
     Args:
         site: the site of a first rank.
         token: address of a byte that is sent.
-        into: address of a byte for each step.
+        into: address of a byte for each island.
     """
     m, found = len(site.parts), list[Enqueue]()
+    if not site.many:
+        firsts = [(j, site.parts[j][0]) for j in site.others]
+        sends = [Parcel(rank, token, 1) for _, rank in firsts]
+        receives = [Parcel(rank, into + j, 1) for j, rank in firsts]
+        return site.between("barrier", sends, receives)
     for step, distance in enumerate(_distances(m)):
         after = site.parts[(site.index + distance) % m][0]
         before = site.parts[(site.index - distance) % m][0]
@@ -78,17 +81,23 @@ def gathered(site: Site, what: str, first: int, stride: int) -> list[Enqueue]:
         first: address of slot 0. This island's slot has what this rank has.
         stride: bytes of a slot, and from one to the next.
     """
-    m, found = len(site.parts), list[Enqueue]()
+    m, mine, found = len(site.parts), len(site.mine), list[Enqueue]()
     there = [site.on_rail(island, site.local) for island in range(m)]
+    own = first + site.index * stride
+
+    def to(island: int, nbytes: int) -> list[Parcel]:
+        ranks = site.parts[island][site.local :: mine]
+        return [Parcel(rank, own, nbytes) for rank in ranks]
+
+    if not site.many:
+        sends = [parcel for j in site.others for parcel in to(j, stride)]
+        receives = [Parcel(there[j], first + j * stride, stride) for j in site.others]
+        return site.between(what, sends, receives)
     for distance, (_, receives) in zip(
         _distances(m), gathering(site.index, there, first, stride), strict=True
     ):
         number = min(distance, m - distance)
-        sends = [
-            Parcel(rank, first + site.index * stride, number * stride)
-            for place, rank in enumerate(site.parts[(site.index - distance) % m])
-            if place % len(site.mine) == site.local
-        ]
+        sends = to((site.index - distance) % m, number * stride)
         found += site.between(what, sends, receives)
     return found + in_order(site, first, stride, site.index)
 
@@ -96,7 +105,7 @@ def gathered(site: Site, what: str, first: int, stride: int) -> list[Enqueue]:
 def gathering(
     index: int, peers: Sequence[int], first: int, stride: int
 ) -> list[Parcels]:
-    """Return the exchanges of an all-gather between one rank of each island.
+    """Return the exchanges of an all-gather between one rank of each of many islands.
 
     Args:
         index: the number of this rank's island.
@@ -143,18 +152,20 @@ def collected(
     if site.rank != site.on_rail(site.index, number):
         return []
     peers = [site.on_rail(each, number) for each in range(len(site.parts))]
-    found = list[Enqueue]()
+    found, at_root = list[Enqueue](), site.index == island
+    if not site.many:
+        sends = [Parcel(peers[island], first + site.index * stride, stride)]
+        receives = [Parcel(peers[j], first + j * stride, stride) for j in site.others]
+        return site.between(what, *(([], receives) if at_root else (sends, [])))
     for parcels in collecting(site.index, peers, first, stride, island):
         found += site.between(what, *parcels)
-    if site.index == island:
-        found += in_order(site, first, stride, island)
-    return found
+    return found + in_order(site, first, stride, island) if at_root else found
 
 
 def collecting(
     index: int, peers: Sequence[int], first: int, stride: int, island: int
 ) -> list[Parcels]:
-    """Return the exchanges after which one rank has what those of all islands have.
+    """Return the exchanges after which one rank has what those of many islands have.
 
     Args:
         index: the number of this rank's island.
@@ -181,6 +192,8 @@ def collecting(
 
 def own_slot(site: Site, island: int) -> int:
     """Return this island's slot for :func:`collected` in another one."""
+    if not site.many:
+        return site.index
     return island + (site.index - island) % len(site.parts)
 
 
@@ -197,19 +210,32 @@ def spread(
         island: the island of the rank that has them.
         number: the number of the rail.
     """
-    m, found = len(site.parts), list[Enqueue]()
-    if site.rank != site.on_rail(site.index, number):
-        return []
+    found = list[Enqueue]()
+    if site.rank == site.on_rail(site.index, number):
+        for parcels in spreading(site, at, nbytes, island, number):
+            found += site.between(what, *parcels)
+    return found
+
+
+def spreading(
+    site: Site, at: int, nbytes: int, island: int, number: int
+) -> list[Parcels]:
+    """Return the exchanges of :func:`spread` on a rank of the rail."""
+    m, found = len(site.parts), list[Parcels]()
     place = (site.index - island) % m
+
+    def parcel(peer: int) -> Parcel:
+        return Parcel(site.on_rail((island + peer) % m, number), at, nbytes)
+
+    if not site.many:
+        return [([], [parcel(0)]) if place else ([*map(parcel, range(1, m))], [])]
     for distance in reversed([*_distances(m)]):
         sends, receives = list[Parcel](), list[Parcel]()
         if place % (2 * distance) == 0 and place + distance < m:
-            peer = site.on_rail((site.index + distance) % m, number)
-            sends.append(Parcel(peer, at, nbytes))
+            sends = [parcel(place + distance)]
         elif place % (2 * distance) == distance:
-            peer = site.on_rail((site.index - distance) % m, number)
-            receives.append(Parcel(peer, at, nbytes))
-        found += site.between(what, sends, receives)
+            receives = [parcel(place - distance)]
+        found.append((sends, receives))
     return found
 
 
@@ -229,15 +255,23 @@ class Slots(NamedTuple):
         return self.at + island * self.apart
 
 
-def rooms(islands: int, base: int) -> int:
+def rooms(islands: int) -> int:
     """Return for how many parts :func:`exchanged` needs memory, besides its result."""
-    if base >= islands:
-        return 0
-    most, weight = islands, base
-    while weight < islands:
-        most = max(most, -(-islands // weight) * weight)
-        weight *= base
-    return 3 * most
+    return 3 << steps(islands)
+
+
+def directly(
+    site: Site, peers: Sequence[int], parts: Slots, nbytes: int, result: Slots
+) -> Stages:
+    """Return the stages of :func:`exchanged` in which a rank sends each part once.
+
+    The parts must be contiguous within. The result is apart from them.
+    """
+    others, index = site.others, site.index
+    sends = [Parcel(peers[j], parts.of(j), nbytes) for j in others]
+    receives = [Parcel(peers[j], result.of(j), nbytes) for j in others]
+    own = site.copy(result.of(index), parts.of(index), nbytes)
+    return Stages([own, []], [(sends, receives)])
 
 
 def exchanged(
@@ -245,17 +279,16 @@ def exchanged(
     peers: Sequence[int],
     parts: Slots,
     nbytes: int,
-    base: int,
     room: int,
     result: Slots,
 ) -> Stages:
     """Return the stages after which a rank has what each island has for its own.
 
     Slot d of a rank has its part for the island that is d after its own. In the step of
-    a digit, the rank sends the slots whose number has that digit v to the island that
-    is v · weight after its own, for each v but 0. It receives as many, from the island
-    that is as far before, into the same slots. In the end, slot d has the part from the
-    island that is d before.
+    a binary digit, the rank sends the slots whose number has that digit to the island
+    that is as far after its own as the digit's weight. It receives as many, from the
+    island that is as far before, into the same slots. In the end, slot d has the part
+    from the island that is d before.
 
     Who writes what: kernels of this rank copy between its three rooms, and to the
     result; the engine stores into the second room and reads the first one, or the
@@ -267,47 +300,31 @@ def exchanged(
         parts: this rank's parts, by the island that they are for. They may be in the
             first room.
         nbytes: of a part.
-        base: the base, the same on all ranks; at least the number of islands if each
-            rank sends each part once. Then the parts must be contiguous within.
         room: address of memory for :func:`rooms` parts.
         result: where the parts are stored, by the island that they are from. It may be
-            in the first two rooms; if each part is sent once, it is apart from
-            ``parts``.
+            in the first two rooms.
     """
     m, index = len(peers), site.index
-    if base >= m:
-        others = [j for j in range(m) if j != index]
-        sends = [Parcel(peers[j], parts.of(j), nbytes) for j in others]
-        receives = [Parcel(peers[j], result.of(j), nbytes) for j in others]
-        own = site.copy(result.of(index), parts.of(index), nbytes)
-        return Stages([own, []], [(sends, receives)])
-    each = rooms(m, base) // 3 * nbytes
+    each = rooms(m) // 3 * nbytes
     packed, received, slots = room, room + each, room + 2 * each
     order = [*range(index, m), *range(index)]
     steps = copied(site, slots, [parts.of(j) for j in order], nbytes)
-    work, exchanges, weight = [steps], list[Parcels](), 1
-    while weight < m:
-        run, groups = weight * nbytes, -(-m // (weight * base))
-        whole, rest = divmod(m, weight * base)
-        sends, receives = list[Parcel](), list[Parcel]()
-        top = weight * base >= m
+    work, exchanges = [steps], list[Parcels]()
+    for distance in _distances(m):
+        run, groups = distance * nbytes, -(-m // (2 * distance))
+        whole, rest = divmod(m, 2 * distance)
+        sent = (whole * distance + max(0, rest - distance)) * nbytes
+        top = 2 * distance >= m
         start = slots + run if top else packed
-        for digit in range(1, min(base, -(-m // weight))):
-            number = whole * weight + min(max(0, rest - digit * weight), weight)
-            at = (digit - 1) * groups * run
-            to = peers[(index + digit * weight) % m]
-            source = peers[(index - digit * weight) % m]
-            sends.append(Parcel(to, start + at, number * nbytes))
-            receives.append(Parcel(source, received + at, number * nbytes))
-        exchanges.append((sends, receives))
+        to, source = peers[(index + distance) % m], peers[(index - distance) % m]
+        exchanges.append(([Parcel(to, start, sent)], [Parcel(source, received, sent)]))
         if top:  # these slots follow one another
-            arrived = site.copy(slots + run, received, (m - weight) * nbytes)
+            arrived = site.copy(slots + run, received, sent)
         else:
-            shape, apart = (base - 1, groups, run), (run, base * run)
+            shape, apart = (groups, run), (2 * run,)
             work[-1].extend(site.packed(packed, slots + run, shape, apart))
             arrived = site.packed(received, slots + run, shape, apart, packing=False)
         work.append(arrived)
-        weight *= base
     # Slot d has the part from the island that is d before.
     into = [result.of((index - d) % m) for d in range(m)]
     work[-1].extend(copied(site, slots, into, nbytes, packing=False))

@@ -316,10 +316,7 @@ class _Steps:
         assert self._second is not None
         # No rank that takes part leaves. So only a rank that has left before, which
         # reports that, or that is stopped makes this wait long.
-        wait = Wait(WHAT, self._comm.rank, _PROMPT)
-        while not self._second.ended():
-            if wait.pause(()):
-                raise wait.error(())
+        Wait(WHAT, self._comm.rank, _PROMPT).until(self._second.ended)
         if self._second.result & _STAYED:
             self._left = mpi.Shrink()
             self._left.Set_errhandler(ranks.mpi().ERRORS_RETURN)
@@ -336,11 +333,8 @@ class _Steps:
         return Wait(WHAT, self._comm.rank, patience())
 
     def _await(self, agreement: _Agreement) -> None:
-        wait = self._wait()
         # A signal between its end and the note of its result would lose the result.
-        while not waiting.undisturbed(agreement.ended):
-            if wait.pause(()):
-                raise wait.error(())
+        self._wait().until(partial(waiting.undisturbed, agreement.ended))
 
     @contextmanager
     def _reported(self) -> Iterator[None]:

@@ -12,7 +12,6 @@ through the staging memory one after another.
 """
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 from numba_symm.collectives.islands import rails
@@ -31,7 +30,6 @@ from numba_symm.collectives.islands.site import (
     StagingRanges,
     fitting,
 )
-from numba_symm.collectives.islands.sizes import sent_by_digit
 from numba_symm.collectives.operations import ALL_REDUCE, REDUCE, REDUCE_SCATTER
 from numba_symm.collectives.protocols.binding import Call, Enqueue
 from numba_symm.collectives.protocols.credit import Message
@@ -64,7 +62,7 @@ def all_reduce(site: Site, call: Call) -> list[Enqueue]:
 def reduce(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a reduce. The root is a rank."""
     carried = Carried(call)
-    make = _small_reduce if site.by_rails and _small(site, carried) else _in_shards
+    make = _small_reduce if _small(site, carried) else _in_shards
     if site.listing:  # the kernels differ with the root's place in this island
         roots = site.mine[0], site.mine[-1]
         return [step for r in roots for step in make(site, carried, r)]
@@ -73,37 +71,23 @@ def reduce(site: Site, call: Call) -> list[Enqueue]:
 
 def _small(site: Site, carried: Carried) -> bool:
     """Return whether islands exchange whole results, which each rank combines."""
-    nbytes = carried.call.count * carried.width
-    return site.along_rails(nbytes) if site.by_rails else nbytes <= site.sizes.small
+    nbytes, sizes = carried.call.count * carried.width, site.sizes
+    if site.many:
+        return len(site.parts) * nbytes <= sizes.whole
+    return nbytes <= sizes.small
 
 
 def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
     """Return the fewest steps: each rank gets what every island has."""
     call, m = carried.call, len(site.parts)
     staging = StagingRanges(site)
-    nbytes = call.count * carried.width
-    stride = divide_up(nbytes, VECTOR) * VECTOR
+    stride = divide_up(call.count * carried.width, VECTOR) * VECTOR
     wide = staging.take(stride)
     slots = staging.take(rails.slots(m) * stride)
     steps, source = site.widened(carried, call.source, wide, call.count)
     own = slots + site.index * stride
     steps.append(site.within(ALL_REDUCE, carried.step(source, own, call.count)))
-    if site.by_rails:
-        steps += rails.gathered(site, "all_reduce", slots, stride)
-        steps += site.combined(carried, slots, stride, site.index, m)
-        return steps + site.finished(carried, own, call.target, call.count)
-    mine = len(site.mine)
-    sends = [
-        Parcel(rank, own, nbytes)
-        for j in site.others
-        for number, rank in enumerate(site.parts[j])
-        if number % mine == site.local
-    ]
-    receives = [
-        Parcel(site.on_rail(j, site.local), slots + j * stride, nbytes)
-        for j in site.others
-    ]
-    steps += site.between("all_reduce", sends, receives)
+    steps += rails.gathered(site, "all_reduce", slots, stride)
     steps += site.combined(carried, slots, stride, site.index, m)
     return steps + site.finished(carried, own, call.target, call.count)
 
@@ -145,30 +129,26 @@ def _in_shards(site: Site, carried: Carried, root: int | None) -> list[Enqueue]:
         if lost <= site.sizes.half // 4:
             break
 
-    def most(base: int) -> int:
-        copies = rails.rooms(m, base) / m or 2 + rooted
-        room = lost + VECTOR * rails.rooms(m, base) * owned
+    def most(rooms: int) -> int:
+        copies = rooms / m or 2 + rooted
+        room = lost + VECTOR * rooms * owned
         pieces = (carried.element != call.element) + copies * owned / shards
         return fitting(site, pieces, carried.width, room, VECTOR * shards)
 
-    def chunks(base: int) -> int:
-        return divide_up(call.count, fits) if (fits := most(base)) else 0
-
-    base, shard = m, divide_up(nbytes, shards)
-    if not site.sizes.in_one_step(m, shard):
-        base = site.sizes.base(m, divide_up(shard, m), chunks, results=True)
-    fits = most(base)
-    if base >= m:
-        fits = several(call.count, shards, carried.width, fits, site.sizes.chunk)
+    fits = several(call.count, shards, carried.width, most(0), site.sizes.chunk)
+    part = min(call.count, fits) * carried.width // (shards * m)
+    binary = site.many and part < site.sizes.summed and most(rails.rooms(m)) > 0
+    if binary:
+        fits = most(rails.rooms(m))
     bounds = list(in_shards(site, call.count, fits, shards))
     if len(bounds) > 1:
         site = site.beside
     stages = [
-        _CrossingChunk(site, carried, root, base, number, *chunk).stages()
+        _CrossingChunk(site, carried, root, binary, number, *chunk).stages()
         for number, chunk in enumerate(bounds)
     ]
-    # By digits, all exchanges use the staging memory; otherwise the first one does.
-    last = 1 if base >= m else len(stages[0].exchanges)
+    # In base 2, all exchanges use the staging memory; otherwise the first one does.
+    last = len(stages[0].exchanges) if binary else 1
     return overlapped(site, "reduce" if rooted else "all_reduce", stages, last)
 
 
@@ -179,7 +159,7 @@ class _CrossingChunk:
         site: this rank's site.
         carried: the call.
         root: the rank that gets the result; None: all.
-        base: in which the owners exchange parts; see :func:`rails.exchanged`.
+        binary: whether parts cross in base 2; see :func:`rails.exchanged`.
         number: the chunk's number.
         first: the chunk's first element.
         count: its number of elements.
@@ -191,7 +171,7 @@ class _CrossingChunk:
         site: Site,
         carried: Carried,
         root: int | None,
-        base: int,
+        binary: bool,
         number: int,
         first: int,
         count: int,
@@ -206,7 +186,7 @@ class _CrossingChunk:
         self.shards = [_IslandShard(k, k * each, each) for k in range(shards)]
         # In the root's island, addresses of the shards' results for the root.
         self.results: dict[_IslandShard, int] = {}
-        self.base = base
+        self.binary = binary
         # The root owns the first shard of its island.
         self.shift = (-1, 0) if root is None else site.place_of(root)
 
@@ -226,42 +206,18 @@ class _CrossingChunk:
         if carried.element != carried.call.element:
             wide = self.staging.take(self.count * carried.width)
         steps, source = site.widened(carried, self.source, wide, self.count)
-        mine = [
-            each for each in self.shards if self.owner(site.index, each) == site.rank
-        ]
-        count = self.shards[0].length
         m, width = len(site.parts), carried.width
-        if self.base < m:
-            owned = [_ByDigits(self, shard) for shard in mine]
-            return self._in_many_steps(steps + self._reduced(source, owned), owned)
-        # A part is what one island's owner combines: the shard, or an m-th of it.
-        apart = not site.sizes.in_one_step(m, count * width)
-        lanes = carried.element.lanes
-        part = divide_up(divide_up(count, m), lanes) * lanes if apart else count
-        stride = divide_up(part * width, VECTOR) * VECTOR
-        slots = [
-            _Rail(self, shard, self.staging.take(m * stride), stride, part)
-            for shard in mine
+        apart = m > 2 and m * self.shards[0].length * width > site.sizes.one_step
+        kind = _InParts if apart or self.binary else _Whole
+        owned = [
+            kind(self, shard)
+            for shard in self.shards
+            if self.owner(site.index, shard) == site.rank
         ]
-        steps += self._reduced(source, slots)
-        first = joined([rail.first() for rail in slots])
-        combined = [step for rail in slots for step in rail.combined()]
-        last = self._distributed()
-        if not apart:
-            return Stages([steps, combined + last], [first])
-        second = joined([rail.second() for rail in slots])
-        return Stages([steps, combined, last], [first, second])
-
-    def _in_many_steps(self, steps: list[Enqueue], owned: "list[_ByDigits]") -> Stages:
-        """Return the stages of an exchange by digits, and of results along the rails.
-
-        Args:
-            steps: the reduction of each shard to its owner.
-            owned: the shards that this rank owns; all ranks have as many exchanges.
-        """
-        m = len(self.site.parts)
-        number = len(sent_by_digit(m, self.base)) + rails.steps(m)
+        steps += self._reduced(source, owned)
         each = [shard.stages() for shard in owned]
+        # As many on ranks that own no shard.
+        number = 2 * rails.steps(m) if self.binary else 1 + apart
         exchanges = [joined([one.exchanges[n] for one in each]) for n in range(number)]
         work = [
             [step for one in each for step in one.work[n]] for n in range(number + 1)
@@ -271,7 +227,7 @@ class _CrossingChunk:
         return Stages(work, exchanges)
 
     def _reduced(
-        self, source: int, owned: "Sequence[_Rail | _ByDigits]"
+        self, source: int, owned: "Sequence[_Whole | _InParts]"
     ) -> list[Enqueue]:
         """Return the reduction of each shard, within the island, to its owner."""
         site, carried = self.site, self.carried
@@ -294,6 +250,21 @@ class _CrossingChunk:
         """Whether each rank of the island owns the shard of its own number."""
         numbers = [self.number(self.site.index, shard) for shard in self.shards]
         return numbers == list(range(len(self.site.mine)))
+
+    def gets(self, island: int) -> bool:
+        """Return whether an island gets the results."""
+        return self.root is None or island == self.shift[0]
+
+    def result(self, shard: _IslandShard) -> int:
+        """Return where an owner whose island gets it stores a shard's result.
+
+        A rank that is not the root passes it on from the staging memory.
+        """
+        if self.root in (None, self.site.rank):
+            return self.at(shard)
+        nbytes = shard.length * self.carried.call.element.itemsize
+        self.results[shard] = self.staging.take_last(nbytes)
+        return self.results[shard]
 
     def at(self, shard: _IslandShard) -> int:
         """Return the address of a shard's result, in the output."""
@@ -325,122 +296,8 @@ class _CrossingChunk:
         return site.messages(sends, receives if site.local == root else [])
 
 
-class _Rail:
-    """A shard on the rail of its owners.
-
-    Args:
-        chunk: the chunk.
-        shard: the shard, which this rank owns.
-        slots: address of a slot for each island's part.
-        stride: bytes from one slot to the next.
-        part: elements of a part.
-    """
-
-    def __init__(
-        self,
-        chunk: _CrossingChunk,
-        shard: _IslandShard,
-        slots: int,
-        stride: int,
-        part: int,
-    ):
-        self.chunk, self.shard = chunk, shard
-        self.slots, self.stride, self.part = slots, stride, part
-        self.site, self.carried = chunk.site, chunk.carried
-        self.apart = part < shard.length
-        m = len(self.site.parts)
-        self.partial = slots + self.site.index * stride
-        if self.apart:
-            self.partial = chunk.staging.take(m * stride)
-        self.peers = {j: chunk.owner(j, shard) for j in self.site.others}
-
-    def _bounds(self, island: int) -> tuple[int, int]:
-        """Return the first element and the number of elements of an island's part."""
-        if not self.apart:
-            return 0, self.shard.length
-        first = min(island * self.part, self.shard.length)
-        return first, min(self.part, self.shard.length - first)
-
-    def first(self) -> Parcels:
-        """Return the exchange of what each island has."""
-        site, chunk, width = self.site, self.chunk, self.carried.width
-        root = chunk.shift[0]
-        sends, receives = [], []
-        for j, peer in self.peers.items():
-            if chunk.root is None or self.apart or j == root:
-                start, count = self._bounds(j)
-                at = self.partial + start * width
-                sends.append(Parcel(peer, at, count * width))
-            if chunk.root is None or self.apart or site.index == root:
-                _, count = self._bounds(site.index)
-                at = self.slots + j * self.stride
-                receives.append(Parcel(peer, at, count * width))
-        return sends, receives
-
-    def combined(self) -> list[Enqueue]:
-        """Return the reduction of this island's part in the order of the islands."""
-        site, chunk, carried = self.site, self.chunk, self.carried
-        element = carried.call.element
-        if chunk.root is not None and not self.apart and not self.at_root:
-            return []
-        start, count = self._bounds(site.index)
-        own = self.slots + site.index * self.stride
-        steps: list[Enqueue] = []
-        if self.apart:
-            nbytes = count * carried.width
-            steps += site.copy(own, self.partial + start * carried.width, nbytes)
-        if count:
-            slots, m = self.slots, len(site.parts)
-            steps += site.combined(carried, slots, self.stride, site.index, m)
-        target = self.result + start * element.itemsize
-        return steps + site.finished(carried, own, target, count)
-
-    @property
-    def at_root(self) -> bool:
-        """Whether the root is in this rank's island."""
-        return self.site.index == self.chunk.shift[0]
-
-    @cached_property
-    def result(self) -> int:
-        """The address of the shard's result.
-
-        A rank that is not the root passes it on from the staging memory.
-        """
-        chunk, itemsize = self.chunk, self.carried.call.element.itemsize
-        if chunk.root in (None, self.site.rank):
-            return chunk.at(self.shard)
-        if self.at_root:
-            at = chunk.staging.take_last(self.shard.length * itemsize)
-            chunk.results[self.shard] = at
-            return at
-        start, count = self._bounds(self.site.index)
-        return chunk.staging.take_last(count * itemsize) - start * itemsize
-
-    def second(self) -> Parcels:
-        """Return the exchange of the results of all parts."""
-        element = self.carried.call.element
-        at = self.result
-
-        def parcel(island: int, peer: int) -> Parcel:
-            start, count = self._bounds(island)
-            return Parcel(peer, at + start * element.itemsize, count * element.itemsize)
-
-        root = self.chunk.shift[0]
-        sends = [
-            parcel(self.site.index, peer)
-            for j, peer in self.peers.items()
-            if self.chunk.root is None or j == root
-        ]
-        if self.chunk.root is not None and not self.at_root:
-            return sends, []
-        return sends, [parcel(j, peer) for j, peer in self.peers.items()]
-
-
-class _ByDigits:
-    """A shard on the rail of its owners, whose parts cross in several steps.
-
-    The owners exchange parts by :func:`rails.exchanged`. Each combines those for its
-    island, and the results are gathered along the rail, or collected for the root.
+class _Whole:
+    """A shard that crosses as a whole, on the rail of its owners, in one exchange.
 
     Args:
         chunk: the chunk.
@@ -452,48 +309,116 @@ class _ByDigits:
 
     def __init__(self, chunk: _CrossingChunk, shard: _IslandShard):
         self.chunk, self.shard = chunk, shard
-        site, carried = chunk.site, chunk.carried
-        m, lanes = len(site.parts), carried.element.lanes
-        self.part = divide_up(divide_up(shard.length, m), lanes) * lanes
-        self.stride = self.part * carried.width
-        number = rails.rooms(m, chunk.base)
-        self.partial = chunk.staging.take(number * self.stride)
-        # The results are stored in the second room and the third one, which are then
-        # free: the parts of all islands are in the first one.
-        self.results = self.partial + number // 3 * self.stride
+        self._nbytes = shard.length * chunk.carried.width
+        self._stride = divide_up(self._nbytes, VECTOR) * VECTOR
+        self._slots = chunk.staging.take(len(chunk.site.parts) * self._stride)
+        self.partial = self._slots + chunk.site.index * self._stride
 
     def stages(self) -> Stages:
         """Return the stages."""
-        chunk, (site, carried) = self.chunk, (self.chunk.site, self.chunk.carried)
-        m, index, root = len(site.parts), site.index, self.chunk.shift[0]
-        peers = [chunk.owner(island, self.shard) for island in range(m)]
-        parts = rails.Slots(self.partial, self.stride)
-        across = parts, self.stride, chunk.base, self.partial, parts
-        work, exchanges = rails.exchanged(site, peers, *across)
-        work, exchanges = [*work], [*exchanges]
-        itemsize = carried.call.element.itemsize
-        stride = self.part * itemsize
-        slot = index if chunk.root is None else rails.own_slot(site, root)
-        count = max(0, min(self.part, self.shard.length - index * self.part))
-        own = parts.of(index)
-        steps = site.combined(carried, self.partial, self.stride, index, m)
-        steps += site.finished(carried, own, self.results + slot * stride, count)
-        work[-1].extend(steps)
-        if chunk.root is None:
-            exchanges += rails.gathering(index, peers, self.results, stride)
-        else:
-            exchanges += rails.collecting(index, peers, self.results, stride, root)
-        work += [[] for _ in range(rails.steps(m))]
-        if chunk.root is None or index == root:
-            work[-1].extend(self._placed(stride, slot))
-        return Stages(work, exchanges)
+        chunk, shard = self.chunk, self.shard
+        site, nbytes, stride = chunk.site, self._nbytes, self._stride
+        peers = [(j, chunk.owner(j, shard)) for j in site.others]
+        sends = [
+            Parcel(peer, self.partial, nbytes) for j, peer in peers if chunk.gets(j)
+        ]
+        if not chunk.gets(site.index):
+            return Stages([[], []], [(sends, [])])
+        receives = [Parcel(peer, self._slots + j * stride, nbytes) for j, peer in peers]
+        slots = self._slots, stride, site.index, len(site.parts)
+        steps = site.combined(chunk.carried, *slots)
+        result = chunk.result(shard)
+        steps += site.finished(chunk.carried, self.partial, result, shard.length)
+        return Stages([[], steps], [(sends, receives)])
 
-    def _placed(self, stride: int, slot: int) -> list[Enqueue]:
-        """Return the steps after the results of all parts have arrived."""
+
+class _InParts:
+    """A shard of which each owner on the rail combines a part, before results cross.
+
+    Args:
+        chunk: the chunk.
+        shard: the shard, which this rank owns.
+
+    Attributes:
+        partial: the address of the island's own result.
+    """
+
+    def __init__(self, chunk: _CrossingChunk, shard: _IslandShard):
+        self.chunk, self.shard = chunk, shard
+        m, lanes = len(chunk.site.parts), chunk.carried.element.lanes
+        self._part = divide_up(divide_up(shard.length, m), lanes) * lanes
+        self._stride = self._part * chunk.carried.width
+        self._peers = [chunk.owner(island, shard) for island in range(m)]
+        self._rooms = rails.rooms(m) if chunk.binary else 2 * m
+        self.partial = chunk.staging.take(self._rooms * self._stride)
+
+    def stages(self) -> Stages:
+        """Return the stages."""
+        chunk, peers, stride = self.chunk, self._peers, self._stride
+        site, carried = chunk.site, chunk.carried
+        m, index = len(peers), site.index
+        parts = into = rails.Slots(self.partial, stride)
+        if chunk.binary:
+            found = rails.exchanged(site, peers, parts, stride, self.partial, into)
+            result, exchanges, last = self._in_binary()
+        else:
+            into = rails.Slots(self.partial + m * stride, stride)
+            found = rails.directly(site, peers, parts, stride, into)
+            result, exchanges, last = self._directly()
+        work = [*found.work, *([] for _ in exchanges)]
+        _, count = self._bounds(index)
+        if count:
+            steps = site.combined(carried, into.at, stride, index, m)
+            steps += site.finished(carried, into.of(index), result, count)
+            work[len(found.exchanges)].extend(steps)
+        work[-1].extend(last)
+        return Stages(work, [*found.exchanges, *exchanges])
+
+    def _bounds(self, island: int) -> tuple[int, int]:
+        """Return the first element and the number of elements of an island's part."""
+        first = min(island * self._part, self.shard.length)
+        return first, min(self._part, self.shard.length - first)
+
+    def _directly(self) -> tuple[int, list[Parcels], list[Enqueue]]:
+        """Return the result's address, how all results cross, and the steps then."""
         chunk, site = self.chunk, self.chunk.site
-        nbytes = self.shard.length * chunk.carried.call.element.itemsize
-        steps = rails.in_order(site, self.results, stride, slot)
+        itemsize, gets = chunk.carried.call.element.itemsize, chunk.gets(site.index)
+        start, count = self._bounds(site.index)
+        if gets:
+            at = chunk.result(self.shard)
+        else:
+            at = chunk.staging.take_last(count * itemsize) - start * itemsize
+
+        def parcel(island: int, peer: int) -> Parcel:
+            first, number = self._bounds(island)
+            return Parcel(peer, at + first * itemsize, number * itemsize)
+
+        others = [(j, self._peers[j]) for j in site.others]
+        sends = [parcel(site.index, peer) for j, peer in others if chunk.gets(j)]
+        receives = [parcel(j, peer) for j, peer in others] if gets else []
+        return at + start * itemsize, [(sends, receives)], []
+
+    def _in_binary(self) -> tuple[int, list[Parcels], list[Enqueue]]:
+        """Return the same for many islands.
+
+        The results are stored in the second room and the third one, which are then
+        free: the parts of all islands are in the first one.
+        """
+        chunk, site, peers = self.chunk, self.chunk.site, self._peers
+        itemsize, root = chunk.carried.call.element.itemsize, chunk.shift[0]
+        stride, slot = self._part * itemsize, site.index
+        at = self.partial + self._rooms // 3 * self._stride
+        if chunk.root is None:
+            exchanges = rails.gathering(slot, peers, at, stride)
+        else:
+            slot = rails.own_slot(site, root)
+            exchanges = rails.collecting(site.index, peers, at, stride, root)
+        if not chunk.gets(site.index):
+            return at + slot * stride, exchanges, []
+        steps = rails.in_order(site, at, stride, slot)
         if chunk.root in (None, site.rank):
-            return steps + site.copy(chunk.at(self.shard), self.results, nbytes)
-        chunk.results[self.shard] = self.results  # of which the root gets a message
-        return steps
+            nbytes = self.shard.length * itemsize
+            steps += site.copy(chunk.at(self.shard), at, nbytes)
+        else:
+            chunk.results[self.shard] = at  # of which the root gets a message
+        return at + slot * stride, exchanges, steps

@@ -27,8 +27,8 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a scan."""
     carried, m = Carried(call), len(site.parts)
     consecutive = site.islands.places.consecutive
-    on_rails = site.sizes.scans_by_rails(m, site.size - site.largest) and consecutive
-    if not consecutive and _all_cross(site, carried):
+    on_rails = site.many and consecutive
+    if site.many and not consecutive and _all_cross(site, carried):
         scan = _Scan(operation, site, carried, m)
         return scan.of_all_ranks()
     # Besides the slots, the staging memory has three ranges of a chunk.
@@ -59,8 +59,7 @@ def _all_cross(site: Site, carried: Carried) -> bool:
     stride = divide_up(nbytes, VECTOR) * VECTOR
     slot = site.largest * stride
     memory = rails.slots(m) * slot + (m + 3) * stride + 5 * ALIGNED
-    faster = sizes.whole_along_rails(m, nbytes, slot, direct=True)
-    return faster and memory <= sizes.half
+    return m * slot <= sizes.whole and memory <= sizes.half
 
 
 class _Scan:

@@ -37,7 +37,7 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
         return _scatter_one_by_one(site, carried)
     wide = (carried.element != call.element) * len(site.mine)
     nbytes = (2 * m - 1 + wide) * padded(call.count * carried.width)
-    several = m <= site.sizes.few or call.count * carried.width >= site.sizes.chunk
+    several = not site.many or call.count * carried.width >= site.sizes.chunk
     if several and nbytes <= site.sizes.staging:
         return _scatter_by_islands(site, carried)
     return _scatter_packed(site, carried)
@@ -49,12 +49,12 @@ def _by_rail(site: Site) -> bool:
 
 
 def _small(site: Site, carried: Carried) -> bool:
-    """Return whether islands exchange all their results along the rails."""
+    """Return whether many islands exchange all their results along the rails."""
     m, nbytes = len(site.parts), carried.call.count * carried.width
     slot = padded(nbytes * (m if _by_rail(site) else site.size))
     memory = (rails.slots(m) + 2 * site.largest + 1) * slot
-    faster = site.sizes.whole_along_rails(m, nbytes, slot, direct=not site.even)
-    return faster and memory <= site.sizes.half
+    few_bytes = m * slot <= site.sizes.kept
+    return site.many and few_bytes and memory <= site.sizes.half
 
 
 def _scatter_along_rails(site: Site, carried: Carried) -> list[Enqueue]:
@@ -197,29 +197,24 @@ def _scatter_packed(site: Site, carried: Carried) -> list[Enqueue]:
     # differs; the rest has a chunk's partial results, and those of all islands.
     together = site.sizes.half // 8 // (1 + converted)
 
-    def most(base: int) -> int:
-        pieces = _rooms(m, base) + (m if base >= m else 0)
+    def most(pieces: int) -> int:
         lost = site.sizes.half // 8 + VECTOR * m + 8 * ALIGNED
         fits = fitting(site, pieces, width, lost)
         return min(fits, together // (mine * width) // VECTOR * VECTOR)
 
-    def chunks(base: int) -> int:
-        return divide_up(call.count, fits) if (fits := most(base)) else 0
-
-    nbytes = call.count * width
-    base = site.sizes.base(m, nbytes, chunks)
-    fits = most(base)
-    if base >= m:
-        fits = several(call.count, 1, width, fits, site.sizes.chunk)
+    rooms, fits = m, several(call.count, 1, width, most(2 * m), site.sizes.chunk)
+    binary = site.many and min(call.count, fits) * width < site.sizes.part
+    if binary:
+        rooms, fits = rails.rooms(m), most(rails.rooms(m))
     site = site.beside
     peers = [site.on_rail(island, site.local) for island in range(m)]
     found: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
         staging, steps = StagingRanges(site, len(found)), list[Enqueue]()
         nbytes, stride = count * width, divide_up(count * width, VECTOR) * VECTOR
-        room = staging.take(_rooms(m, base) * nbytes)
+        room = staging.take(rooms * nbytes)
         # The results of all islands, in two rooms that are free then, or beside them.
-        beside = base >= m or nbytes < VECTOR
+        beside = not binary or nbytes < VECTOR
         slots = staging.take(m * stride) if beside else room
         parts = rails.Slots(room, nbytes)
         if mine > 1 or converted:
@@ -232,18 +227,16 @@ def _scatter_packed(site: Site, carried: Carried) -> list[Enqueue]:
         else:  # the input is this island's result
             parts = rails.Slots(call.source + first * itemsize, call.nbytes)
         into = rails.Slots(slots, stride)
-        stages = rails.exchanged(site, peers, parts, nbytes, base, room, into)
+        if binary:
+            stages = rails.exchanged(site, peers, parts, nbytes, room, into)
+        else:
+            stages = rails.directly(site, peers, parts, nbytes, into)
         stages.work[0][:0] = steps
         last = site.combined(carried, slots, stride, site.index, m)
         own, result = into.of(site.index), call.target + first * itemsize
         stages.work[-1].extend(last + site.finished(carried, own, result, count))
         found.append(stages)
     return overlapped(site, "reduce_scatter", found, len(found[0].exchanges))
-
-
-def _rooms(islands: int, base: int) -> int:
-    """Return how many parts a chunk stores, besides results that are beside them."""
-    return max(islands, rails.rooms(islands, base))
 
 
 def _reduced(

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from numba_symm.collectives import lifetime
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.islands import measured, sizes
+from numba_symm.collectives.islands import sizes
 from numba_symm.collectives.islands.binder import IslandsBinder
 from numba_symm.collectives.islands.site import ALIGNED, Site, padded
 from numba_symm.collectives.islands.sizes import Sizes
@@ -65,9 +65,6 @@ def _of_several(
             "use send, recv and group"
         )
     islands.connect(settings.limit)
-    limits = measured.agreed(
-        islands.exchange, islands.gpu.name, islands.engine.name, sizes.DEFAULT
-    )
     nbytes = layout(inner.world.size).nbytes
     start = padded(nbytes)
     more = start - nbytes + ALIGNED + sizes.DEFAULT.staging
@@ -76,7 +73,7 @@ def _of_several(
     whole = dataclasses.replace(end, rank=world.rank, size=world.size)
     given = settings.stream, settings.debug, memory
     calls = Calls(islands, heap, order, whole, *given)
-    site = Site(islands, end, padded(memory.address + start), sizes=limits)
+    site = Site(islands, end, padded(memory.address + start), sizes=sizes.DEFAULT)
     calls.binder = IslandsBinder(site)
     return calls
 

@@ -89,18 +89,14 @@ class Site:
         return self.islands.places.even
 
     @property
-    def by_rails(self) -> bool:
-        """Whether small messages cross in steps along the rails, not all at a time."""
-        return self.sizes.by_rails(len(self.parts))
+    def many(self) -> bool:
+        """Whether there are more islands than exchange with each other at a time."""
+        return len(self.parts) > self.sizes.few
 
     @property
     def others(self) -> list[int]:
         """The numbers of the other islands."""
         return [j for j in range(len(self.parts)) if j != self.index]
-
-    def along_rails(self, nbytes: int) -> bool:
-        """Return whether all islands exchange so many bytes of each along the rails."""
-        return self.sizes.along_rails(len(self.parts), nbytes, self.largest)
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the number of a rank's island, and the rank's number there."""

@@ -34,10 +34,10 @@ class Place(Protocol):
     """
 
     @property
-    def addresses(self) -> tuple[int, ...]: ...  # noqa: D102
+    def addresses(self) -> tuple[int, ...]: ...
 
     @property
-    def seen(self) -> tuple[int, ...]: ...  # noqa: D102
+    def seen(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, eq=False)

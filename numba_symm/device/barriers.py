@@ -10,10 +10,11 @@ itself accesses count and generation, which follow the words of ``counting.py``.
 
 from typing import Any
 
-from numba_symm.device.checks import check_grid, check_slot, check_team
+from numba_symm.device.checks import check_slot, check_team
 from numba_symm.device.intrinsics import (
     atom_add_release_sys_u64,
     block_size,
+    check_grid,
     device_function,
     fence_acq_rel_sys,
     grid_index,

@@ -1,7 +1,7 @@
 """Collectives that kernels call: block *b* of every rank exchanges data.
 
-The simulator runs the functions of this module. On GPUs, ``gpu_collectives.py`` makes
-Numba's compiler call others instead.
+The simulator runs ``collective``. On GPUs, ``gpu_collectives.py`` makes Numba's
+compiler call another function instead.
 """
 
 import functools
@@ -20,11 +20,13 @@ from numba_symm.device.block_exchange import (
     make_exchange,
 )
 from numba_symm.device.block_workspace import WorkspaceContext
+from numba_symm.device.intrinsics import array_function
 from numba_symm.dtypes import check, reduction
 from numba_symm.dtypes import element as element_of
 from numba_symm.errors import ArgumentError
 
 
+@array_function
 def all_reduce(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
     """Reduce an array over the blocks of the same index on all ranks, in place.
 
@@ -66,9 +68,10 @@ def all_reduce(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
         >>> int(old[0])
         2
     """
-    return _simulated(ALL_REDUCE, ws, x, x, op, 0, items)
+    return collective("all_reduce", ws, x, x, op, 0, items)
 
 
+@array_function
 def reduce_scatter(
     ws: Any, x: Any, out: Any, op: Any = "sum", items: bool = False
 ) -> bool:
@@ -101,9 +104,10 @@ def reduce_scatter(
         >>> int(old[0])
         6
     """
-    return _simulated(REDUCE_SCATTER, ws, x, out, op, 0, items)
+    return collective("reduce_scatter", ws, x, out, op, 0, items)
 
 
+@array_function
 def all_gather(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
     """Collect the arrays of the blocks of the same index, in rank order.
 
@@ -133,9 +137,10 @@ def all_gather(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
         >>> int(old[0])
         7
     """
-    return _simulated(ALL_GATHER, ws, x, out, "sum", 0, items)
+    return collective("all_gather", ws, x, out, "sum", 0, items)
 
 
+@array_function
 def broadcast(ws: Any, x: Any, root: int, items: bool = False) -> bool:
     """Copy the array of rank ``root``'s block into the arrays of all other ranks.
 
@@ -166,9 +171,10 @@ def broadcast(ws: Any, x: Any, root: int, items: bool = False) -> bool:
         >>> int(old[0])
         7
     """
-    return _simulated(BROADCAST, ws, x, x, "sum", root, items)
+    return collective("broadcast", ws, x, x, "sum", root, items)
 
 
+@array_function
 def all_to_all(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
     """Send a shard to each rank's block of the same index; receive one from each.
 
@@ -198,7 +204,7 @@ def all_to_all(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
         >>> int(old[0])
         1
     """
-    return _simulated(ALL_TO_ALL, ws, x, out, "sum", 0, items)
+    return collective("all_to_all", ws, x, out, "sum", 0, items)
 
 
 def exchange_for(
@@ -230,13 +236,20 @@ def exchange_for(
     return make_exchange(size, element, reducing, kind, items)
 
 
+KINDS = {
+    kind.name: kind
+    for kind in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL)
+}
+"""By name."""
+
 _exchange_for = functools.cache(exchange_for)
 
 
-def _simulated(
-    kind: BlockCollective, ws: Any, x: Any, out: Any, op: Any, root: int, items: bool
+def collective(
+    name: str, ws: Any, x: Any, out: Any, op: Any, root: int, items: bool
 ) -> bool:
-    """Run a collective in the simulator."""
+    """Run a collective in the simulator; see the module's docstring."""
+    kind = KINDS[name]
     if not isinstance(ws, WorkspaceContext):
         raise ArgumentError(
             f"{kind.name}: expected the context of a workspace, got "

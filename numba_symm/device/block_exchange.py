@@ -353,8 +353,8 @@ def make_exchange(
         thread, block = thread_index(), grid_index()
         count = x.size * pieces // shards
         first, stride = (0, units) if items else (thread * units, block_size() * units)
-        check_exchange(ws, operation, count - first, stride, root)
-        check_shards(ws, operation, x.size, shards, out.size, gathered)
+        check_exchange(ws, count - first, stride, root)
+        check_shards(ws, x.size, shards, out.size, gathered)
         if not items:
             # Other threads of the block have stored what this one loads.
             syncthreads()  # explore: stored

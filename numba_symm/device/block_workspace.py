@@ -61,7 +61,7 @@ class WorkspaceContext(_WorkspaceFields):
 
     owner: Any = None
     check_mapped: Callable[[], None] | None = None
-    checked = False  # by device functions on GPUs, see ``gpu_checks.py``
+    checked = False  # by device functions on GPUs, see ``checks.py``
 
 
 class CheckedWorkspaceContext(WorkspaceContext):

@@ -1,10 +1,132 @@
-"""Checks of the device functions' arguments, on GPUs or in the simulator."""
+"""Checks of the device functions' arguments: in the simulator, and in debug mode.
 
-from typing import TYPE_CHECKING
+In the simulator, a mistake raises an error, whose traceback has the line of the user's
+kernel. A GPU checks only kernels for a context with debug mode. There, a thread that
+finds a mistake stores a record on every rank's board and ends. So the communicator
+fails on all ranks, with the mistake in its text, and the CUDA context survives.
+"""
 
+from typing import Any
+
+from numba_symm import waits
+from numba_symm.device.intrinsics import (
+    block_size,
+    device_function,
+    exit_thread,
+    grid_index,
+    is_checked,
+    mailbox_of,
+    nbytes_of,
+    size_of,
+)
+from numba_symm.device.polling import fail, wait_record
 from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+from numba_symm.waits import (
+    BAD_BUFFER,
+    BAD_BYTES,
+    BAD_COMPARISON,
+    BAD_COPY,
+    BAD_GRID,
+    BAD_MAILBOX,
+    BAD_RANK,
+    BAD_ROOT,
+    BAD_SHARDS,
+    BAD_SLOT,
+    BAD_TEAM,
+)
 
-if SIMULATED or TYPE_CHECKING:
-    from numba_symm.device.sim_checks import *  # noqa: F403
-else:
-    from numba_symm.device.gpu_checks import *  # noqa: F403
+
+@device_function
+def _fail(ctx: Any, operation: int, place: int, other: int) -> None:
+    fail(ctx.guard, wait_record(operation, ctx.rank, ctx.rank, place, other))
+    exit_thread()
+
+
+def _raise(ctx: Any, operation: int, place: int, other: int) -> None:
+    found = {"rank": ctx.rank, "place": place, "epoch": other}
+    text = waits.TABLE[operation].words.format(**found)
+    raise ArgumentError(f"{text}; a GPU checks this in debug mode only")
+
+
+_refuse = _raise if SIMULATED else _fail
+
+
+@device_function
+def _is_rank(ctx: Any, rank: int) -> bool:
+    return 0 <= rank < ctx.size  # type: ignore[no-any-return]
+
+
+@device_function
+def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -> None:
+    """Refuse a slot of a signal pad that does not exist."""
+    if is_checked(ctx):
+        other = source if owner == ctx.rank else owner
+        if not (_is_rank(ctx, other) and 0 <= channel < channels):
+            _refuse(ctx, BAD_SLOT, channel, other)
+
+
+@device_function
+def check_peer(ctx: Any, rank: int) -> None:
+    """Refuse a rank that does not exist."""
+    if is_checked(ctx) and not _is_rank(ctx, rank):
+        _refuse(ctx, BAD_RANK, rank, rank)
+
+
+@device_function
+def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
+    """Refuse an array that is larger than its buffer."""
+    if is_checked(ctx) and nbytes_of(shape, dtype) > size_of(ctx):
+        _refuse(ctx, BAD_BUFFER, 0, nbytes_of(shape, dtype))
+
+
+@device_function
+def check_team(ctx: Any, team: Any) -> None:
+    """Refuse a team to which this rank does not belong."""
+    if is_checked(ctx) and team is not None and team.place < 0:
+        _refuse(ctx, BAD_TEAM, 0, 0)
+
+
+@device_function
+def check_comparison(ctx: Any, comparison: int) -> None:
+    """Refuse what is not one of the comparisons."""
+    if is_checked(ctx) and not 0 <= comparison <= 5:
+        _refuse(ctx, BAD_COMPARISON, comparison, 0)
+
+
+@device_function
+def check_copy(ctx: Any, target: Any, source: Any) -> None:
+    """Refuse a copy between arrays of different shapes."""
+    if is_checked(ctx) and target.shape != source.shape:
+        _refuse(ctx, BAD_COPY, 0, source.size)
+
+
+@device_function
+def check_mailbox(ctx: Any, mailbox: Any, nbytes: int) -> None:
+    """Refuse a mailbox that is too small for data, or not aligned."""
+    if is_checked(ctx):
+        needed = (nbytes + 15) // 16 * 4
+        if mailbox.size < needed or mailbox_of(mailbox) & 15 != 0:
+            _refuse(ctx, BAD_MAILBOX, 0, needed)
+
+
+@device_function
+def check_exchange(ws: Any, units: int, stride: int, root: int) -> None:
+    """Refuse a collective for which a workspace is too small, and a wrong root."""
+    if is_checked(ws):
+        if grid_index() >= ws.blocks or block_size() > ws.threads:
+            _refuse(ws, BAD_GRID, grid_index(), block_size())
+        vectors = (units + stride - 1) // stride
+        if vectors > ws.vectors:
+            _refuse(ws, BAD_BYTES, 0, vectors)
+        if not _is_rank(ws, root):
+            _refuse(ws, BAD_ROOT, 0, root)
+
+
+@device_function
+def check_shards(ws: Any, given: int, shards: int, out: int, gathered: int) -> None:
+    """Refuse arrays whose numbers of elements do not match."""
+    if is_checked(ws):
+        shard = given // shards
+        if given != shard * shards or out != shard * gathered:
+            _refuse(ws, BAD_SHARDS, out, given)

@@ -12,7 +12,7 @@ import numpy as np
 from numba_symm.device.checks import check_comparison, check_slot
 from numba_symm.device.intrinsics import (
     array_at,
-    atomic_add_release,
+    atomic_add,
     device_function,
     later_blocks,
     ld_acquire_sys_u32,
@@ -105,7 +105,7 @@ def signal_add(ctx: Any, dst: int, channel: int, value: int) -> None:
         >>> kernel[1, 1](ctx)
     """
     word = array_at(_count(ctx, dst, channel, ctx.rank), 1, np.int64)
-    atomic_add_release(word, 0, value)  # explore: signal-add
+    atomic_add(word, 0, value, order="release")  # explore: signal-add
 
 
 @device_function
@@ -230,7 +230,7 @@ def wait_until_at(
         ...     if cuda.blockIdx.x == 0:
         ...         old[0] = symm.wait_until_at(ctx, words, 3, symm.LT, 0)
         ...     else:
-        ...         symm.atomic_add_release(words, 3, -1)
+        ...         symm.atomic_add(words, 3, -1, order="release")
         >>> kernel[2, 1](ctx, old)
         >>> int(old[0])
         1

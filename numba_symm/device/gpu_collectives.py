@@ -6,7 +6,8 @@ The device function follows from the types of the arguments, and from the operat
 
 from typing import Any
 
-from numba_symm.device import block_collectives, block_exchange
+from numba_symm.device import block_collectives
+from numba_symm.device.block_collectives import KINDS
 from numba_symm.device.block_exchange import BlockCollective
 from numba_symm.device.block_workspace import WorkspaceContext
 from numba_symm.device.compiler import Refusal, constant_of, specialized
@@ -51,53 +52,17 @@ def _found(
         raise Refusal(str(error)) from error
 
 
-@specialized(block_collectives.all_reduce)
-def _all_reduce(ws: Any, x: Any, op: Any = "sum", items: Any = False) -> Any:
-    exchange = _found(block_exchange.ALL_REDUCE, ws, x, x, op, items)
-
-    def call(ws: Any, x: Any, op: Any = "sum", items: Any = False) -> Any:
-        return exchange(ws, x, x, 0)
-
-    return call
-
-
-@specialized(block_collectives.reduce_scatter)
-def _reduce_scatter(
-    ws: Any, x: Any, out: Any, op: Any = "sum", items: Any = False
+@specialized(block_collectives.collective)
+def _collective(
+    name: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
 ) -> Any:
-    exchange = _found(block_exchange.REDUCE_SCATTER, ws, x, out, op, items)
+    if (constant := constant_of(name)) is None:
+        return None  # Numba tries types without values after a refusal
+    exchange = _found(KINDS[constant], ws, x, out, op, items)
 
-    def call(ws: Any, x: Any, out: Any, op: Any = "sum", items: Any = False) -> Any:
-        return exchange(ws, x, out, 0)
-
-    return call
-
-
-@specialized(block_collectives.all_gather)
-def _all_gather(ws: Any, x: Any, out: Any, items: Any = False) -> Any:
-    exchange = _found(block_exchange.ALL_GATHER, ws, x, out, "sum", items)
-
-    def call(ws: Any, x: Any, out: Any, items: Any = False) -> Any:
-        return exchange(ws, x, out, 0)
-
-    return call
-
-
-@specialized(block_collectives.broadcast)
-def _broadcast(ws: Any, x: Any, root: Any, items: Any = False) -> Any:
-    exchange = _found(block_exchange.BROADCAST, ws, x, x, "sum", items)
-
-    def call(ws: Any, x: Any, root: Any, items: Any = False) -> Any:
-        return exchange(ws, x, x, root)
-
-    return call
-
-
-@specialized(block_collectives.all_to_all)
-def _all_to_all(ws: Any, x: Any, out: Any, items: Any = False) -> Any:
-    exchange = _found(block_exchange.ALL_TO_ALL, ws, x, out, "sum", items)
-
-    def call(ws: Any, x: Any, out: Any, items: Any = False) -> Any:
-        return exchange(ws, x, out, 0)
+    def call(
+        name: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+    ) -> Any:
+        return exchange(ws, x, out, root)
 
     return call

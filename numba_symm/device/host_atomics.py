@@ -10,9 +10,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding, ir
+import numpy as np
+from llvmlite import ir
 
-from numba_symm.device.instructions import ATOMICS
+from numba_symm.compiled import I64, Emitter, engine_of
+from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
+from numba_symm.device.sim import word_of
+from numba_symm.device.sim_views import element_address
+from numba_symm.errors import ArgumentError
 
 _C: dict[str, Any] = {
     "s32": ctypes.c_int32,
@@ -22,54 +27,37 @@ _C: dict[str, Any] = {
     "f32": ctypes.c_float,
     "f64": ctypes.c_double,
 }
-_ADDRESS = ir.IntType(64)
 _lock = threading.Lock()
-_keep: list[Any] = []  # the compiler, which owns the code
-
-
-def function(verb: str, kind: str) -> Callable[..., Any]:
-    """Return a function of an address and values, which returns the old value.
-
-    Args:
-        verb: a key of ``ATOMICS``.
-        kind: the kind of element.
-    """
-    with _lock:  # otherwise two threads would compile
-        return _functions()[verb, kind]
 
 
 @functools.cache
-def _functions() -> dict[tuple[str, str], Callable[..., Any]]:
+def _function(verb: str, kind: str) -> Callable[..., Any]:
+    """Return a function of an address and values, which returns the old value."""
+    values = [_C[kind]] * (2 if verb == "cas" else 1)
+    made = ctypes.CFUNCTYPE(_C[kind], ctypes.c_int64, *values)
+    with _lock:  # otherwise two threads would compile
+        return made(_engine().get_function_address(f"{verb}_{kind}"))
+
+
+@functools.cache
+def _engine() -> Any:
     """Compile all functions, which takes some milliseconds."""
-    module = ir.Module()
-    every = [(verb, kind) for verb in ATOMICS for kind in ATOMICS[verb]]
-    for verb, kind in every:
-        _define(module, verb, kind)
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    target = binding.Target.from_default_triple()
-    code = binding.parse_assembly(str(module))
-    compiler = binding.create_mcjit_compiler(code, target.create_target_machine())
-    compiler.finalize_object()
-    _keep.append(compiler)
-    found: dict[tuple[str, str], Callable[..., Any]] = {}
-    for verb, kind in every:
-        values = [_C[kind]] * (2 if verb == "cas" else 1)
-        made = ctypes.CFUNCTYPE(_C[kind], ctypes.c_int64, *values)
-        address = compiler.get_function_address(f"{verb}_{kind}")
-        found[verb, kind] = made(address)
-    return found
+    return engine_of(
+        *(
+            functools.partial(_define, verb=verb, kind=kind)
+            for verb in ATOMICS
+            for kind in ATOMICS[verb]
+        )
+    )
 
 
 def _define(module: ir.Module, verb: str, kind: str) -> None:
     floats = {"f32": ir.FloatType(), "f64": ir.DoubleType()}
     element = floats.get(kind) or ir.IntType(int(kind[1:]))
     values = [element] * (2 if verb == "cas" else 1)
-    signature = ir.FunctionType(element, [_ADDRESS, *values])
-    made = ir.Function(module, signature, f"{verb}_{kind}")
-    builder = ir.IRBuilder(made.append_basic_block())
-    at, *values = made.args
-    pointer = builder.inttoptr(at, element.as_pointer())
+    emitter = Emitter(module, f"{verb}_{kind}", element, I64, *values)
+    builder, (at, *values) = emitter.b, emitter.function.args
+    pointer = emitter.at(at, 0, element)
     if verb == "cas":
         pair = builder.cmpxchg(pointer, *values, "seq_cst", "seq_cst")
         builder.ret(builder.extract_value(pair, 0))
@@ -80,3 +68,62 @@ def _define(module: ir.Module, verb: str, kind: str) -> None:
     elif kind[0] == "u" and verb in ("min", "max"):
         name = f"u{name}"
     builder.ret(builder.atomic_rmw(name, pointer, values[0], "seq_cst"))
+
+
+_KINDS = {
+    np.dtype(np.int32): "s32",
+    np.dtype(np.uint32): "u32",
+    np.dtype(np.int64): "s64",
+    np.dtype(np.uint64): "u64",
+    np.dtype(np.float32): "f32",
+    np.dtype(np.float64): "f64",
+}
+
+
+def _atomic(verb: str) -> Callable[..., Any]:
+    """Return a sequentially consistent atomic operation on an array's element."""
+    name = f"atomic_{verb}"
+
+    def atomic(array: Any, index: Any, values: Any, order: str) -> Any:
+        dtype: Any = getattr(array, "dtype", None)
+        kind = _KINDS.get(dtype, "")
+        if kind not in ATOMICS[verb]:
+            known = [str(d) for d, k in _KINDS.items() if k in ATOMICS[verb]]
+            raise ArgumentError(
+                f"{name}: expected an array of {', '.join(known)}, got "
+                f"{type(array).__name__ if dtype is None else dtype}"
+            )
+        if order not in ATOMIC_ORDERS:
+            orders = ", ".join(map(repr, ATOMIC_ORDERS))
+            raise ArgumentError(f"{name}: expected order to be {orders}, got {order!r}")
+        at = element_address(array, index, name)
+        number = float if kind[0] == "f" else int  # ctypes lets integers wrap around
+        return dtype.type(_function(verb, kind)(at, *map(number, values)))
+
+    if verb == "cas":
+        return lambda array, index, old, value, order="relaxed": atomic(
+            array, index, (old, value), order
+        )
+    return lambda array, index, value, order="relaxed": atomic(
+        array, index, (value,), order
+    )
+
+
+def _update(verb: str, kind: str, address: int, *values: Any) -> Any:
+    """Make an atomic operation on the word at an address."""
+    old = _function(verb, kind)(address, *values)
+    return word_of(old) if kind == "u64" else old
+
+
+atomic_add, atomic_min, atomic_max = _atomic("add"), _atomic("min"), _atomic("max")
+atomic_and, atomic_or, atomic_xor = _atomic("and"), _atomic("or"), _atomic("xor")
+atomic_exch, atomic_cas = _atomic("exch"), _atomic("cas")
+
+atom_add_release_sys_u64: Any
+"""Declared for type checkers, as are all of these functions that device code calls."""
+
+for _verb, _kinds in ATOMICS.items():
+    for _order in ATOMIC_ORDERS:
+        for _kind in _kinds:
+            _name = atomic_name(_verb, _order, _kind)
+            globals()[_name] = functools.partial(_update, _verb, _kind)

@@ -5,11 +5,10 @@ The choice is made when the module is imported. The docstrings are the same for 
 
 from typing import TYPE_CHECKING
 
-from numba_symm.device.instructions import ATOMIC_ORDERS
-from numba_symm.device.links import atomic_function
 from numba_symm.environment import SIMULATED
 
 if SIMULATED or TYPE_CHECKING:
+    from numba_symm.device.host_atomics import *  # noqa: F403
     from numba_symm.device.sim import *  # noqa: F403
     from numba_symm.device.sim_views import *  # noqa: F403
 else:
@@ -48,38 +47,36 @@ _UPDATES = {
     "exch": ("Set an element to a value", _INTEGERS),
     "cas": ("Set an element to a value if it equals ``old``", _INTEGERS),
 }
-_ATOMIC_ORDERS = {
-    "relaxed": "The call orders no other accesses.",
-    "acquire": "Writes before the release whose value the call loads are visible to "
-    "this thread's\nlater accesses.",
-    "release": "Writes that this thread made or saw before the call are visible to "
-    "the thread that\nacquires its value. The call waits until they have reached "
-    "memory.",
-}
 
 
-def _atomic_text(verb: str, order: str, what: tuple[str, str]) -> str:
+def _atomic_text(verb: str, what: tuple[str, str]) -> str:
     """Return the docstring of an atomic operation."""
-    name = atomic_function(verb, order)
     old = "1, " * (verb == "cas")
-    semantics = "" if order == "relaxed" else f" ({order})"
     return (
-        f"{what[0]}, atomically for all GPUs and the host{semantics}.\n\n"
-        f"Any thread may call it. {_ATOMIC_ORDERS[order]}\n"
-        "An update of a peer's element takes about as long as a load of that element. "
-        "It needs a\nlink with atomic operations (NVLink).\n\n"
+        f"{what[0]}, atomically for all GPUs and the host.\n\n"
+        "Any thread may call it. An update of a peer's element takes about as long as "
+        "a load of\nthat element. It needs a link with atomic operations (NVLink).\n\n"
         f"Args:\n    array: an array of {what[1]}, in global\n"
         "        memory: a device array, or a :func:`peer_array`.\n"
         "    index: an int, or a tuple of ints. GPUs do not check it.\n"
         + "    old: the expected value.\n"
         * (verb == "cas")
-        + "    value: the value; converted to the array's type.\n\n"
+        + "    value: the value; converted to the array's type.\n"
+        "    order: a constant. ``relaxed`` orders no other accesses. ``acquire``: "
+        "writes before\n"
+        "        the release whose value the call loads are visible to this thread's "
+        "later\n"
+        "        accesses. ``release``: writes that this thread made or saw before the "
+        "call are\n"
+        "        visible to the thread that acquires its value; the call waits until "
+        "they have\n"
+        "        reached memory.\n\n"
         "Returns:\n    The old value.\n\n"
         "Example:\n"
         "    >>> @cuda.jit\n"
         "    ... def kernel(ctx, old):\n"
         "    ...     there = symm.peer_array(ctx, 0, 4, np.int32)\n"
-        f"    ...     old[0] = symm.{name}(there, 2, {old}5)\n"
+        f'    ...     old[0] = symm.atomic_{verb}(there, 2, {old}5, order="release")\n'
         "    >>> kernel[1, 1](ctx, old)\n"
         "    >>> int(old[0])\n"
         "    0\n"
@@ -106,8 +103,7 @@ def _document() -> None:
                 "    value: the value; for two int64, a tuple of two."
             )
     for verb, update in _UPDATES.items():
-        for order in ATOMIC_ORDERS:
-            texts[atomic_function(verb, order)] = _atomic_text(verb, order, update)
+        texts[f"atomic_{verb}"] = _atomic_text(verb, update)
     for name, text in texts.items():
         found = globals().get(name)
         if found is not None:

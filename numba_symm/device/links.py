@@ -1,4 +1,4 @@
-"""Atomic operations between GPUs: their functions' names, and where there are none.
+"""Atomic operations between GPUs: where there are none.
 
 A GPU updates a word of another one's memory atomically only if their link supports it:
 NVLink does, PCIe does not. Over PCIe, an update would be a load and a store, which may
@@ -9,13 +9,6 @@ from collections.abc import Sequence
 
 _missing: list[str] = []
 """The pairs of GPUs of this process' communicators without native atomics."""
-
-
-def atomic_function(verb: str, order: str) -> str:
-    """Return the name by which kernels call an atomic operation."""
-    name = f"{verb}_" if verb in ("and", "or") else verb
-    suffix = "" if order == "relaxed" else f"_{order}"
-    return f"atomic_{name.rstrip('_') if suffix else name}{suffix}"
 
 
 def note_missing(pairs: Sequence[str]) -> None:

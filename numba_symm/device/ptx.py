@@ -20,15 +20,12 @@ from numba.cuda.extending import intrinsic
 from numba.cuda.np.arrayobj import np_cfarray
 from numba.cuda.nvvmutils import call_sreg
 
-from numba_symm.device import compiler, links, models
+from numba_symm.device import compiler, models
 from numba_symm.device.instructions import (
-    ATOMIC_ORDERS,
-    ATOMICS,
     MEETS,
     NONE,
     TABLE,
     Instruction,
-    atomic_name,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -183,7 +180,7 @@ def statement(found: Instruction) -> Callable[..., Any]:
     return add
 
 
-def _emit(found: Instruction) -> Callable[..., Any]:
+def code_of(found: Instruction) -> Callable[..., Any]:
     """Return Numba code generation for an instruction."""
     add, number = statement(found), len(found.result)
 
@@ -210,7 +207,7 @@ def _emit(found: Instruction) -> Callable[..., Any]:
 def _intrinsic(found: Instruction) -> Any:
     """Return the intrinsic of an instruction, which has at most three operands."""
     operands = [_type_of(each) for each in found.operands]
-    made = _type_of(found.result)(*operands), _emit(found)
+    made = _type_of(found.result)(*operands), code_of(found)
     if not operands:
         return intrinsic(lambda typingctx: made)
     if len(operands) == 1:
@@ -255,7 +252,7 @@ def _register(name: str) -> Any:
 thread_index_x = _register("tid.x")
 thread_index_y = _register("tid.y")
 
-_of_first_lane = _emit(TABLE["of_first_lane"])
+_of_first_lane = code_of(TABLE["of_first_lane"])
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -310,6 +307,12 @@ def is_checked(typingctx: Any, ctx: Any) -> Any:
     found = getattr(getattr(ctx, "instance_class", None), "checked", False)
     constant = ir.Constant(ir.IntType(1), int(found))
     return types.boolean(ctx), lambda context, builder, signature, args: constant
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def check_grid(typingctx: Any) -> Any:
+    """Check nothing: a grid that does not fit ends by its deadline."""
+    return types.void(), _nothing
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -381,107 +384,6 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
         return np_cfarray(context, builder, over_pointer, (pointer, args[1]))
 
     return array(_I64, shape, dtype), codegen
-
-
-_KINDS = {
-    types.int32: "s32",
-    types.uint32: "u32",
-    types.int64: "s64",
-    types.uint64: "u64",
-    types.float32: "f32",
-    types.float64: "f64",
-}
-
-
-def _index_type(array: Any, index: Any, name: str) -> Any:
-    """Return the type of an element's index, or raise TypingError."""
-    places = index.types if isinstance(index, types.BaseTuple) else (index,)
-    integers = all(isinstance(types.unliteral(each), types.Integer) for each in places)
-    if not integers or len(places) != array.ndim:
-        raise TypingError(
-            f"{name}: expected {array.ndim} integers as the index, got {index}"
-        )
-    if isinstance(index, types.BaseTuple):
-        return types.UniTuple(types.intp, len(places))
-    return types.intp
-
-
-def _address(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-    """Return code for the address of an element of an array."""
-    array, index = signature.args[:2]
-    made = context.make_array(array)(context, builder, args[0])
-    at = [args[1]]
-    if isinstance(index, types.UniTuple):
-        at = cgutils.unpack_tuple(builder, args[1], array.ndim)
-    pointer = cgutils.get_item_pointer(
-        context, builder, array, made, at, wraparound=True
-    )
-    return builder.ptrtoint(pointer, _LLVM[_I64])
-
-
-def _atomic(verb: str, order: str) -> Any:
-    """Return the intrinsic of an atomic operation on an array's element."""
-    name = links.atomic_function(verb, order)
-
-    def typed(array: Any, index: Any, *values: Any) -> Any:
-        refusal = links.refusal(name)
-        if refusal:
-            raise TypingError(refusal)
-        kind = _KINDS.get(getattr(array, "dtype", None))
-        if kind not in ATOMICS[verb]:
-            known = ", ".join(str(t) for t in _KINDS if _KINDS[t] in ATOMICS[verb])
-            raise TypingError(f"{name}: expected an array of {known}, got {array}")
-        if not array.mutable:
-            raise TypingError(f"{name}: expected an array to write to, got {array}")
-        emit = _emit(TABLE[atomic_name(verb, order, kind)])
-        indices = _index_type(array, index, name)
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            address = _address(context, builder, signature, args)
-            return emit(context, builder, signature, [address, *args[2:]])
-
-        return array.dtype(array, indices, *[array.dtype] * len(values)), codegen
-
-    if verb == "cas":
-        return intrinsic(lambda typingctx, a, i, old, value: typed(a, i, old, value))
-    return intrinsic(lambda typingctx, a, i, value: typed(a, i, value))
-
-
-_WORDS = {types.int64: 0, types.uint64: 0, types.int32: 1, types.uint32: 2}
-"""The kinds of words in ``counting.py``."""
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def word_address(typingctx: Any, array: Any, index: Any) -> Any:
-    """Return the address of an element of 32 or 64 bits."""
-    if getattr(array, "dtype", None) not in _WORDS:
-        raise TypingError(
-            f"wait_until_at: expected an array of {', '.join(map(str, _WORDS))}, got "
-            f"{array}"
-        )
-    return _I64(array, _index_type(array, index, "wait_until_at")), _address
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def word_kind(typingctx: Any, array: Any) -> Any:
-    """Return which kind of word its elements are."""
-    kind = ir.Constant(_LLVM[_I64], _WORDS[array.dtype])
-    return _I64(array), lambda context, builder, signature, args: kind
-
-
-def _atomics(verb: str) -> list[Any]:
-    """Return the intrinsics of an operation, in each order."""
-    return [_atomic(verb, order) for order in ATOMIC_ORDERS]
-
-
-atomic_add, atomic_add_acquire, atomic_add_release = _atomics("add")
-atomic_min, atomic_min_acquire, atomic_min_release = _atomics("min")
-atomic_max, atomic_max_acquire, atomic_max_release = _atomics("max")
-atomic_and_, atomic_and_acquire, atomic_and_release = _atomics("and")
-atomic_or_, atomic_or_acquire, atomic_or_release = _atomics("or")
-atomic_xor, atomic_xor_acquire, atomic_xor_release = _atomics("xor")
-atomic_exch, atomic_exch_acquire, atomic_exch_release = _atomics("exch")
-atomic_cas, atomic_cas_acquire, atomic_cas_release = _atomics("cas")
 
 
 def _escapes(array: str, args: Any, aliases: Any, reachable: set[str]) -> None:

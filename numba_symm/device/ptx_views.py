@@ -1,4 +1,4 @@
-"""Properties of arrays that copies and collectives need, as intrinsics of Numba.
+"""What device functions need of arrays, as intrinsics of Numba.
 
 ``sim_views.py`` has the same names for the simulator.
 """
@@ -12,6 +12,10 @@ from numba.cuda import cgutils, types
 from numba.cuda.extending import intrinsic
 from numba.cuda.np import numpy_support
 
+from numba_symm.device import links
+from numba_symm.device.compiler import constant_of
+from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, TABLE, atomic_name
+from numba_symm.device.ptx import code_of
 from numba_symm.dtypes import DTYPES
 
 _I64 = types.int64
@@ -20,7 +24,7 @@ _SIZES = (1, 2, 4, 8, 16)
 
 
 def _number(value: int) -> Any:
-    return ir.Constant(ir.IntType(64), value)
+    return ir.Constant(_WORD, value)
 
 
 def _layout(context: Any, builder: Any, array: Any, value: Any) -> list[Any]:
@@ -134,3 +138,106 @@ def store_bits(typingctx: Any, array: Any, index: Any, bits: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.int64, types.int64), codegen
+
+
+_KINDS = {
+    types.int32: "s32",
+    types.uint32: "u32",
+    types.int64: "s64",
+    types.uint64: "u64",
+    types.float32: "f32",
+    types.float64: "f64",
+}
+
+
+def _index_type(array: Any, index: Any, name: str) -> Any:
+    """Return the type of an element's index, or raise TypingError."""
+    places = index.types if isinstance(index, types.BaseTuple) else (index,)
+    integers = all(isinstance(types.unliteral(each), types.Integer) for each in places)
+    if not integers or len(places) != array.ndim:
+        raise TypingError(
+            f"{name}: expected {array.ndim} integers as the index, got {index}"
+        )
+    if isinstance(index, types.BaseTuple):
+        return types.UniTuple(types.intp, len(places))
+    return types.intp
+
+
+def _address(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Return code for the address of an element of an array."""
+    array, index = signature.args[:2]
+    made = context.make_array(array)(context, builder, args[0])
+    at = [args[1]]
+    if isinstance(index, types.UniTuple):
+        at = cgutils.unpack_tuple(builder, args[1], array.ndim)
+    pointer = cgutils.get_item_pointer(
+        context, builder, array, made, at, wraparound=True
+    )
+    return builder.ptrtoint(pointer, _WORD)
+
+
+def _atomic(verb: str) -> Any:
+    """Return the intrinsic of an atomic operation on an array's element."""
+    name = f"atomic_{verb}"
+
+    def typed(array: Any, index: Any, given: Any, *values: Any) -> Any:
+        refusal = links.refusal(name)
+        if refusal:
+            raise TypingError(refusal)
+        kind = _KINDS.get(getattr(array, "dtype", None))
+        if kind not in ATOMICS[verb]:
+            known = ", ".join(str(t) for t in _KINDS if _KINDS[t] in ATOMICS[verb])
+            raise TypingError(f"{name}: expected an array of {known}, got {array}")
+        if not array.mutable:
+            raise TypingError(f"{name}: expected an array to write to, got {array}")
+        order = constant_of(given)  # Numba tries a literal type second
+        if order not in ATOMIC_ORDERS:
+            known = ", ".join(map(repr, ATOMIC_ORDERS))
+            raise TypingError(f"{name}: expected order to be {known}, got {given}")
+        emit = code_of(TABLE[atomic_name(verb, order, kind)])
+        indices = _index_type(array, index, name)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            address = _address(context, builder, signature, args)
+            return emit(context, builder, signature, [address, *args[2:-1]])
+
+        operands = *[array.dtype] * len(values), types.literal(order)
+        return array.dtype(array, indices, *operands), codegen
+
+    if verb == "cas":
+        return intrinsic(
+            lambda typingctx, array, index, old, value, order="relaxed": typed(
+                array, index, order, old, value
+            )
+        )
+    return intrinsic(
+        lambda typingctx, array, index, value, order="relaxed": typed(
+            array, index, order, value
+        )
+    )
+
+
+for _verb in ATOMICS:
+    globals()[f"atomic_{_verb}"] = _atomic(_verb)
+
+
+_WORDS = {types.int64: 0, types.uint64: 0, types.int32: 1, types.uint32: 2}
+"""The kinds of words in ``counting.py``."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def word_address(typingctx: Any, array: Any, index: Any) -> Any:
+    """Return the address of an element of 32 or 64 bits."""
+    if getattr(array, "dtype", None) not in _WORDS:
+        raise TypingError(
+            f"wait_until_at: expected an array of {', '.join(map(str, _WORDS))}, got "
+            f"{array}"
+        )
+    return _I64(array, _index_type(array, index, "wait_until_at")), _address
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def word_kind(typingctx: Any, array: Any) -> Any:
+    """Return which kind of word its elements are."""
+    kind = _number(_WORDS[array.dtype])
+    return _I64(array), lambda context, builder, signature, args: kind

@@ -59,7 +59,7 @@ class Context(_ContextFields):
     owner: Any = None
     buffer_size: int | None = None
     check_mapped: Callable[[], None] | None = None
-    checked = False  # by device functions on GPUs, see ``gpu_checks.py``
+    checked = False  # by device functions on GPUs, see ``checks.py``
 
 
 class CheckedContext(Context):

@@ -11,6 +11,7 @@ not replace ``cuda`` while they run (which is not safe between threads).
 
 import ctypes
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,11 +22,6 @@ import ml_dtypes
 import numpy as np
 
 from numba_symm.arguments import refuse_misaligned
-from numba_symm.device.host_arrays import array_at as array_at  # for kernels
-from numba_symm.device.host_atomics import function as host_atomic
-from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
-from numba_symm.device.links import atomic_function
-from numba_symm.errors import ArgumentError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -133,111 +129,6 @@ def bits_from(low: int, high: int, first: int) -> int:
     return word_of(both >> first)
 
 
-_KINDS = {
-    np.dtype(np.int32): "s32",
-    np.dtype(np.uint32): "u32",
-    np.dtype(np.int64): "s64",
-    np.dtype(np.uint64): "u64",
-    np.dtype(np.float32): "f32",
-    np.dtype(np.float64): "f64",
-}
-
-
-_WORDS = {
-    np.dtype(np.int64): 0,
-    np.dtype(np.uint64): 0,
-    np.dtype(np.int32): 1,
-    np.dtype(np.uint32): 2,
-}
-"""The kinds of words in ``counting.py``."""
-
-
-def _element(array: Any, index: Any, name: str) -> int:
-    """Return the address of an array's element."""
-    places = index if isinstance(index, tuple) else (index,)
-    if len(places) != len(array.shape):
-        raise ArgumentError(
-            f"{name}: expected {len(array.shape)} integers as the index, got {index!r}"
-        )
-    address = array.ctypes.data
-    for place, length, stride in zip(places, array.shape, array.strides, strict=True):
-        if not isinstance(place, int | np.integer) or not -length <= place < length:
-            raise ArgumentError(
-                f"{name}: expected an index within the shape {tuple(array.shape)}, got "
-                f"{index!r}; a GPU does not check this"
-            )
-        address += (place + length * (place < 0)) * stride
-    if address % array.itemsize:
-        refuse_misaligned(address, array.itemsize)
-    return int(address)
-
-
-def _bits_as(kind: Any, value: Any) -> Any:
-    """Return a value as a GPU converts it: integers wrap around."""
-    if kind.kind == "f":
-        return float(value)
-    bits = int(value) & (1 << 8 * kind.itemsize) - 1
-    top = 1 << 8 * kind.itemsize - 1
-    return (bits ^ top) - top if kind.kind == "i" else bits
-
-
-def _atomic(verb: str, order: str) -> Callable[..., Any]:
-    """Return a sequentially consistent atomic operation on an array's element.
-
-    See ``host_atomics.py``.
-    """
-    name = atomic_function(verb, order)
-
-    def atomic(array: Any, index: Any, *values: Any) -> Any:
-        dtype: Any = getattr(array, "dtype", None)
-        kind = _KINDS.get(dtype)
-        if kind not in ATOMICS[verb]:
-            known = [str(d) for d, k in _KINDS.items() if k in ATOMICS[verb]]
-            raise ArgumentError(
-                f"{name}: expected an array of {', '.join(known)}, got "
-                f"{type(array).__name__ if dtype is None else dtype}"
-            )
-        update = host_atomic(verb, kind)
-        at = _element(array, index, name)
-        return dtype.type(update(at, *(_bits_as(dtype, value) for value in values)))
-
-    return atomic
-
-
-def _updates(verb: str, kind: str) -> Callable[..., Any]:
-    """Return an atomic operation on the word at an address."""
-
-    def update(address: int, *values: Any) -> Any:
-        old = host_atomic(verb, kind)(address, *values)
-        return word_of(old) if kind == "u64" else old
-
-    return update
-
-
-def _atomics(verb: str) -> list[Callable[..., Any]]:
-    """Return an operation on an array's element, in each order."""
-    return [_atomic(verb, order) for order in ATOMIC_ORDERS]
-
-
-atomic_add, atomic_add_acquire, atomic_add_release = _atomics("add")
-atomic_min, atomic_min_acquire, atomic_min_release = _atomics("min")
-atomic_max, atomic_max_acquire, atomic_max_release = _atomics("max")
-atomic_and_, atomic_and_acquire, atomic_and_release = _atomics("and")
-atomic_or_, atomic_or_acquire, atomic_or_release = _atomics("or")
-atomic_xor, atomic_xor_acquire, atomic_xor_release = _atomics("xor")
-atomic_exch, atomic_exch_acquire, atomic_exch_release = _atomics("exch")
-atomic_cas, atomic_cas_acquire, atomic_cas_release = _atomics("cas")
-
-atom_add_release_sys_u64: Any
-"""Declared for type checkers, as are all of these functions that device code calls."""
-
-for _verb, _kinds in ATOMICS.items():
-    for _order in ATOMIC_ORDERS:
-        for _kind in _kinds:
-            _name = atomic_name(_verb, _order, _kind)
-            globals()[_name] = _updates(_verb, _kind)
-
-
 def fence_acq_rel_sys() -> None:
     """Do nothing: see the module's docstring."""
 
@@ -256,22 +147,18 @@ def globaltimer() -> int:
 
 
 def f32_of_bits(bits: int) -> Any:
-    """Return the float32 of those bits."""
     return np.uint32(bits & 0xFFFFFFFF).view(np.float32)
 
 
 def f64_of_bits(word: int) -> Any:
-    """Return the float64 of those bits."""
     return np.int64(word).view(np.float64)
 
 
 def bits_of_f32(value: Any) -> int:
-    """Return the bits of a float32."""
     return int(np.float32(value).view(np.uint32))
 
 
 def bits_of_f64(value: Any) -> int:
-    """Return the bits of a float64."""
     return int(np.float64(value).view(np.uint64))
 
 
@@ -334,7 +221,6 @@ e5m2x2_of_f32x2 = _of_f32x2(ml_dtypes.float8_e5m2)
 
 
 def mul_rn_f32(a: Any, b: Any) -> Any:
-    """Multiply two float32."""
     return a * b
 
 
@@ -343,7 +229,6 @@ ones_of = int.bit_count
 
 
 def _thread() -> Any:
-    """Return the simulator's thread that runs the caller."""
     return threading.current_thread()
 
 
@@ -403,12 +288,10 @@ def thread_index() -> int:
 
 
 def thread_index_x() -> int:
-    """Return the thread's index along x."""
     return _thread().threadIdx.x  # type: ignore[no-any-return]
 
 
 def thread_index_y() -> int:
-    """Return the thread's index along y."""
     return _thread().threadIdx.y  # type: ignore[no-any-return]
 
 
@@ -420,12 +303,10 @@ def block_index() -> int:
 
 
 def block_size() -> int:
-    """Return the number of threads in a block."""
     return math.prod(_thread()._manager._block_dim)
 
 
 def grid_size() -> int:
-    """Return the number of blocks in the grid."""
     return int(math.prod(_thread()._manager._grid_dim))
 
 
@@ -442,35 +323,26 @@ def word_of(bits: int) -> int:
     return ((int(bits) & 0xFFFFFFFFFFFFFFFF) ^ 1 << 63) - (1 << 63)
 
 
-def word_address(array: Any, index: Any) -> int:
-    """Return the address of an element of 32 or 64 bits."""
-    dtype: Any = getattr(array, "dtype", None)
-    if dtype not in _WORDS:
-        raise ArgumentError(
-            f"wait_until_at: expected an array of {', '.join(map(str, _WORDS))}, got "
-            f"{type(array).__name__ if dtype is None else dtype}"
-        )
-    return _element(array, index, "wait_until_at")
-
-
-def word_kind(array: Any) -> int:
-    """Return which kind of word its elements are."""
-    return _WORDS[array.dtype]
-
-
 def nbytes_of(shape: Any, dtype: Any) -> int:
     """Return the bytes of an array of ``shape`` and ``dtype``."""
     return int(np.prod(shape) * np.dtype(dtype).itemsize)
 
 
 def is_checked(ctx: Any) -> bool:
-    """Return True: the simulator checks, see ``sim_checks.py``."""
+    """Return True: the simulator checks arguments. Refuse memory that was unmapped."""
+    if ctx.check_mapped is not None:
+        ctx.check_mapped()
     return True
+
+
+def check_grid() -> None:
+    """Refuse a barrier of a grid whose blocks cannot run together."""
+    _thread()._manager.launch.check_size("grid_barrier")
 
 
 def size_of(ctx: Any) -> int:
     """Return the bytes of the buffers, if they are known."""
-    return ctx.buffer_size or 0
+    return sys.maxsize if ctx.buffer_size is None else int(ctx.buffer_size)
 
 
 def exit_thread() -> None:

@@ -1,12 +1,14 @@
-"""Properties of arrays that copies and collectives need, in the simulator.
+"""Arrays over host memory, and what device functions need of arrays: in the simulator.
 
 ``ptx_views.py`` has the same names.
 """
 
+import ctypes
 from typing import Any
 
 import numpy as np
 
+from numba_symm.arguments import refuse_misaligned
 from numba_symm.device.sim import (
     ld_u8,
     ld_u16,
@@ -18,6 +20,72 @@ from numba_symm.device.sim import (
     st_u64,
 )
 from numba_symm.errors import ArgumentError
+
+
+def array_at(address: int, shape: Any, dtype: Any) -> Any:
+    """Return a C-contiguous array of ``shape`` and ``dtype`` at ``address``."""
+    if not isinstance(shape, int | np.integer | tuple):
+        raise ArgumentError(
+            f"expected shape to be an int or a tuple of ints, got {shape!r}"
+        )
+    scalar = isinstance(dtype, type) and issubclass(dtype, np.generic)
+    if not scalar and not isinstance(dtype, np.dtype):
+        raise ArgumentError(
+            "expected dtype to be a NumPy scalar type such as np.float32, got "
+            f"{dtype!r}"
+        )
+    dtype = np.dtype(dtype)
+    if address % dtype.alignment:
+        refuse_misaligned(address, dtype.alignment)
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def element_address(array: Any, index: Any, name: str) -> int:
+    """Return the address of an array's element."""
+    places = index if isinstance(index, tuple) else (index,)
+    if len(places) != len(array.shape):
+        raise ArgumentError(
+            f"{name}: expected {len(array.shape)} integers as the index, got {index!r}"
+        )
+    address = array.ctypes.data
+    for place, length, stride in zip(places, array.shape, array.strides, strict=True):
+        if not isinstance(place, int | np.integer) or not -length <= place < length:
+            raise ArgumentError(
+                f"{name}: expected an index within the shape {tuple(array.shape)}, got "
+                f"{index!r}; a GPU does not check this"
+            )
+        address += (place + length * (place < 0)) * stride
+    if address % array.itemsize:
+        refuse_misaligned(address, array.itemsize)
+    return int(address)
+
+
+_WORDS = {
+    np.dtype(np.int64): 0,
+    np.dtype(np.uint64): 0,
+    np.dtype(np.int32): 1,
+    np.dtype(np.uint32): 2,
+}
+"""The kinds of words in ``counting.py``."""
+
+
+def word_address(array: Any, index: Any) -> int:
+    """Return the address of an element of 32 or 64 bits."""
+    dtype: Any = getattr(array, "dtype", None)
+    if dtype not in _WORDS:
+        raise ArgumentError(
+            f"wait_until_at: expected an array of {', '.join(map(str, _WORDS))}, got "
+            f"{type(array).__name__ if dtype is None else dtype}"
+        )
+    return element_address(array, index, "wait_until_at")
+
+
+def word_kind(array: Any) -> int:
+    """Return which kind of word its elements are."""
+    return _WORDS[array.dtype]
+
 
 _SIZES = (1, 2, 4, 8, 16)
 

@@ -41,17 +41,17 @@ class Joined(Protocol):
     local: int
     timeout: float
 
-    def look(self) -> None: ...  # noqa: D102
+    def look(self) -> None: ...
 
-    def abandon(self, cause: BaseException, operation: str) -> None: ...  # noqa: D102
-
-    @property
-    def operation(self) -> str: ...  # noqa: D102
+    def abandon(self, cause: BaseException, operation: str) -> None: ...
 
     @property
-    def questions(self) -> Questions: ...  # noqa: D102
+    def operation(self) -> str: ...
 
-    def wait(self, what: str) -> Wait: ...  # noqa: D102
+    @property
+    def questions(self) -> Questions: ...
+
+    def wait(self, what: str) -> Wait: ...
 
 
 def choose(islands: Joined, multiprocessors: int) -> Engine:

@@ -15,16 +15,21 @@ PAUSE = 20e-6
 BUSY = 200  # looks without a pause
 
 
-def waited(look: Callable[[], Any], check: Callable[[], None]) -> Any:
+def waited(
+    look: Callable[[], Any],
+    check: Callable[[], None] = lambda: None,
+    is_found: Callable[[Any], bool] = bool,
+) -> Any:
     """Look until something is found, and return it.
 
     Args:
         look: returns what it finds.
         check: raises if the communicator has failed, so that what other ranks should do
-            may never happen.
+            may never happen; needless if ``look`` does.
+        is_found: whether that is what was waited for.
     """
     looks = 0
-    while not (found := look()):
+    while not is_found(found := look()):
         progress.advance()
         check()
         looks += 1

@@ -5,42 +5,59 @@ through memory that the ranks of an island share (``words.py``), or to other isl
 through MPI. Here the receiver matches envelopes and receives by MPI's rules of source,
 tag and order. The receive then copies the data, on a stream of its own, so it may run
 beside the program's kernels. Words tell when each copy has ended. Above a limit of
-bytes that were not received, a send copies later (``postponed.py``). The data of
+bytes that were not received, a send copies later (``sends.py``). The data of
 messages to ranks of other islands passes through host memory and MPI. Envelopes and
 data have communicators of their own, so host messages do not meet them.
 """
 
-import threading
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from threading import local
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm import environment, streams
-from numba_symm.collectives.checks import check_writable
+from numba_symm import arrays, environment, streams
+from numba_symm.cache import Cache
+from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.launch import tagged, waiting
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait, begin
-from numba_symm.mpi import buffers, progress, rooms
-from numba_symm.mpi.buffers import message
-from numba_symm.mpi.calls import waited
-from numba_symm.mpi.channels import Channel, Data, after_messages, apart, seen
-from numba_symm.mpi.errors import FREED, MPIError
-from numba_symm.mpi.parts import CopyStream
-from numba_symm.mpi.rings import MATCHED, READ, READY
-from numba_symm.mpi.sends import Sends, alone
-from numba_symm.mpi.words import FIELDS, NO_SLOT, Envelope, Words, drop
+from numba_symm.mpi import progress, rooms
+from numba_symm.mpi.calls import BUSY, PAUSE, waited
+from numba_symm.mpi.errors import FREED, MPIError, refusal, unsupported
+from numba_symm.mpi.progress import Channel, Data, after_messages, apart
+from numba_symm.mpi.rings import (
+    LINE,
+    MATCHED,
+    NO_SLOT,
+    READ,
+    READY,
+    RINGS,
+    THERE,
+    compiled,
+)
+from numba_symm.mpi.rooms import CopyStream, Unread
+from numba_symm.mpi.words import FIELDS, Envelope, Words
+
+LOOKS = 2000
+"""Looks at memory before a waiting rank looks for failures: some microseconds."""
+
+_ANY_SOURCE, _ANY_TAG = MPI.ANY_SOURCE, MPI.ANY_TAG
+
+_NEVER = 1 << 62  # a number that no message has
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
 
 _next = [0]  # a context that no communicator of this process has had
 
 
-class Post(Sends):
+class Post(Unread):
     """The messages of one communicator on this rank.
 
     Args:
@@ -53,6 +70,19 @@ class Post(Sends):
         failed: returns whether it has, without making the failure known.
         enter: makes the rank's GPU current in this thread, for a named call.
         timeout: seconds that a send waits for its receiver, as of a communicator.
+
+    Attributes:
+        context: the communicator's number, which no other one of this process has.
+        tags: the number of tags.
+        ranks: by place in this island, the rank there.
+        to: by rank of this island, this rank's ring there, and the bell.
+        threads: has ``ready`` in threads where the GPU is current.
+        known: messages and the places for them that the program has named before.
+        copies: the stream of receives.
+        outgoing: the stream of messages that were postponed.
+        arriving: receives whose copy has not ended.
+        posted: receives without a message, in their order.
+        unexpected: messages without a receive, in their order.
     """
 
     def __init__(
@@ -67,37 +97,32 @@ class Post(Sends):
         enter: Callable[[str], None],
         timeout: float | None = None,
     ):
+        self._look, self._check = partial(after_messages, failed, check), check
+        envelopes, self._own, data = apart(host, 3, self._look())
         # Not every communicator has this attribute in Open MPI.
         most: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         self.tags: int = most + 1
-        self._look = partial(after_messages, failed, check)
-        own = apart(host, 3, self._look())
-        self._envelopes, self._data = Channel(own[0]), Data(own[2], self.tags)
-        self._own = own[1]
-        self._interrupted = False  # whether some of them may be left in MPI
-        self._exchange = StoreExchange(tagged.whole(own[1], owned=False), "Comm")
-        self._freed = False
-        self.words, self.context = words, -1
-        words.users += 1
+        self._envelopes = Channel(envelopes)
+        super().__init__(words, Data(data, self.tags), host.size)
+        self.rank, self.context, self._freed = host.rank, -1, False
         self.islands, self.places = islands, places
-        self.rank: int = host.rank
         same = [n for n in range(host.size) if islands[n] == islands[host.rank]]
         self.ranks = {places[rank]: rank for rank in same}
         self.to = {rank: words.to[place] for place, rank in self.ranks.items()}
-        self._has_others = len(same) < host.size
+        self.stream, self._enter = streams.handle_or_default(stream), enter
+        self.timeout, self.threads = environment.chosen_timeout(timeout), local()
+        self._send, self.arrive = compiled("send"), compiled("arrive")
+        self.known = Cache(1024)
+        self._interrupted = False  # whether some messages of set-up are left in MPI
+        self._exchange = StoreExchange(tagged.whole(self._own, owned=False), "Comm")
+        words.users += 1
+        self._has_others = len(self.ranks) < host.size
         self._coming: list[MPI.Request] = []  # the receive of the next envelope by MPI
         self._text = bytearray(FIELDS.size)
-        self._lock = words.lock
-        self.stream = streams.handle_or_default(stream)
-        self._check, self._enter = check, enter
-        self.threads = threading.local()
         self.copies, self.outgoing = CopyStream(), CopyStream()
-        self.timeout = environment.chosen_timeout(timeout)
-        self.arriving: list[Any] = []
-        self.posted: list[Any] = []
-        """Receives without a message, in their order."""
-        self._unexpected: list[Envelope] = []
-        super().__init__(host.size)
+        self.arriving: dict[Any, None] = {}
+        self.posted: dict[Any, None] = {}
+        self.unexpected: list[Envelope] = []
         _posts.add(self)
 
     @contextmanager
@@ -160,11 +185,16 @@ class Post(Sends):
         request = self._own.Ialltoall(sent, wanted)
         self._data.keep([request], (sent, wanted))
         waited(request.Test, check)  # the peers send nothing after this
-        self._refuse_later()
+        with self.words.lock:
+            self.posted.clear()  # from now on, all messages are refused
 
         def taken() -> bool:
             progress.advance()
-            self._refuse_unexpected()
+            with self.words.lock:
+                while self.unexpected:
+                    found = self.unexpected.pop()
+                    self.answer(found)
+                    self.refuse(found)
             self._data.drop()
             self.reap()
             numbers = zip(channels, wanted.sum(0), strict=True)
@@ -175,11 +205,10 @@ class Post(Sends):
             progress.forget(self._fetch)
         for coming in self._coming:
             coming.Cancel()
-            waited(coming.Test, nothing)
+            coming.Wait()  # which ends in any case
         waited(self._own.Ibarrier().Test, check)  # all have refused what is left
-        for each in self._unread:
+        for each in list(self._unread):
             self.release(each)
-        self._unread.clear()
         _posts.discard(self)
         self._freed = True
         self.words.forget(self.context)
@@ -195,31 +224,16 @@ class Post(Sends):
             self._own.Free()
         self.words.rooms.shrink()
 
-    def _refuse_later(self) -> None:
-        """Refuse all messages from now on."""
-        with self.words.lock:
-            self.posted.clear()
-
-    def _refuse_unexpected(self) -> None:
-        with self.words.lock:
-            while self._unexpected:
-                found = self._unexpected.pop()
-                self._answer(found)
-                self.refuse(found)
-
     def _settle(self) -> None:
         """Wait for this rank's copies."""
         self.outgoing.settle()
         self.copies.settle()
-        waited(self._are_copied, self._check)
-
-    def _are_copied(self) -> bool:
-        return all(
-            [
-                each.slot == NO_SLOT or self.words.holds(each.slot, READY, each.number)
-                for each in list(self._unread)
-            ]
-        )
+        for each in list(self._unread):
+            if each.slot != NO_SLOT:
+                waited(
+                    partial(self.words.holds, each.slot, READY, each.number),
+                    self._check,
+                )
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
@@ -237,26 +251,109 @@ class Post(Sends):
             raise MPIError(MPI.ERR_COMM, FREED)
         self._check()
 
-    @alone
+    def check_open(self, what: str) -> None:
+        """Begin a call: refuse it after Free, and make the GPU current."""
+        if self._freed:
+            raise MPIError(MPI.ERR_COMM, f"{what}: {FREED}")
+        if not hasattr(self.threads, "ready"):
+            self._enter(what)
+            self.threads.ready = True
+
+    def stream_of(self, array: Any, what: str) -> int:
+        """Return the stream for copies of an array."""
+        kind = arrays.KINDS.get(type(array))
+        if kind is not None:
+            named = None if kind.stream is None else kind.stream(array)
+        else:
+            named = None if array is None else arrays.stream_of(array)
+        found = self.stream if named is None else named
+        if not SIMULATED and streams.is_capturing(found):
+            self.refuse_capture(found, what)
+        return found
+
+    def refuse_capture(self, stream: int, what: str) -> None:
+        """Raise if a stream is being captured."""
+        if not SIMULATED and streams.is_capturing(stream):
+            raise unsupported(
+                f"{what}: expected a stream that is not being captured, because the "
+                "ranks' hosts take part in this call; make it before or after the "
+                "capture, or use comm.communicator.send and recv"
+            )
+
+    def answer_of(self, number: int) -> int:
+        """Return the tag of the answer that a receive has matched a message."""
+        return 1 + number % (self.tags - 1)
+
+    def idle(self, stream: int) -> bool:
+        """Return whether all work of a stream is done."""
+        return SIMULATED or streams.is_done(stream)
+
+    def check_receive(self, source: int, tag: int, what: str = "Recv") -> None:
+        """Begin a receive or a probe, or refuse its source or its tag."""
+        if (
+            self._freed
+            or not hasattr(self.threads, "ready")
+            or not (0 <= source < len(self.islands) or source == _ANY_SOURCE)
+            or not (0 <= tag < self.tags or tag == _ANY_TAG)
+        ):
+            source = 0 if source == _ANY_SOURCE else source
+            self.check_message(what, source, 0 if tag == _ANY_TAG else tag)
+
+    def check_message(self, what: str, rank: int, tag: int) -> None:
+        """Begin a call, or refuse a rank or a tag that no message can have."""
+        if self._freed or not hasattr(self.threads, "ready"):
+            self.check_open(what)
+        if not 0 <= rank < len(self.islands):
+            raise refusal(
+                MPI.ERR_RANK,
+                f"{what}: expected a rank from 0 to {len(self.islands) - 1} or "
+                f"MPI.PROC_NULL, got {rank}; pass one of these",
+            )
+        if not 0 <= tag < self.tags:
+            raise refusal(
+                MPI.ERR_TAG,
+                f"{what}: expected a tag from 0 to {self.tags - 1}, got {tag}; pass "
+                "one of these",
+            )
+
+    def until(self, slot: int, word: int, number: int, done: Callable[[], Any]) -> None:
+        """Wait for a word, and until ``done()``.
+
+        Args:
+            slot: of the word; ``NO_SLOT``: wait only for ``done()``.
+            word: which one.
+            number: the word's number.
+            done: is called when the word or a message has arrived, and now and then.
+        """
+        if slot == NO_SLOT:
+            slot, number = 0, _NEVER
+        words, looks = self.words, 0
+        at, bell = words.at + 8 * (LINE * slot + word), words.bell
+        while True:
+            found = words.look(bell, at, number, LOOKS)
+            if found != THERE:
+                progress.advance()
+            if done():
+                return
+            if found != RINGS:
+                os.sched_yield()  # to a rank that shares this processor
+                self.check()
+                looks += 1
+                if looks > BUSY:
+                    time.sleep(PAUSE)
+
     def reap(self) -> None:
         """Go on with messages that arrive, and reuse the memory of those read."""
-        if self._freed:
-            return
-        for each in list(self.arriving):
-            if each.advance():  # also if an interrupt has come before it was dropped
-                drop(self.arriving, each)
-        for channel in (self._envelopes, self._data):
-            channel.reap()
-        self.take_back()
-        self.words.rooms.shrink()
-        rooms.unmap_unused()
-
-    def room(self, spec: Any) -> buffers.Items:
-        """Return the items that a receive writes, or refuse it before it is posted."""
-        self.check_open("Recv")
-        found = message(spec)
-        check_writable(found.view, "Recv")
-        return found
+        with self._lock:
+            if self._freed:
+                return
+            for each in list(self.arriving):
+                if each.advance():  # also if an interrupt came before it was dropped
+                    self.arriving.pop(each, None)
+            self._envelopes.reap()
+            self.take_back()
+            self.words.rooms.shrink()
+            rooms.unmap_unused()
 
     def match(self, found: Envelope) -> Any:
         """Return the receive that gets a message, if one does.
@@ -271,10 +368,10 @@ class Post(Sends):
                     each.envelope = found
             if each.envelope == found:  # also if an interrupt has come after that
                 if found.asks:
-                    self._answer(found)
+                    self.answer(found)
                 return each
-        if not (self._unexpected and self._unexpected[-1] == found):
-            self._unexpected.append(found)
+        if not (self.unexpected and self.unexpected[-1] == found):
+            self.unexpected.append(found)
         return None
 
     def _fetch(self) -> None:
@@ -293,9 +390,11 @@ class Post(Sends):
                 self._coming.clear()
                 self._envelopes.taken += 1
                 if matched is not None:
-                    drop(self.posted, matched)
+                    self.posted.pop(matched, None)
+                    if not matched._active:
+                        matched.receive_alone()
 
-    def _answer(self, found: Envelope) -> None:
+    def answer(self, found: Envelope) -> None:
         """Tell a sender that asks for it that a receive has matched its message."""
         if found.asks and found.slot != NO_SLOT:
             self.words.store(found.slot, MATCHED, found.number)
@@ -303,26 +402,13 @@ class Post(Sends):
             tag = self.answer_of(found.number)
             self._envelopes.send([b"", MPI.BYTE], found.source, tag)
 
-    def receive(self, receiving: Any) -> None:
-        """Give a receive its message, or let it wait for one."""
-        source, tag = receiving.wanted
-        self.check_receive(source, tag)  # also of a request that was prepared before
-        with self.words.lock:
-            found = self._first(source, tag) if self._unexpected else None
-            if found is None:
-                self.posted.append(receiving)
-                return
-            receiving.envelope = found
-            self._unexpected.remove(found)
-            self._answer(found)
-
     def cancel(self, receiving: Any) -> None:
         """Cancel a receive, unless a message has matched it."""
         progress.advance()
         with self.words.lock:
             if receiving.envelope is None:
                 receiving.cancelled = True
-                drop(self.posted, receiving)
+                self.posted.pop(receiving, None)
 
     def withdraw(self, receiving: Any) -> None:
         """Take a receive back; a message that has matched it stays for another one."""
@@ -333,57 +419,50 @@ class Post(Sends):
         with self.words.lock:  # a source's envelopes are in order
             later = (
                 index
-                for index, each in enumerate(self._unexpected)
+                for index, each in enumerate(self.unexpected)
                 if each.source == found.source and each.number > found.number
             )
-            place = next(later, len(self._unexpected))
-            self._unexpected.insert(place, found._replace(asks=0))
+            place = next(later, len(self.unexpected))
+            self.unexpected.insert(place, found._replace(asks=0))
 
-    def probe(self, source: int, tag: int) -> Envelope | None:
-        """Return the envelope that a receive would match now, which stays there."""
-        self._look_for("Probe", source, tag)
-        return self._first(source, tag)
+    def probe(
+        self, what: str, source: int, tag: int, takes: bool = False
+    ) -> Envelope | None:
+        """Return the envelope that a receive would match now, or None.
 
-    def receive_if_there(self, source: int, tag: int) -> Envelope | None:
-        """Return the envelope of a message, which no other receive gets."""
-        self._look_for("Mprobe", source, tag)
-        with self.words.lock:
-            found = self._first(source, tag)
-            if found is not None:
-                self._unexpected.remove(found)
-                self._answer(found)
-            return found
-
-    def _look_for(self, what: str, source: int, tag: int) -> None:
+        Args:
+            what: the call.
+            source: the source.
+            tag: the tag.
+            takes: whether no other receive gets it.
+        """
         self.check_receive(source, tag, what)
         self.stream_of(None, what)  # refuses a capture before events are queried
         progress.advance()
         self.reap()
+        with self.words.lock:
+            found = self.first(source, tag)
+            if found is not None and takes:
+                self.unexpected.remove(found)
+                self.answer(found)
+            return found
 
-    def _first(self, source: int, tag: int) -> Envelope | None:
+    def first(self, source: int, tag: int) -> Envelope | None:
         """Return the first message for such a receive that no receive has matched."""
-        for found in self._unexpected:
+        for found in self.unexpected:
             sources, tags = (found.source, MPI.ANY_SOURCE), (found.tag, MPI.ANY_TAG)
             if source in sources and tag in tags:
                 return found
         return None
 
-    def receive_parts(self, envelope: Envelope, data: Any, requests: list[Any]) -> None:
-        """Start to receive the data of a message by MPI."""
-        self._data.receive_parts(envelope, data, requests, seen)
-
-    @alone
     def refuse(self, envelope: Envelope) -> None:
         """Let the sender reuse the memory of a message, and MPI drop its data."""
         if envelope.slot != NO_SLOT:
             self.words.store(envelope.slot, READ, envelope.number)
         elif envelope.nbytes:
-            data = np.empty(envelope.nbytes, np.uint8)
-            self._data.receive_parts(envelope, data, [])
-
-
-def nothing() -> None:
-    """Check nothing, where MPI ends the wait in any case."""
+            with self._lock:
+                data = np.empty(envelope.nbytes, np.uint8)
+                self._data.receive_parts(envelope, data, [])
 
 
 def settle_all() -> None:

@@ -6,15 +6,15 @@ from typing import Any
 
 from mpi4py import MPI
 
+from numba_symm.arrays import KINDS
 from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import StartedCall, describe, waited
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.parts import Incoming, Outgoing
-from numba_symm.mpi.pending import DoneRequest, Message, receiving
-from numba_symm.mpi.postponed import SendingLater, start, start_at_once
+from numba_symm.mpi.pending import DoneRequest, Incoming, Message, receiving
 from numba_symm.mpi.reading import translated
-from numba_symm.mpi.requests import Own, Prequest, Request
+from numba_symm.mpi.requests import Own, Prequest
+from numba_symm.mpi.sends import Outgoing, send
 
 NOBODY = MPI.PROC_NULL
 
@@ -32,46 +32,59 @@ class Messages:
     host: Any
     post: Post
 
-    def _outgoing(self, buf: Any, dest: int) -> tuple[Outgoing | None, Any]:
-        """Return the message that a send names, and its array.
+    def _items(self, buf: Any, rank: int, make: Any) -> tuple[Any, Any]:
+        """Return the message that a send names or the items that a receive writes.
 
-        There is none if the array is on the host, or nobody receives it.
+        They come with their array. There are none if the array is on the host, or for
+        nobody.
+
+        Args:
+            buf: what the program has passed.
+            rank: to which it sends, or from which it receives.
+            make: ``Outgoing`` or ``Incoming``.
         """
-        key, array = buffers.key_of(buf)
-        if key is not None:
-            made = self.post.known.young.get((key, dest))
-            if made is not None:
-                return made, array
-        if dest == NOBODY or not on_device(buf):
+        kind = KINDS.get(type(buf))
+        if kind is not None and kind.always:
+            array, key = buf, (kind.read(buf, "message"), None)
+        else:
+            key, array = buffers.key_of(buf)
+        if rank == NOBODY:
+            return None, array
+        of = make, rank if make is Outgoing else NOBODY
+        known = self.post.known
+        if key is not None and (made := known.young.get((key, of))) is not None:
+            return made, array
+        if not on_device(buf):
             return None, array
         found = message(buf)
-        made = Outgoing.of(self.post, found, dest)
+        made = make.of(self.post, found, rank)
         if key is not None:
-            self.post.known.put((key, dest), made)
+            known.put((key, of), made)
         return made, found.array
+
+    def _sent(
+        self, plain: Callable[..., Any], buf: Any, dest: int, tag: int, **how: bool
+    ) -> Any:
+        """Start a send, whose options are those of ``Sends.send``; return its request.
+
+        From the host, ``plain`` sends, and to nobody, nothing does.
+        """
+        found, array = self._items(buf, dest, Outgoing)
+        if found is not None:
+            return send(self.post, found, array, tag, **how)
+        return DoneRequest() if dest == NOBODY else plain(buf, dest, tag)
 
     @translated
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message. The array may be used when this returns."""
-        found, array = self._outgoing(buf, dest)
-        if found is None:
-            self.host.Send(None if dest == NOBODY else buf, dest, tag)
-            return
-        started = start(self.post, found, array, tag)
-        if isinstance(started, SendingLater):
-            started.call = "Send"
-        _complete(started, None)
+        _complete(self._sent(self.host.Send, buf, dest, tag))
 
     Rsend = Send
 
     @translated
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message, regardless of the limit."""
-        found, array = self._outgoing(buf, dest)
-        if found is None:
-            self.host.Bsend(None if dest == NOBODY else buf, dest, tag)
-        else:
-            _complete(start_at_once(self.post, found, array, tag), None)
+        _complete(self._sent(self.host.Bsend, buf, dest, tag, limited=False))
 
     @translated
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
@@ -79,56 +92,24 @@ class Messages:
 
         A receive waits as long for its message. Both raise if the communicator fails.
         """
-        self.Issend(buf, dest, tag).Wait()
+        _complete(self._sent(self.host.Ssend, buf, dest, tag, matched=True))
 
     @translated
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done when it was copied."""
-        found, array = self._outgoing(buf, dest)
-        if found is None:
-            return self._elsewhere(self.host.Isend, buf, dest, tag)
-        return start(self.post, found, array, tag)
+        return self._sent(self.host.Isend, buf, dest, tag)
 
     Irsend = Isend
 
     @translated
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message, regardless of the limit; return a request."""
-        found, array = self._outgoing(buf, dest)
-        if found is None:
-            return self._elsewhere(self.host.Ibsend, buf, dest, tag)
-        return start_at_once(self.post, found, array, tag)
+        return self._sent(self.host.Ibsend, buf, dest, tag, limited=False)
 
     @translated
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done when it was matched."""
-        found, array = self._outgoing(buf, dest)
-        if found is None:
-            return self._elsewhere(self.host.Issend, buf, dest, tag)
-        return start(self.post, found, array, tag, matched=True)
-
-    @staticmethod
-    def _elsewhere(send: Callable[..., Any], buf: Any, dest: int, tag: int) -> Any:
-        """Send from the host, or to nobody."""
-        return DoneRequest() if dest == NOBODY else send(buf, dest, tag)
-
-    def _incoming(self, buf: Any, source: int) -> tuple[Incoming | None, Any]:
-        """Return the items that a receive writes, and their array.
-
-        There are none if the array is on the host, or nobody sends.
-        """
-        key, array = buffers.key_of(buf)
-        if key is not None and source != NOBODY:
-            found = self.post.known.young.get(key)
-            if found is not None:
-                return found, array
-        if source == NOBODY or not on_device(buf):
-            return None, array
-        into = self.post.room(buf)
-        made = Incoming.of(into)
-        if key is not None:
-            self.post.known.put(key, made)
-        return made, into.array
+        return self._sent(self.host.Issend, buf, dest, tag, matched=True)
 
     @translated
     def Recv(
@@ -139,12 +120,11 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Receive a message, which may be shorter than the room for it."""
-        into, array = self._incoming(buf, source)
+        into, array = self._items(buf, source, Incoming)
         if into is None:
             self.host.Recv(None if source == NOBODY else buf, source, tag, status)
         else:
-            received = receiving(self.post, into, array, source, tag, waits=True)
-            _complete(received, status)
+            _complete(receiving(self.post, into, array, source, tag, True), status)
 
     @translated
     def Irecv(
@@ -154,7 +134,7 @@ class Messages:
 
         The data is copied in ``Wait`` or ``Test``.
         """
-        into, array = self._incoming(buf, source)
+        into, array = self._items(buf, source, Incoming)
         if into is None:
             if source == NOBODY:
                 return DoneRequest(NOBODY)
@@ -173,16 +153,16 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Send a message and receive one."""
-        into, array = self._incoming(recvbuf, source)
-        sent, of_sent = self._outgoing(sendbuf, dest)
+        into, array = self._items(recvbuf, source, Incoming)
+        sent, of_sent = self._items(sendbuf, dest, Outgoing)
         if into is None or sent is None:
             both = self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
             _complete(both, status)
             return
         self.post.check_receive(source, recvtag)  # before the send is announced
-        sends = start(self.post, sent, of_sent, sendtag)
+        sends = send(self.post, sent, of_sent, sendtag)
         try:
-            receives = receiving(self.post, into, array, source, recvtag, waits=True)
+            receives = receiving(self.post, into, array, source, recvtag, True)
         except BaseException:
             sends._withdraw()
             raise
@@ -244,48 +224,47 @@ class Messages:
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
         if source != NOBODY:  # before the send, which is not taken back
             self.post.check_receive(source, recvtag)
-        found, array = self._outgoing(buf, dest)
+        found, array = self._items(buf, dest, Outgoing)
         if found is None:
             return self.Irecv(buf, source, recvtag)
-        sends = start(self.post, found, array, sendtag, copied=True)
+        sends = send(self.post, found, array, sendtag, copied=True)
         return Together(self.Irecv(buf, source, recvtag), sends)
 
     # Persistent ones.
 
+    def _prepared(
+        self, plain: Callable[..., Any], buf: Any, dest: int, tag: int, **how: bool
+    ) -> Any:
+        """Prepare what :meth:`_sent` does; ``plain`` prepares a send from the host."""
+        found, array = self._items(buf, dest, Outgoing)
+        if found is None:
+            return Prequest(DoneRequest) if on_device(buf) else plain(buf, dest, tag)
+        self.post.check_message("Send", dest, tag)
+        return Prequest(partial(send, self.post, found, array, tag, **how), [array])
+
     @translated
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send."""
-        found, array = self._prepared(buf, dest, tag)
-        if found is None:
-            return self._prepared_elsewhere(self.host.Send_init, buf, dest, tag)
-        return Prequest(partial(start, self.post, found, array, tag), [array])
+        return self._prepared(self.host.Send_init, buf, dest, tag)
 
     Rsend_init = Send_init
 
     @translated
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send."""
-        found, array = self._prepared(buf, dest, tag)
-        if found is None:
-            return self._prepared_elsewhere(self.host.Bsend_init, buf, dest, tag)
-        return Prequest(partial(start_at_once, self.post, found, array, tag), [array])
+        return self._prepared(self.host.Bsend_init, buf, dest, tag, limited=False)
 
     @translated
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send that is done when a receive has matched it."""
-        found, array = self._prepared(buf, dest, tag)
-        if found is None:
-            return self._prepared_elsewhere(self.host.Ssend_init, buf, dest, tag)
-        return Prequest(
-            partial(start, self.post, found, array, tag, matched=True), [array]
-        )
+        return self._prepared(self.host.Ssend_init, buf, dest, tag, matched=True)
 
     @translated
     def Recv_init(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
     ) -> Any:
         """Prepare a receive."""
-        into, array = self._incoming(buf, source)
+        into, array = self._items(buf, source, Incoming)
         if into is None:
             if on_device(buf):
                 return Prequest(partial(DoneRequest, NOBODY))
@@ -294,20 +273,6 @@ class Messages:
         return Prequest(
             partial(receiving, self.post, into, array, source, tag), [array]
         )
-
-    def _prepared(self, buf: Any, dest: int, tag: int) -> tuple[Outgoing | None, Any]:
-        """Return what :meth:`_outgoing` does, after a check of the tag."""
-        found, array = self._outgoing(buf, dest)
-        if found is not None:
-            self.post.check_message("Send", dest, tag)
-        return found, array
-
-    @staticmethod
-    def _prepared_elsewhere(
-        prepare: Callable[..., Any], buf: Any, dest: int, tag: int
-    ) -> Any:
-        """Prepare a send from the host, or to nobody."""
-        return Prequest(DoneRequest) if on_device(buf) else prepare(buf, dest, tag)
 
     # Probes.
 
@@ -319,7 +284,7 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> bool:
         """Return whether a message has arrived, of a device array or of a host one."""
-        found = None if source == NOBODY else self.post.probe(source, tag)
+        found = None if source == NOBODY else self.post.probe("Probe", source, tag)
         if found is None:
             return bool(self.host.Iprobe(source, tag, status))
         describe(status, found.source, found.tag, found.nbytes)
@@ -343,7 +308,9 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> Any:
         """Return a message, so that no other receive gets it, or None."""
-        found = None if source == NOBODY else self.post.receive_if_there(source, tag)
+        found = None
+        if source != NOBODY:
+            found = self.post.probe("Mprobe", source, tag, takes=True)
         if found is None:
             return self.host.Improbe(source, tag, status)
         describe(status, found.source, found.tag, found.nbytes)
@@ -360,8 +327,10 @@ class Messages:
         return waited(partial(self.Improbe, source, tag, status), self.post.check)
 
 
-def _complete(request: Request, status: MPI.Status | None) -> None:
+def _complete(request: Any, status: MPI.Status | None = None) -> None:
     """Wait for a request that the program does not get, so it cannot wait again."""
+    if request is None:  # mpi4py has waited
+        return
     try:
         request._finish(status)
     except BaseException:
@@ -373,7 +342,6 @@ class Together(Own):
     """A receive and a send, whose status is that of the receive."""
 
     def __init__(self, receives: Any, sends: Any):
-        super().__init__()
         self._receives, self._sends = receives, sends
 
     def _await_start(self) -> None:
@@ -386,8 +354,11 @@ class Together(Own):
                 each._withdraw()
 
     def _finish(self, status: MPI.Status | None) -> None:
-        self._receives.Wait(status)
-        self._sends.Wait()
+        for each, found in ((self._receives, status), (self._sends, None)):
+            if isinstance(each, StartedCall):
+                each._complete(found)
+            else:
+                each.Wait(found)
 
     def _poll(self, status: MPI.Status | None) -> bool:
         if not all([each.Get_status() for each in (self._receives, self._sends)]):

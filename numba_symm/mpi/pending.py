@@ -1,29 +1,54 @@
 """Receives of messages of device arrays: requests, and what probes found."""
 
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from numba_symm import own_arrays, streams
 from numba_symm.arrays import view
+from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.kernels import message_copy
+from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.events import Event
-from numba_symm.mpi import packing, progress, rooms
-from numba_symm.mpi.calls import describe, waited
-from numba_symm.mpi.channels import MOST
+from numba_symm.mpi import buffers, packing, progress, rooms
+from numba_symm.mpi.calls import describe
 from numba_symm.mpi.errors import MPIError, refusal
 from numba_symm.mpi.kinds import Kind
-from numba_symm.mpi.messages import Post
-from numba_symm.mpi.parts import Incoming
+from numba_symm.mpi.messages import LOOKS, Post
+from numba_symm.mpi.progress import MOST, seen
 from numba_symm.mpi.reading import translated
 from numba_symm.mpi.requests import Own
-from numba_symm.mpi.rings import LINE, READ, READY
+from numba_symm.mpi.rings import LINE, NO_SLOT, READ, READY
 from numba_symm.mpi.rooms import Opened
-from numba_symm.mpi.sends import LOOKS, NEVER
-from numba_symm.mpi.words import NO_SLOT, Envelope, drop, failure_of
+from numba_symm.mpi.words import Envelope, failure_of
 from numba_symm.own_arrays import Memory
+
+
+class Incoming(NamedTuple):
+    """The items that a receive writes.
+
+    Attributes:
+        items: the items, without their array.
+        nbytes: their size.
+        address: of the first item.
+        dense: whether they have no gaps.
+    """
+
+    items: buffers.Items
+    nbytes: int
+    address: int
+    dense: bool
+
+    @classmethod
+    def of(cls, post: Post, found: buffers.Items, source: int) -> "Incoming":
+        """Return the items, or refuse them before the receive is posted."""
+        post.check_open("Recv")
+        check_writable(found.view, "Recv")
+        items, dense = found._replace(array=None), found.layout.runs is None
+        return cls(items, found.nbytes, found.address, dense)
 
 
 class Receiving(Own):
@@ -52,20 +77,24 @@ class Receiving(Own):
     _post: Post
     _into: Incoming
     _array: Any
-    _stream: int
-    _on: int | None
+    _stream: int  # of the array
+    _on: int
     wanted: tuple[int, int]
     envelope: Envelope | None
     _after: Event | None = None
     _taken = _tried = _begun = _copied = cancelled = False
     _error: Exception | None = None
-    _data: Any = None
+    _data: Any = None  # in host memory, and on the GPU
+    _staged: Any = None
     _requests: Any = ()
     _block: Opened | None = None
     _done: Event | None = None
 
     def _is_decided(self) -> bool:
         return self.envelope is not None or self.cancelled
+
+    def _begins(self) -> bool:
+        return self.advance() or self._begun
 
     def _await_start(self) -> None:
         """Wait until the copy was started."""
@@ -74,10 +103,11 @@ class Receiving(Own):
             return
         if post._freed:  # its stream of copies is gone
             post.check_open("Recv")
-        post.refuse_capture(self._stream, "Recv")
+        if not SIMULATED and streams.is_capturing(self._stream):
+            post.refuse_capture(self._stream, "Recv")
         if self.envelope is None and not self.cancelled:
             try:
-                post.until(0, 0, NEVER, self._is_decided)
+                post.until(NO_SLOT, 0, 0, self._is_decided)
             except SymmError as error:
                 source, tag = self.wanted
                 rank = "any rank" if source == MPI.ANY_SOURCE else f"rank {source}"
@@ -90,59 +120,23 @@ class Receiving(Own):
         if found is None:
             return
         self._take(found)
-        if found.slot == NO_SLOT:
-            waited(self._begins, post.check)
-        elif self._into.dense and not found.asks and found.nbytes <= message_copy.MOST:
-            self._arrive(found)
-        elif not self._begun:
-            post.until(found.slot, READY, found.number, self._begins)
-            self.advance()
-
-    def _arrive(self, found: Envelope) -> None:
-        """Start the copy of a message whose place is known, in few steps."""
-        post, slot, number = self._post, found.slot, found.number
-        stream, words = self._copy_stream(), post.words
-        if self._after is not None:
-            self._after.wait(stream)
-        opened = words.opened(slot)
-        assert opened is not None
-        self._block, place = opened
-        given = (
-            self._into.address,
-            place,
-            found.nbytes,
-            stream,
-            slot,
-            number,
-            10 * LOOKS,
-        )
-        while not self._begun:
-            with post._lock:
-                if self._begun or self._tried:  # by another call, or an interrupt
-                    break
-                self._tried = True
-                status = post.arrive(words.port_at, *given)
-                self._tried = status != 0
-                self._begun = status > 0
-            if status < 0:
-                raise failure_of(-1 - status)
-            if not status:
+        small = self._into.dense and found.nbytes <= message_copy.MOST
+        if small and found.slot != NO_SLOT and not found.asks:
+            # One launch copies the message, whose place is known already.
+            while not (self.advance(10 * LOOKS) or self._begun):
                 progress.advance()
                 post.check()
-        self.advance()
+        elif not self._begun:
+            post.until(found.slot, READY, found.number, self._begins)
 
     def _finish(self, status: MPI.Status | None) -> None:
-        self._await_start()
+        if not self._begun:
+            self._await_start()
         if status is not None:
             self._describe(status)
         found = self.envelope
         if found is not None and not self._copied:
-            post = self._post
-            if found.slot == NO_SLOT:
-                waited(self.advance, post.check)
-            else:
-                post.until(found.slot, READ, found.number, self.advance)
-                self.advance()
+            self._post.until(found.slot, READ, found.number, self.advance)
         if self._error is not None:
             self._active = False
             raise self._error
@@ -187,39 +181,36 @@ class Receiving(Own):
             return
         with post._lock:
             if found.slot == NO_SLOT:
-                if self._on is not None:  # a copy from the host could wait for its work
-                    self._after, self._on = post.copies.event(self._on), None
+                if self._on != post.copies.stream:
+                    # A copy from the host could wait for that stream's work.
+                    self._after = post.copies.event(self._on)
+                    self._on = post.copies.stream
                 self._data, self._requests = np.empty(nbytes, np.uint8), []
-                post.receive_parts(found, self._data, self._requests)
+                post._data.receive_parts(found, self._data, self._requests, seen)
             if len(post.arriving) >= MOST:
                 post.reap()
-            post.arriving.append(self)  # also if its request is dropped
+            post.arriving[self] = None  # also if its request is dropped
 
-    def _begins(self) -> bool:
-        return self.advance() or self._begun
+    def advance(self, looks: int = 0) -> bool:
+        """Do what can be done now; return whether it has ended.
 
-    def advance(self) -> bool:
-        """Do what can be done now; return whether it has ended. Never wait."""
+        Args:
+            looks: at the word of a message whose place is known; 0: never wait.
+        """
         found, post = self.envelope, self._post
         if found is None or not self._taken or post._freed:
             return self._copied
-        values, slot = post.words.values, LINE * found.slot
         with post._lock:
             try:
-                if not (self._begun or self._copied):
-                    if found.slot == NO_SLOT:
-                        there = self._has_arrived(found)
-                    else:
-                        there = values[slot + READY] >= found.number
-                    if there and not (self._tried and self._was_begun(found)):
-                        self._tried = True
-                        self._begin(found)
-                        self._begun = True
+                done = self._begun or self._copied
+                if not done and not (self._tried and self._was_begun(found)):
+                    self._begin(found, looks)
                 if self._begun and not self._copied:
                     if self._done is not None:
                         ended = self._done.query()
                     else:
-                        ended = values[slot + READ] >= found.number
+                        at = LINE * found.slot + READ
+                        ended = post.words.values[at] >= found.number
                     if ended:
                         self._end()
             except Exception as error:  # for its own request, whoever calls this
@@ -229,7 +220,7 @@ class Receiving(Own):
 
     def _was_begun(self, found: Envelope) -> bool:
         """Return whether a start that an interrupt has ended need not be repeated."""
-        if not self._post.idle(self._copy_stream()):
+        if not self._post.idle(self._on):
             return True
         words = self._post.words
         held = found.slot != NO_SLOT and words.holds(found.slot, READ, found.number)
@@ -248,43 +239,50 @@ class Receiving(Own):
         MPI.Request.Waitall(self._requests)
         return True
 
-    def _copy_stream(self) -> int:
-        return self._post.copies.stream if self._on is None else self._on
-
-    def _begin(self, found: Envelope) -> None:
-        """Start the copy."""
-        post, into, nbytes = self._post, self._into.items, found.nbytes
-        stream = self._copy_stream()
-        if found.slot != NO_SLOT:
-            opened = post.words.opened(found.slot)
+    def _begin(self, found: Envelope, looks: int) -> None:
+        """Start the copy, if the data is there. The caller has the lock."""
+        post, into, nbytes, stream = self._post, self._into, found.nbytes, self._on
+        words, slot, number = post.words, found.slot, found.number
+        if slot == NO_SLOT:
+            if not self._has_arrived(found):
+                return
+            self._staged = own_arrays.empty((nbytes,), _BYTE, "Recv")
+            place, self._tried = view(self._staged, "Recv").address, True
+            streams.copy_from_host(place, self._data.ctypes.data, nbytes, stream)
+        elif looks or words.values[LINE * slot + READY] >= number:
+            opened = words.opened(slot)
             if opened is None:
                 raise _not_sent(found)
             self._block, place = opened
         else:
-            host = self._data.ctypes.data
-            self._data = self._data, own_arrays.empty((nbytes,), _BYTE, "Recv")
-            place = view(self._data[1], "Recv").address
-            streams.copy_from_host(place, host, nbytes, stream)
+            return
+        self._tried = True
         if self._after is not None:
             self._after.wait(stream)
-        if into.layout.runs is not None:
-            number = -(-nbytes // max(into.layout.nbytes, 1))  # the last may be a part
-            into = into._replace(array=self._array, number=number)
+        if not into.dense:
+            items = into.items
+            count = -(-nbytes // max(items.layout.nbytes, 1))  # the last may be a part
+            items = items._replace(array=self._array, number=count)
             packed = Memory(place, nbytes, self._block).array(nbytes, _BYTE)
-            packing.unpack(into, packed)(stream)
+            packing.unpack(items, packed)(stream)
             nbytes = 0
-        if found.slot != NO_SLOT:
-            word = found.slot, READ, found.number
-            post.words.copy(self._into.address, place, nbytes, stream, *word)
+        elif slot == NO_SLOT or nbytes > message_copy.MOST:
+            streams.copy(into.address, place, nbytes, stream)
+            nbytes = 0
+        if slot == NO_SLOT:
+            self._done, self._begun = post.copies.event(stream), True
             return
-        if nbytes:
-            streams.copy(self._into.address, place, nbytes, stream)
-        self._done = post.copies.event(stream)
+        given = into.address, place, nbytes, stream, slot, number, looks
+        status = post.arrive(words.port_at, *given)
+        if status < 0:
+            raise failure_of(-1 - status)
+        self._begun = status > 0
+        self._tried = self._begun
 
     def _end(self) -> None:
         post, found = self._post, self.envelope
         self._copied = True
-        drop(post.arriving, self)
+        post.arriving.pop(self, None)
         if self._error is not None and found is not None and found.slot != NO_SLOT:
             post.words.store(found.slot, READ, found.number)
         for event in (self._after, self._done):
@@ -292,7 +290,7 @@ class Receiving(Own):
                 post.copies.reuse(event)
         if self._block is not None and self._block.once:
             rooms.copied(self._block)
-        self._array = self._block = self._data = None
+        self._array = self._block = self._data = self._staged = None
 
     def _withdraw(self) -> None:
         if self.give_up():
@@ -304,6 +302,17 @@ class Receiving(Own):
         if given_up:
             self._active = False
         return given_up
+
+    def Free(self) -> None:
+        """Give the request up; its message is received nevertheless."""
+        super().Free()
+        self.receive_alone()
+
+    def receive_alone(self) -> None:
+        """Begin with the message of a request that was given up, if there is one."""
+        if self.envelope is not None:
+            with suppress(SymmError):  # nobody waits for the message
+                self._take(self.envelope)
 
     def _describe(self, status: MPI.Status) -> None:
         found = self.envelope
@@ -330,13 +339,22 @@ def receiving(
     made = object.__new__(Receiving)
     stream = post.stream_of(array, "Recv")
     made._post, made._into, made._array, made._stream = post, into, array, stream
-    made._on = stream if waits else None
+    made._on = stream if waits else post.copies.stream
     if not (waits or post.idle(stream)):
         made._after = post.copies.event(stream)
     made.wanted = source, tag
     made.envelope = envelope
-    if envelope is None:
-        post.receive(made)  # last, so that an error above receives no message
+    if envelope is not None:
+        return made
+    post.check_receive(source, tag)  # also of a request that was prepared before
+    with post.words.lock:
+        # Last, so that an error above receives no message.
+        made.envelope = found = post.first(source, tag) if post.unexpected else None
+        if found is None:
+            post.posted[made] = None
+        else:
+            post.unexpected.remove(found)
+            post.answer(found)
     return made
 
 
@@ -410,10 +428,9 @@ class Message(MPI.Message, metaclass=Kind):
         if self._envelope is None:
             return super().Irecv(buf)
         assert self._post is not None
-        into = self._post.room(buf)
-        found = self._envelope
-        given = Incoming.of(into), into.array, found.source, found.tag
-        receives = receiving(self._post, *given, envelope=found)
+        post, items, found = self._post, buffers.message(buf), self._envelope
+        given = Incoming.of(post, items, found.source), items.array
+        receives = receiving(post, *given, found.source, found.tag, envelope=found)
         self._envelope = None
         return receives
 

@@ -135,7 +135,8 @@ def _parameters(method: Callable[..., Any]) -> Iterator[_Parameter]:
             fine = (int,) if name in _CODES else ()  # else mpi4py gets it, as C's
             yield _Parameter(place, name, fine, functools.partial(integer, code=code))
         elif name in _LISTS:
-            yield _Parameter(place, name, (), _LISTS[name])
+            lists = (list,) if name == "requests" else ()
+            yield _Parameter(place, name, lists, _LISTS[name])
         elif kind in _OBJECTS:
             read = functools.partial(_instance, kind)
             yield _Parameter(place, name, get_args(kind) or (kind,), read)

@@ -1,15 +1,15 @@
 """Requests: calls that were started, and are waited for later."""
 
-import time
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from operator import itemgetter
+from typing import Any, ParamSpec, Self, TypeVar
 
 from mpi4py import MPI
 
 from numba_symm import arrays
 from numba_symm.arguments import shown
 from numba_symm.mpi.calls import (
-    PAUSE,
     StartedCall,
     any_of,
     describe,
@@ -17,10 +17,27 @@ from numba_symm.mpi.calls import (
     some_of,
     status_at,
     tested,
+    waited,
 )
 from numba_symm.mpi.errors import MPITypeError, refusal
 from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.reading import translated
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _mixed(method: Callable[P, T]) -> Callable[P, T]:
+    """Leave requests that are all mpi4py's to its method of the same name."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def called(cls: Any, requests: Any, *args: Any, **options: Any) -> Any:
+        if not _has_own(requests, name):
+            return getattr(MPI.Request, name)(requests, *args, **options)
+        return method(cls, requests, *args, **options)
+
+    return called  # type: ignore[return-value]
 
 
 class Request(StartedCall, metaclass=Kind):
@@ -107,52 +124,40 @@ class Request(StartedCall, metaclass=Kind):
 
     @classmethod
     @translated
+    @_mixed
     def Waitany(cls, requests: Sequence[Any], status: MPI.Status | None = None) -> int:
         """Wait for one request; return its index, MPI.UNDEFINED if none is active."""
-        if not _has_own(requests, "Waitany"):
-            return MPI.Request.Waitany(requests, status)
-        while True:
-            index, found = cls.Testany(requests, status)
-            if found:
-                return index
-            time.sleep(PAUSE)
+        return cls.waitany(requests, status)[0]
 
     @classmethod
     @translated
+    @_mixed
     def Testany(
         cls, requests: Sequence[Any], status: MPI.Status | None = None
     ) -> tuple[int, bool]:
         """Return the index of a request that is done, and whether there is one."""
-        if not _has_own(requests, "Testany"):
-            return MPI.Request.Testany(requests, status)
         return any_of(requests, status, tested)[:2]
 
     @classmethod
     @translated
+    @_mixed
     def Waitsome(
         cls,
         requests: Sequence[Any],
         statuses: list[MPI.Status] | None = None,
     ) -> list[int] | None:
         """Wait for some requests; return their indices, None if none is active."""
-        if not _has_own(requests, "Waitsome"):
-            return MPI.Request.Waitsome(requests, statuses)
-        while True:
-            found = cls.Testsome(requests, statuses)
-            if found is None or found:
-                return found
-            time.sleep(PAUSE)
+        return cls.waitsome(requests, statuses)[0]
 
     @classmethod
     @translated
+    @_mixed
     def Testsome(
         cls,
         requests: Sequence[Any],
         statuses: list[MPI.Status] | None = None,
     ) -> list[int] | None:
         """Return the indices of requests that are done, None if none is active."""
-        if not _has_own(requests, "Testsome"):
-            return MPI.Request.Testsome(requests, statuses)
         return some_of(requests, statuses, tested)[0]
 
     @classmethod
@@ -182,6 +187,7 @@ class Request(StartedCall, metaclass=Kind):
 
     @classmethod
     @translated
+    @_mixed
     def testany(
         cls, requests: Sequence[Any], status: MPI.Status | None = None
     ) -> tuple[int, bool, Any]:
@@ -189,58 +195,48 @@ class Request(StartedCall, metaclass=Kind):
 
         If no request is active, the index is MPI.UNDEFINED.
         """
-        if not _has_own(requests, "testany"):
-            return MPI.Request.testany(requests, status)
         return any_of(requests, status, tested)
 
     @classmethod
     @translated
+    @_mixed
     def waitany(
         cls, requests: Sequence[Any], status: MPI.Status | None = None
     ) -> tuple[int, Any]:
         """Wait for one request; return its index and its object."""
-        if not _has_own(requests, "waitany"):
-            return MPI.Request.waitany(requests, status)
-        while True:
-            index, done, found = cls.testany(requests, status)
-            if done:
-                return index, found
-            time.sleep(PAUSE)
+        look = functools.partial(cls.testany, requests, status)
+        index, _, found = waited(look, is_found=itemgetter(1))
+        return index, found
 
     @classmethod
     @translated
+    @_mixed
     def testsome(
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
         """Return the indices of requests that are done, and their objects."""
-        if not _has_own(requests, "testsome"):
-            return MPI.Request.testsome(requests, statuses)
         return some_of(requests, statuses, tested)
 
     @classmethod
     @translated
+    @_mixed
     def waitsome(
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> tuple[list[int] | None, list[Any] | None]:
         """Wait for some requests; return their indices and their objects."""
-        if not _has_own(requests, "waitsome"):
-            return MPI.Request.waitsome(requests, statuses)
-        while True:
-            done, objects = cls.testsome(requests, statuses)
-            if done is None or done:
-                return done, objects
-            time.sleep(PAUSE)
+        look = functools.partial(cls.testsome, requests, statuses)
+        done, objects = waited(look, is_found=lambda some: some[0] != [])
+        return done, objects
 
     # What MPI 4.1 adds.
 
     @classmethod
     @translated
+    @_mixed
     def Get_status_all(
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> bool:
         """Return whether all requests are done; they stay active."""
-        if not _has_own(requests, "Get_status_all"):
-            return MPI.Request.Get_status_all(requests, statuses)
         found = list(enumerate(requests))
         return all(
             [each.Get_status(status_at(statuses, index)) for index, each in found]
@@ -248,22 +244,20 @@ class Request(StartedCall, metaclass=Kind):
 
     @classmethod
     @translated
+    @_mixed
     def Get_status_any(
         cls, requests: Sequence[Any], status: MPI.Status | None = None
     ) -> tuple[int, bool]:
         """Return what :meth:`Testany` would return; the requests stay active."""
-        if not _has_own(requests, "Get_status_any"):
-            return MPI.Request.Get_status_any(requests, status)
         return any_of(requests, status, seen)[:2]
 
     @classmethod
     @translated
+    @_mixed
     def Get_status_some(
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> list[int] | None:
         """Return what :meth:`Testsome` would return; the requests stay active."""
-        if not _has_own(requests, "Get_status_some"):
-            return MPI.Request.Get_status_some(requests, statuses)
         return some_of(requests, statuses, seen)[0]
 
     get_status_all, get_status_any = Get_status_all, Get_status_any

@@ -32,6 +32,9 @@ FIELDS = 7
 SLOTS = 4096
 """Messages of a rank that were not received, at most. Others pass through MPI."""
 
+NO_SLOT = 1 << 32
+"""The slot of a message whose data MPI has, if it has any."""
+
 ROOMS = 1 << 14
 """Rooms of a rank, at most."""
 
@@ -61,6 +64,7 @@ Port = struct(
     host=WORD,  # addresses of the words for this process, and for GPUs
     words=WORD,
     counts=WORD,  # address of the counts of blocks that have copied, by slot
+    bell=WORD,  # address of this process' bell
     number=WORD,  # of this process' last message
     free=WORD,  # how many slots are free
     slots=WORD * SLOTS,  # these slots
@@ -70,6 +74,9 @@ Port = struct(
 
 Stack = struct("Stack", free=WORD, rooms=WORD * ROOMS)
 """Rooms of one size that are free."""
+
+NOTHING, THERE, RINGS = range(3)
+"""What ``wait`` has found."""
 
 _ENTRY = 8 * (FIELDS + 1)
 
@@ -115,26 +122,6 @@ class _Fast(Emitter):
         b.store_atomic(number, self.at(place, 0), "release", 8)
         b.atomic_rmw("or", self.at(bell, 0), _I64(1), "release")
 
-    def leave_unless(self, word: Any, value: Any, looks: Any) -> None:
-        """Return 0 if a word is below a value after so many looks."""
-        b, left = self.b, self.b.alloca(_I64)
-        b.store(looks, left)
-        saved = self.python("PyEval_SaveThread", _ANY)
-        names = "look", "again", "late", "there"
-        look, again, late, there = map(self.function.append_basic_block, names)
-        b.branch(look)
-        b.position_at_end(look)
-        b.cbranch(b.icmp_signed(">=", self.acquire(word), value), there, again)
-        b.position_at_end(again)
-        rest = b.sub(b.load(left), _I64(1))
-        b.store(rest, left)
-        b.cbranch(self.is_(">", rest, 0), look, late)
-        b.position_at_end(late)
-        self.python("PyEval_RestoreThread", ir.VoidType(), saved)
-        self.leave(_I64(0))
-        b.position_at_end(there)
-        self.python("PyEval_RestoreThread", ir.VoidType(), saved)
-
     def launch(self, *args: Any) -> Any:
         """Launch a copy, whose arguments are those of ``copy``; return the status."""
         return self.python("launch_copy", _I64, *args)
@@ -175,10 +162,38 @@ def _emit_launch(module: ir.Module) -> None:
     b.ret(b.zext(status, _I64))
 
 
+def _emit_look(module: ir.Module) -> None:
+    """Emit the looks at a word and a bell, without the interpreter's lock."""
+    e = Emitter(module, "look", _I64, *[_I64] * 4)
+    b, (bell, word, value, looks) = e.b, e.function.args
+    left, found = b.alloca(_I64), b.alloca(_I64)
+    b.store(looks, left)
+    saved = e.python("PyEval_SaveThread", _ANY)
+    names = "loop", "other", "again", "end"
+    loop, other, again, end = map(e.function.append_basic_block, names)
+    b.branch(loop)
+    b.position_at_end(loop)
+    there = b.icmp_signed(">=", b.load_atomic(e.at(word, 0), "acquire", 8), value)
+    b.store(b.select(there, _I64(THERE), _I64(NOTHING)), found)
+    b.cbranch(there, end, other)
+    b.position_at_end(other)
+    rings = e.is_("!=", b.load_atomic(e.at(bell, 0), "acquire", 8), 0)
+    b.store(b.select(rings, _I64(RINGS), _I64(NOTHING)), found)
+    b.cbranch(rings, end, again)
+    b.position_at_end(again)
+    rest = b.sub(b.load(left), _I64(1))
+    b.store(rest, left)
+    b.cbranch(e.is_(">", rest, 0), loop, end)
+    b.position_at_end(end)
+    e.python("PyEval_RestoreThread", ir.VoidType(), saved)
+    b.ret(b.load(found))
+
+
 def _emit_copy(module: ir.Module) -> None:
     """Emit ``copy(port, target, source, nbytes, stream, slot, word, number)``.
 
-    It returns the driver's status.
+    It enqueues a copy, which may have no bytes, and the store of a word after it, and
+    returns the driver's status. One thread at a time.
     """
     e = _Fast(module, "copy", 8)
     e.leave(e.launch(*e.args))
@@ -228,14 +243,18 @@ def _emit_send(module: ir.Module) -> None:
 def _emit_arrive(module: ir.Module) -> None:
     """Emit ``arrive(port, target, source, nbytes, stream, slot, number, looks)``.
 
-    It starts the copy of a message to its array when it is there, and returns 1; or
-    after so many looks 0. A negative number, less one, is the driver's status.
+    It starts the copy of a message to its array when it is there, and returns 1; or 0
+    after so many looks, or when the bell rings. A negative number, less one, is the
+    driver's status.
     """
     e = _Fast(module, "arrive", 8)
     b = e.b
     port, target, source, nbytes, stream, slot, number, looks = e.args
     line = b.add(e.load(port, Port.host.offset), b.mul(slot, _I64(8 * LINE)))
-    e.leave_unless(e.at(line, 8 * READY), number, looks)
+    word, bell = b.add(line, _I64(8 * READY)), e.load(port, Port.bell.offset)
+    found = e.python("look", _I64, bell, word, number, looks)
+    with b.if_then(e.is_("!=", found, THERE), likely=False):
+        e.leave(_I64(0))
     status = e.launch(port, target, source, nbytes, stream, slot, _I64(READ), number)
     with b.if_then(e.is_("!=", status, 0), likely=False):
         e.leave(b.sub(_I64(-1), status))
@@ -298,40 +317,14 @@ def _emit_take(module: ir.Module) -> None:
     e.leave(b.load(number))
 
 
-NOTHING, THERE, RINGS = range(3)
-"""What ``wait`` has found."""
-
-
 def _emit_wait(module: ir.Module) -> None:
-    """Emit ``wait(bell, word, value, looks)``, without the interpreter's lock.
+    """Emit ``wait(bell, word, value, looks)``.
 
     It returns THERE if a word has at least a value, RINGS if the bell rings, and
     NOTHING after so many looks.
     """
     e = _Fast(module, "wait", 4)
-    b, (bell, word, value, looks) = e.b, e.args
-    left, found = b.alloca(_I64), b.alloca(_I64)
-    b.store(looks, left)
-    b.store(_I64(NOTHING), found)
-    saved = e.python("PyEval_SaveThread", _ANY)
-    names = "loop", "other", "again", "end"
-    loop, other, again, end = map(e.function.append_basic_block, names)
-    b.branch(loop)
-    b.position_at_end(loop)
-    there = b.icmp_signed(">=", e.acquire(e.at(word, 0)), value)
-    b.store(b.select(there, _I64(THERE), _I64(NOTHING)), found)
-    b.cbranch(there, end, other)
-    b.position_at_end(other)
-    rings = b.icmp_signed("!=", e.acquire(e.at(bell, 0)), _I64(0))
-    b.store(b.select(rings, _I64(RINGS), _I64(NOTHING)), found)
-    b.cbranch(rings, end, again)
-    b.position_at_end(again)
-    rest = b.sub(b.load(left), _I64(1))
-    b.store(rest, left)
-    b.cbranch(e.is_(">", rest, 0), loop, end)
-    b.position_at_end(end)
-    e.python("PyEval_RestoreThread", ir.VoidType(), saved)
-    e.leave(b.load(found))
+    e.leave(e.python("look", _I64, *e.args))
 
 
 def last(ring: int, field: int) -> int:
@@ -346,7 +339,7 @@ def last(ring: int, field: int) -> int:
 @functools.cache
 def _engine() -> Any:
     return engine_of(
-        *(_emit_launch, _emit_copy, _emit_send, _emit_arrive),
+        *(_emit_launch, _emit_look, _emit_copy, _emit_send, _emit_arrive),
         *(_emit_publish, _emit_take, _emit_wait),
     )
 

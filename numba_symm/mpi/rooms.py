@@ -1,7 +1,7 @@
-"""Memory of this process through which its messages pass.
+"""Memory of this process through which its messages pass, and streams of copies.
 
 A sender copies a message here, and the receiver copies it from here. So up to the limit
-in ``flow.py``, a send does not wait for its receiver. Each allocation is shared once
+in ``sends.py``, a send does not wait for its receiver. Each allocation is shared once
 (:func:`numba_symm.share`), and opened once by each peer.
 
 Rooms are kept and used again, up to ``Rooms.most`` bytes of blocks with one room. A
@@ -14,23 +14,26 @@ idle.
 import weakref
 from collections import deque
 from contextlib import suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import reserve
+from numba_symm import reserve, streams
 from numba_symm.arrays import view
-from numba_symm.environment import DEFAULT_MESSAGE_LIMIT, message_limit
+from numba_symm.environment import DEFAULT_MESSAGE_LIMIT, SIMULATED, message_limit
 from numba_symm.errors import ExchangeError
+from numba_symm.events import Event
 from numba_symm.memory.allocator import (
     Block,
     SymmetricMemoryAllocator,
     on_allocation_failure,
 )
-from numba_symm.mpi.rings import ROOMS, Stack
+from numba_symm.mpi.progress import MOST
+from numba_symm.mpi.rings import LINE, NO_SLOT, READ, READY, ROOMS, Stack
 from numba_symm.own_arrays import Memory
 from numba_symm.sharing import SharedHandle, collect, open_shared, share
 from numba_symm.sharing.sent import leave_out
+from numba_symm.streams import SideStream
 
 LEAST = 1 << 12
 """Bytes of the smallest room; others are twice as large, and so on."""
@@ -40,16 +43,6 @@ BLOCK = 1 << 21
 
 _OPENS = 1 << 20  # more than there are peers: the memory stays until the process ends
 _BYTE = np.dtype(np.uint8)
-
-
-class Blocks(Protocol):
-    """The blocks of this rank, in memory that its peers read."""
-
-    def add(self, handle: bytes) -> int | None:
-        """Return the number of a block with that handle; None: there are too many."""
-
-    def remove(self, number: int) -> None:
-        """Forget a block."""
 
 
 class Room(NamedTuple):
@@ -82,14 +75,14 @@ class Rooms:
 
     Args:
         allocator: allocates the blocks.
-        blocks: the list of blocks that the peers read.
+        blocks: the words, whose list of blocks the peers read.
         port: has the rooms for the compiled functions.
 
     Attributes:
         most: the bytes of blocks with one room that are kept.
     """
 
-    def __init__(self, allocator: SymmetricMemoryAllocator, blocks: Blocks, port: Any):
+    def __init__(self, allocator: SymmetricMemoryAllocator, blocks: Any, port: Any):
         self.most = message_limit() or DEFAULT_MESSAGE_LIMIT
         self._allocator, self._blocks, self._port = allocator, blocks, port
         self.all: list[Room] = []
@@ -153,13 +146,11 @@ class Rooms:
             self.shrink()
 
     def _for_once(self, size: int) -> Room | None:
-        block = self._allocator.allocate(size)
-        memory = Memory(block.address, size, block)
-        number, shared = self._shared(memory, 1)
-        if number is None:
-            self._allocator.release(block)
+        made = self._shared(size, 1)
+        if made is None:
             return None
-        unused = weakref.finalize(memory, self._freeable.append, (block, number))
+        memory, number, shared = made
+        unused = weakref.finalize(memory, self._freeable.append, (memory.owner, number))
         unused.atexit = False  # the process' end frees it
         return Room(memory, number, 0, size, -1, shared)
 
@@ -169,12 +160,10 @@ class Rooms:
         starts = range(0, nbytes - size + 1, size)
         if len(self.all) + len(starts) > ROOMS:
             return
-        block = self._allocator.allocate(nbytes)
-        memory = Memory(block.address, nbytes, block)
-        number, _ = self._shared(memory, _OPENS)
-        if number is None:
-            self._allocator.release(block)
+        made = self._shared(nbytes, _OPENS)
+        if made is None:
             return
+        memory, number, _ = made
         self._kept += nbytes if size >= BLOCK else 0
         for offset in starts:
             room = Room(memory, number, offset, size, len(self.all))
@@ -183,14 +172,20 @@ class Rooms:
             self.all.append(room)
             self.give_back(room)
 
-    def _shared(self, memory: Memory, opens: int) -> tuple[int | None, SharedHandle]:
-        """Share a block, and return its number; None: there are too many."""
-        shared = share(memory.array(memory.nbytes, _BYTE), opens=opens)
+    def _shared(
+        self, nbytes: int, opens: int
+    ) -> tuple[Memory, int, SharedHandle] | None:
+        """Return a new block, its number and its handle; None: there are too many."""
+        block = self._allocator.allocate(nbytes)
+        memory = Memory(block.address, nbytes, block)
+        shared = share(memory.array(nbytes, _BYTE), opens=opens)
         leave_out(shared)  # the program itself has not shared it
         number = self._blocks.add(shared.to_bytes())
-        if number is None:
-            shared.cancel()
-        return number, shared
+        if number is not None:
+            return memory, number, shared
+        shared.cancel()
+        self._allocator.release(block)
+        return None
 
 
 def size_of(nbytes: int) -> int:
@@ -199,6 +194,125 @@ def size_of(nbytes: int) -> int:
         unit = 1 << nbytes.bit_length() - 4
         return -(-nbytes // unit) * unit
     return max(LEAST, 1 << (nbytes - 1).bit_length())
+
+
+class Unread:
+    """The messages of a communicator that were not read, and the memory they need.
+
+    Args:
+        words: of this rank's island.
+        data: brings data to other islands.
+        ranks: the number of ranks.
+
+    Attributes:
+        limit: the bytes of messages to a rank that it has not read, at most; above it,
+            a message is postponed. 0: there is no limit.
+        unread: by rank, the bytes that it has not read.
+    """
+
+    def __init__(self, words: Any, data: Any, ranks: int):
+        self.words, self._data, self._lock = words, data, words.lock
+        self.limit = message_limit()
+        self.unread = [0] * ranks
+        self._unread: dict[Any, None] = {}  # of ``sends.Sending``
+        self._looks = MOST
+
+    def lend(self, made: Any, slot: int, number: int, room: Room | None) -> None:
+        """Keep what a message needs until it was read: slot and room, or requests."""
+        made.slot, made.number, made.room = slot, number, room
+        self._unread[made] = None
+        self.unread[made.outgoing.dest] += made.outgoing.nbytes
+        # The limit grows with what is kept, so a message costs the same on average.
+        if len(self._unread) >= self._looks:
+            self.take_back()
+            self._looks = MOST + 2 * len(self._unread)
+
+    def take_back(self) -> None:
+        """Reuse the memory of messages that were read."""
+        with self._lock:
+            self._data.reap()
+            for each in [each for each in self._unread if self._was_read(each)]:
+                self.release(each)
+
+    def _was_read(self, made: Any) -> bool:
+        if made.slot == NO_SLOT:
+            return all([request.Test() for request in made._requests])
+        # A message may be refused before it was copied.
+        at, values = LINE * made.slot, self.words.values
+        return bool(min(values[at + READ], values[at + READY]) >= made.number)
+
+    def release(self, made: Any) -> None:
+        """Use the memory of a message again."""
+        del self._unread[made]
+        self.unread[made.outgoing.dest] -= made.outgoing.nbytes
+        self.give_back(made)
+        if made.slot != NO_SLOT:
+            self.words.give_back(made.slot)
+
+    def give_back(self, made: Any) -> None:
+        """Let other messages use a message's room, if it has one."""
+        room, made.room = made.room, None
+        if room is not None:
+            self.words.rooms.give_back(room)
+
+    def admits(self, outgoing: Any) -> bool:
+        """Return whether a message may be sent now; above the limit, only alone."""
+        dest, nbytes = outgoing.dest, outgoing.nbytes
+        if not self.limit or not nbytes or self.unread[dest] + nbytes <= self.limit:
+            return True
+        self.take_back()
+        before = self.unread[dest]
+        return not before or before + nbytes <= self.limit
+
+    def room_for(self, size: int) -> Room | None:
+        """Return room; look for messages that were read before it takes more memory.
+
+        It returns None if there are too many blocks.
+        """
+        rooms: Rooms = self.words.rooms
+        found = rooms.take_free(size)
+        if found is None:
+            self.take_back()
+            found = rooms.take(size)
+        return found
+
+
+class CopyStream:
+    """The stream of one communicator's copies, which may run beside the program's work.
+
+    Its events are used again, because to make one takes longer than to record it.
+
+    Attributes:
+        stream: its handle.
+    """
+
+    def __init__(self) -> None:
+        self._side = SideStream(0)
+        self.stream = self._side.stream
+        self._events: list[Event] = []  # those that are not in use
+
+    def event(self, stream: int) -> Event:
+        """Return the end of a stream's work so far."""
+        try:
+            found = self._events.pop()
+        except IndexError:
+            found = Event()
+        found.record(stream)
+        return found
+
+    def reuse(self, event: Event) -> None:
+        """Take back an event that no caller will query any more."""
+        self._events.append(event)
+
+    def settle(self) -> None:
+        """Wait for all copies."""
+        if not SIMULATED:
+            streams.synchronize(self.stream)
+
+    def close(self) -> None:
+        """Wait for all copies; there are none later."""
+        self.settle()
+        self._side.close()
 
 
 class Opened(NamedTuple):
@@ -224,11 +338,10 @@ def opened(handle: bytes, once: bool) -> Opened:
 _read: "deque[Opened]" = deque()  # blocks for one message, which was copied
 
 
-def copied(block: Opened | None) -> None:
-    """Note that a message was copied; unmap a block later that served only this one."""
-    if block is not None and block.once:
-        _read.append(block)
-        unmap_unused()
+def copied(block: Opened) -> None:
+    """Unmap a block later that served only one message, which was copied."""
+    _read.append(block)
+    unmap_unused()
 
 
 def unmap_unused() -> None:

@@ -28,11 +28,12 @@ import struct as struct_
 import threading
 from collections import deque
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import arrays, driver, driver_table, streams
+from numba_symm import arrays, driver, driver_table
 from numba_symm.backends.host import address_of, mapped, memory_file
 from numba_symm.collectives.kernels import message_copy
 from numba_symm.driver_table import WORD, struct
@@ -44,6 +45,7 @@ from numba_symm.mpi import packing, progress, rings, rooms
 from numba_symm.mpi.rings import (
     BLOCK,
     LINE,
+    NO_SLOT,
     OFFSET,
     ONCE,
     READ,
@@ -53,9 +55,6 @@ from numba_symm.mpi.rings import (
     Ring,
 )
 from numba_symm.mpi.rooms import Opened, Room, Rooms
-
-NO_SLOT = 1 << 32
-"""The slot of a message whose data MPI has, if it has any."""
 
 _NOWHERE = -1  # a number that no block has
 
@@ -94,14 +93,12 @@ class Envelope(NamedTuple):
     asks: int
 
 
+_envelope = partial(tuple.__new__, Envelope)  # in less time than ``Envelope(...)``
+
+
 def failure_of(status: int) -> BaseException:
     """Return the error of a launch that has failed."""
     return driver_table.raised() or driver.failure("cuLaunchKernelEx", status)
-
-
-def drop(requests: list[Any], request: Any) -> None:
-    """Remove a request from a list, if it is there. Requests that ended are equal."""
-    requests[:] = [each for each in requests if each is not request]
 
 
 class Words:
@@ -122,7 +119,7 @@ class Words:
         at: the address of the first word in this process.
         to: by place, this rank's ring there, and the bell.
         bell: this rank's.
-        publish: see ``rings.py``.
+        copy, publish: see ``rings.py``.
         look: see ``rings.py``: ``wait``.
     """
 
@@ -173,13 +170,13 @@ class Words:
         self.port.slots[:] = range(SLOTS * rank, SLOTS * (rank + 1))
         self.port.free = SLOTS
         self._entries = deque(range(BLOCKS))
-        self._take, self._copy = rings.compiled("take"), rings.compiled("copy")
+        self._take, self.copy = rings.compiled("take"), rings.compiled("copy")
         self.publish, self.look = rings.compiled("publish"), rings.compiled("wait")
         address = ctypes.addressof(self._memory)
         self.at, self._handles = address, address + int(memory.handles.offset)
         first = address + memory.bells.offset
         bells = [first + 8 * LINE * place for place in range(size)]
-        self.bell = bells[rank]
+        self.bell = self.port.bell = bells[rank]
         at, ring = address + memory.rings.offset, ctypes.sizeof(Ring)
         to = [at + ring * (place * size + rank) for place in range(size)]
         self.to = list(zip(to, bells, strict=True))
@@ -235,35 +232,6 @@ class Words:
     def store(self, slot: int, word: int, number: int) -> None:
         """Store a word."""
         self.values[LINE * slot + word] = number
-
-    def copy(
-        self,
-        target: int,
-        source: int,
-        nbytes: int,
-        stream: int,
-        slot: int,
-        word: int,
-        number: int,
-    ) -> None:
-        """Enqueue a copy, and the store of a word after it. One thread at a time.
-
-        Args:
-            target: the address.
-            source: the address of the data.
-            nbytes: its size; 0: only store the word.
-            stream: the stream's handle.
-            slot: of the message.
-            word: ``READY`` or ``READ``.
-            number: of the message.
-        """
-        if nbytes > message_copy.MOST:
-            streams.copy(target, source, nbytes, stream)
-            nbytes = 0
-        given = target, source, nbytes, stream, slot, word, number
-        status = self._copy(self.port_at, *given)
-        if status:
-            raise failure_of(status)
 
     def add(self, handle: bytes) -> int | None:
         """Return the number of a block of this rank; None: there are too many."""
@@ -324,10 +292,12 @@ class Words:
                     self._keep(inbox[0])
                     del inbox[0]
                     continue
-                matched = post.match(Envelope(post.ranks[place], *rest))
+                matched = post.match(_envelope((post.ranks[place], *rest)))
                 del inbox[0]
                 if matched is not None:
-                    drop(post.posted, matched)
+                    post.posted.pop(matched, None)
+                    if not matched._active:
+                        matched.receive_alone()
 
     def _keep(self, text: bytes) -> None:
         """Keep an envelope for a communicator that this rank has not made yet."""

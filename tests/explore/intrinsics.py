@@ -337,17 +337,14 @@ for _verb, _kinds in ATOMICS.items():
             globals()[_name] = _updates(_verb, _order, int(_kind[1:]) // 8)
 
 
-def _atomics(verb: str) -> list[Any]:
-    def of(order: str) -> Any:
-        change = _updates(verb, order, 8)
-        return lambda array, index, *values: change(array._place(index), *values)
+def _atomic(verb: str) -> Any:
+    def atomic(array: Any, index: Any, *values: int, order: str = "relaxed") -> Any:
+        return _updates(verb, order, 8)(array._place(index), *values)
 
-    return [of(order) for order in ATOMIC_ORDERS]
+    return atomic
 
 
-atomic_add, atomic_add_acquire, atomic_add_release = _atomics("add")
-atomic_exch, atomic_exch_acquire, atomic_exch_release = _atomics("exch")
-atomic_cas, atomic_cas_acquire, atomic_cas_release = _atomics("cas")
+atomic_add, atomic_exch, atomic_cas = _atomic("add"), _atomic("exch"), _atomic("cas")
 
 
 class _Index:

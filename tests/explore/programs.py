@@ -22,9 +22,9 @@ from numba_symm.device.counting import (
 )
 from numba_symm.device.intrinsics import (
     array_at,
-    atomic_add_release,
-    atomic_cas_acquire,
-    atomic_exch_release,
+    atomic_add,
+    atomic_cas,
+    atomic_exch,
     device_function,
     fence_acq_rel_sys,
     globaltimer,
@@ -158,10 +158,10 @@ def count_under_a_lock(lock: int, word: int, times: int) -> None:
     locks = array_at(lock, 1, None)
     if cuda.threadIdx.x == 0:
         for _ in range(times):
-            while atomic_cas_acquire(locks, 0, 0, 1) != 0:  # explore: lock
+            while atomic_cas(locks, 0, 0, 1, order="acquire") != 0:  # explore: lock
                 poll_pause(0)
             st_u64(word, ld_u64(word) + 1)
-            atomic_exch_release(locks, 0, 0)  # explore: unlock
+            atomic_exch(locks, 0, 0, order="release")  # explore: unlock
 
 
 @device_function
@@ -170,7 +170,7 @@ def last_one_reads(count: int, words: Any, rank: int, given: int, out: int) -> N
     counts = array_at(count, 1, None)
     if cuda.threadIdx.x == 0:
         st_u64(words[rank], ld_u64(given))
-        arrived = atomic_add_release(counts, 0, 1)  # explore: count
+        arrived = atomic_add(counts, 0, 1, order="release")  # explore: count
         if arrived == len(words) - 1:
             # It acquires what the counts before this one have released.
             fence_acq_rel_sys()  # explore: acquire-counts

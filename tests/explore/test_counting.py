@@ -8,7 +8,7 @@ from explore.source import device_code
 from explore.world import World
 
 CHUNKS = 5
-ADD_RELAXED = within("counting", "signal-add", "atomic_add_release", "atomic_add")
+ADD_RELAXED = within("counting", "signal-add", "'release'", "'relaxed'")
 RELAXED = within(
     "counting",
     "load-count",

@@ -15,9 +15,9 @@ from numba_symm.kernels import _device_files
 DECORATED = re.compile(
     r"^ *@.*\b(?:(?:device|array)_function|sliced\(\w+\))$", re.MULTILINE
 )
-NOT_EXPLORED = {"ptx", "sim", "gpu_checks", "packing", "pairs"}
+NOT_EXPLORED = {"ptx", "sim", "checks", "packing", "pairs", "block_collectives"}
 """Instructions, and checks of their arguments; kernels on one rank's arrays; plain
-arithmetic."""
+arithmetic; functions that only call what ``block_exchange`` makes."""
 
 
 def decorated(path):

@@ -104,6 +104,17 @@ def test_atomics_are_refused_where_links_have_none(monkeypatch):
         compiled(atomics.last_one_adds, WORDS)
 
 
+@cuda.jit
+def add_in_an_unknown_order(ctx, words):
+    symm.atomic_add(words, 0, 1, order="acq_rel")
+
+
+def test_another_order_of_an_atomic_does_not_compile():
+    text = "atomic_add: expected order to be 'relaxed', 'acquire', 'release', got .*acq"
+    with pytest.raises(TypingError, match=text):
+        compiled(add_in_an_unknown_order, WORDS)
+
+
 def waits(code):
     """Return the accesses of each loop that polls at system scope."""
     loops = [code.loop(load) for load in code.find(r"LDG\.E(\.64)?\.STRONG\.SYS")]

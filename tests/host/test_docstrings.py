@@ -39,6 +39,10 @@ def test_everything_public_has_a_docstring():
     assert lacking == []
 
 
+def test_the_package_lists_what_is_public():
+    assert set(dir(ns)) == {*ns.__all__, "__version__"}
+
+
 @pytest.mark.parametrize("name", operations.OPERATIONS)
 def test_an_operation_is_a_method_a_plan_and_a_row_of_the_table(name):
     for method in (name, f"{name}_init"):

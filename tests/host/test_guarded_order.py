@@ -20,7 +20,7 @@ from numba_symm.arrays import ArrayView
 from numba_symm.collectives import communicator, equality, lifetime, requests
 from numba_symm.engines import mpi as engine
 from numba_symm.errors import DriverError
-from numba_symm.mpi import host_only, jobs, parts, sends, win
+from numba_symm.mpi import host_only, jobs, messages, rooms, sends, win
 from numba_symm.sharing import received, sent
 from numba_symm.sharing.consumer import Reference
 from tests.executing import ExecutingDriver, Unordered
@@ -267,10 +267,10 @@ def test_mpi_moves_what_the_stream_has_stored(gpu):
     gpu.launch("after a failure", STREAM, MORE)
 
 
-@orders("mpi.parts.CopyStream.settle")
+@orders("mpi.rooms.CopyStream.settle")
 def test_the_stream_of_copies_is_destroyed_when_it_is_done(gpu):
-    gpu.take(parts)
-    of_messages = parts.CopyStream()
+    gpu.take(rooms)
+    of_messages = rooms.CopyStream()
     stream = of_messages.stream
     gpu.launch("a late copy", stream, (), MORE)
     of_messages.close()
@@ -287,13 +287,13 @@ def test_data_for_another_island_is_read_when_its_copy_has_ended(gpu):
     gpu.host("MPI", data.ctypes.data)()
 
 
-@orders("mpi.sends.Sends.idle")
+@orders("mpi.messages.Post.idle")
 def test_a_receive_asks_whether_a_stream_is_done(gpu):
-    gpu.take(sends)
+    gpu.take(messages)
     gpu.unready = {STREAM}
-    assert not sends.Sends.idle(None, STREAM)
+    assert not messages.Post.idle(None, STREAM)
     gpu.unready = set()
-    assert sends.Sends.idle(None, STREAM)
+    assert messages.Post.idle(None, STREAM)
     gpu.reads("the program")()
 
 

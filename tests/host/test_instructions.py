@@ -5,7 +5,7 @@ import re
 import pytest
 from explore import intrinsics
 
-from numba_symm.device import ptx, sim
+from numba_symm.device import host_atomics, ptx, sim
 from numba_symm.device.instructions import (
     CLOCK,
     ENDS,
@@ -22,9 +22,9 @@ from numba_symm.device.instructions import (
 SHUFFLE = "of_first_lane"  # only ``ptx.py`` uses it
 
 
-@pytest.mark.parametrize("module", [sim, intrinsics])
-def test_the_simulator_and_the_explorer_have_every_instruction(module):
-    assert TABLE.keys() - set(vars(module)) == {SHUFFLE}
+@pytest.mark.parametrize("modules", [(sim, host_atomics), (intrinsics,)])
+def test_the_simulator_and_the_explorer_have_every_instruction(modules):
+    assert TABLE.keys() - {name for each in modules for name in vars(each)} == {SHUFFLE}
     assert TABLE.keys() <= set(vars(ptx))
 
 

@@ -1,6 +1,7 @@
 """Postponed messages and rooms, with stubs of what they use: order, threads, ends."""
 
 import threading
+from collections import defaultdict
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -10,50 +11,48 @@ import pytest
 from numba_symm import streams
 from numba_symm.errors import ArgumentError, CollectiveTimeout, ExchangeError
 from numba_symm.mpi import progress, rooms
-from numba_symm.mpi.channels import Data
-from numba_symm.mpi.postponed import Postponed
-from numba_symm.mpi.sends import Sends, Unread
-from numba_symm.mpi.words import NO_SLOT, READY
+from numba_symm.mpi.messages import Post as Whole
+from numba_symm.mpi.progress import Data
+from numba_symm.mpi.rings import LINE, MATCHED, NO_SLOT, READ, READY
+from numba_symm.mpi.sends import Sending
 
 NUMBER, DEST, NBYTES, SLOT, COPIES = 7, 1, 64, 2, 0xC0
 
 
-class Post(Sends):
-    """The sending part of a communicator, whose steps are noted."""
+class Post(Whole):
+    """What sends need of a communicator, whose steps are noted."""
 
     def __init__(self, steps):
-        super().__init__(2)
         self.limit, self.timeout, self._freed, self.rank = NBYTES, 0, False, 0
+        self.unread, self._unread, self._looks = [0, NBYTES], {}, 99
         self._lock, self._data = threading.RLock(), object.__new__(Data)
-        self._data._tags = 100
+        self._data.tags = 100
         self._data.reap = lambda: None
         self._data.send = lambda data, *given: steps.append((data[0].size, *given))
-        self.unread[DEST] = NBYTES
         self.check_open = self.check = lambda *_: None
         self.steps, self.matched = steps, True
         self.outgoing = SimpleNamespace(
             stream=COPIES, settle=lambda: steps.append("settle")
         )
-        stored = {}
+        stored = defaultdict(int)
+
+        def store(slot, word, number):
+            stored[LINE * slot + word] = number
+
         self.words = SimpleNamespace(
             values=stored,
-            holds=lambda slot, word, number: stored.get((slot, word)) == number,
-            end=lambda slot, number: stored.update({(slot, READY): number}),
-            rooms=SimpleNamespace(give_back=lambda room: steps.append(room)),
+            holds=lambda slot, word, number: stored[LINE * slot + word] >= number,
+            end=lambda slot, number: store(slot, READY, number),
+            store=store,
+            rooms=SimpleNamespace(give_back=steps.append),
+            give_back=lambda slot: steps.append(("slot", slot)),
         )
-
-    def is_matched(self, *_):
-        return self.matched
 
     def idle(self, stream):
         return True
 
     def room_for(self, size):
         return "room"
-
-    def fill_room(self, room, outgoing, stream, *word):
-        assert self.unread[DEST] == 2 * NBYTES  # whoever looks meanwhile knows of it
-        self.steps.append((room, stream, *word))
 
 
 @pytest.fixture
@@ -62,16 +61,25 @@ def steps():
     return []
 
 
+class Message(Sending):
+    """A message whose copies are noted."""
+
+    def _fill(self, room, stream):
+        # Whoever looks meanwhile knows of it.
+        assert self.post.unread[DEST] == 2 * NBYTES
+        self.post.steps.append((room, stream, self.slot, self.number))
+
+
 @pytest.fixture
 def message(steps):
-    """A message to rank 1, whose envelope was sent."""
-    made = object.__new__(Postponed)
-    made.post, made._dest, made._nbytes, made._tag = Post(steps), DEST, NBYTES, 3
-    made._outgoing = SimpleNamespace(size=NBYTES)
-    made._array, made._asked, made._error = "array", [], None
-    made._tried = made._started = made._hurries = made.ended = False
+    """A message to rank 1, whose envelope was sent, and that a receive has matched."""
+    made = Message()
+    made.post, made.tag, made.slot, made.number = Post(steps), 3, SLOT, NUMBER
+    made.outgoing = SimpleNamespace(dest=DEST, nbytes=NBYTES, size=NBYTES)
+    made._array, made._asked, made._requests = "array", [], []
+    made._begun = made._matched = False
     made._after = SimpleNamespace(query=lambda: True)
-    made._message = Unread(NUMBER, DEST, NBYTES, SLOT, None, ["array"])
+    made.post.words.store(SLOT, MATCHED, NUMBER)
     return made
 
 
@@ -97,17 +105,32 @@ def test_a_copy_follows_what_wrote_the_array(message, steps):
     message.post.words.end(SLOT, NUMBER)
     assert message.advance()
     assert len(steps) == 1
-    kept = message._message
-    assert (message._array, kept.room, kept.used) == (None, None, [])
+    assert message._array is None
+
+
+def test_a_request_keeps_no_room_that_was_given_back(message, steps):
+    post = message.post
+    message.advance()
+    post.take_back()
+    assert message.room == "room"
+    for word in (READ, READY):
+        post.words.store(SLOT, word, NUMBER + 1)  # a later message has used the slot
+    post.take_back()
+    assert steps[1:] == ["room", ("slot", SLOT)]
+    assert message.room is None
+    assert message.advance()
+    assert post.unread[DEST] == NBYTES
+    post.take_back()
+    assert len(steps) == 3
 
 
 def test_a_message_waits_for_its_match_or_for_the_limit(message, steps):
     post = message.post
-    post.matched = False
+    post.words.store(SLOT, MATCHED, NUMBER - 1)
     assert not message.advance()
     assert not steps
     post.unread[DEST] = 0
-    post.fill_room = lambda *given: steps.append("copy")
+    message._fill = lambda *given: steps.append("copy")
     message.advance()
     assert steps == ["copy"]
 
@@ -127,14 +150,13 @@ def test_a_thread_with_another_gpu_fails_no_message_of_others(message):
 
     message.post.check_open = check_open
     assert not message.advance()
-    assert not message.ended
+    assert message._array
     assert message._error is None
-    for call in (lambda: message.wait("Wait"), message.hurry):
+    for call in (message.Wait, message.hurry):
         with pytest.raises(ArgumentError, match="expected GPU 0"):
             call()
-    assert not message.ended
-    message.post._freed = True
-    assert message.advance()
+    assert message._array
+    assert message
 
 
 def test_a_failed_message_keeps_only_its_slot_until_it_is_refused(message, steps):
@@ -144,41 +166,50 @@ def test_a_failed_message_keeps_only_its_slot_until_it_is_refused(message, steps
     def failing(*_):
         raise MemoryError
 
-    post.fill_room = failing
+    message._fill = failing
     assert message.advance()
     assert steps == ["settle", "room"]
     assert post.words.holds(SLOT, READY, NUMBER)
+    post.take_back()
     assert post.unread[DEST] == 2 * NBYTES  # until the receiver has answered
+    post.words.store(SLOT, READ, NUMBER)
+    post.take_back()
+    assert steps[2:] == [("slot", SLOT)]
+    assert post.unread[DEST] == NBYTES
     with pytest.raises(MemoryError):
-        message.raise_error()
+        message.Wait()
 
 
 def test_a_failed_message_to_another_island_ends_on_both_sides(message, steps):
     """The sender's parts are empty, so the receiver raises."""
-    message._message = message._message._replace(slot=NO_SLOT)
-    message._nbytes = (1 << 30) + 1
+    message.slot, message._hurries = NO_SLOT, True
+    message.outgoing.nbytes = (1 << 30) + 1
     assert message.advance()  # there are no items that could be copied
     assert steps == [(0, DEST, NUMBER)] * 2
     assert message.post.unread[DEST] == NBYTES
     with pytest.raises(AttributeError):
-        message.raise_error()
+        message.Wait()
 
 
 def test_a_dropped_message_raises_its_first_error(message):
     for text in "78":
         message.drop(ValueError(text))
     with pytest.raises(ValueError, match="7"):
-        message.raise_error()
+        message.Wait()
+    assert not message
 
 
 def test_only_a_send_that_needs_no_match_has_a_deadline(message):
     """Another receive may match a synchronous send at any later time."""
     message.post.timeout = 1e-9
+    message.post.words.end(SLOT, NUMBER)
     for matched, error in ((True, None), (False, CollectiveTimeout)):
-        looks = iter([False] * 3 + [True])
+        looks = iter([False] * 3 + [True] * 2)
         message.advance = lambda looks=looks: next(looks)
+        message._matched = matched
         with nullcontext() if error is None else pytest.raises(error):
-            message.wait("Wait", matched)
+            message._complete(None)
+        message._active, message._array = True, "array"
 
 
 def test_a_failed_allocation_frees_the_rooms_of_one_message(monkeypatch):
@@ -218,13 +249,13 @@ def test_a_thread_that_has_ended_is_replaced(monkeypatch):
         started.append(thread)
 
     monkeypatch.setattr(streams, "SIMULATED", True)
-    monkeypatch.setattr(progress, "_pending", [SimpleNamespace(advance=advance)])
+    monkeypatch.setattr(progress, "_pending", {})
     monkeypatch.setattr(progress, "_thread", ended)
     monkeypatch.setattr(progress.threads, "start", start)
     levels = {"Query_thread": lambda: 3, "THREAD_MULTIPLE": 3}
     stub = SimpleNamespace(**levels, Is_finalized=lambda: False)
     monkeypatch.setattr(progress, "MPI", stub)
-    progress.in_background(calls.append)
+    progress.add(MagicMock(advance=advance), calls.append)
     (thread,) = started
     thread.join(300)
     assert calls == ["Isend", "advance"]

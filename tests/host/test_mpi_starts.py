@@ -19,9 +19,9 @@ from numba_symm.engines import mpi as engine_of_mpi
 from numba_symm.engines.protocol import Parcel
 from numba_symm.launch import duplicates, tagged, waiting
 from numba_symm.launch.waiting import Wait
-from numba_symm.mpi import channels
-from numba_symm.mpi.channels import Channel, Data
+from numba_symm.mpi import progress
 from numba_symm.mpi.messages import Post
+from numba_symm.mpi.progress import Channel, Data
 from numba_symm.mpi.words import NO_SLOT, Envelope
 
 SIGNAL = signal.SIGUSR1
@@ -75,16 +75,15 @@ def test_a_receive_of_an_envelope():
     assert post._coming == [0]
 
 
-@pytest.mark.parametrize("matched", [False, True])
-def test_a_send_is_counted_and_its_data_kept(matched):
+def test_a_send_is_counted_and_its_data_kept():
     channel, data = Channel(Host()), b"data"
-    interrupted(channel.send, data, 1, matched=matched)
+    interrupted(channel.send, data, 1)
     assert [each[:2] for each in channel._kept] == [([0], data)]
     assert channel.sent == [0, 1]
 
 
-def test_each_part_of_data_is_received_once(monkeypatch):
-    monkeypatch.setattr(channels, "_PART", 2)
+def test_each_part_of_data_is_sent_and_received_once(monkeypatch):
+    monkeypatch.setattr(progress, "_PART", 2)
     data = Data(Host(), tags=8)
     room, requests = np.empty(5, np.uint8), []
     envelope = Envelope(1, tag=0, nbytes=5, slot=NO_SLOT, number=3, asks=0)
@@ -94,23 +93,28 @@ def test_each_part_of_data_is_received_once(monkeypatch):
     data.receive_parts(envelope, room, requests)
     assert data.taken == 3
     assert all(each[0] is requests for each in data._kept)
+    sends = []
+    for number in (1, 2, 3):
+        interrupted(data.send_parts, room, 1, 3, sends)
+        assert data.sent[1] == len(sends) == number
+    data.send_parts(room, 1, 3, sends)
+    assert data.sent[1] == 3
 
 
 def test_a_look_for_sent_data_leaves_a_receive_its_status():
     """It tells that the sender has failed."""
     comm, requests, status = MPI.COMM_SELF.Dup(), [], MPI.Status()
-    post = object.__new__(Post)
-    post._data = Data(comm, tags=8)
+    data = Data(comm, tags=8)
     envelope = Envelope(0, tag=0, nbytes=5, slot=NO_SLOT, number=3, asks=0)
-    post.receive_parts(envelope, np.empty(5, np.uint8), requests)
-    post._data.refuse_parts(5, 0, 3)
+    data.receive_parts(envelope, np.empty(5, np.uint8), requests, progress.seen)
+    data.refuse_parts(5, 0, 3)
     for _ in range(2):
-        post._data.reap()
+        data.reap()
     assert requests[0].Get_status(status)
     assert (status.source, status.Get_count(MPI.BYTE)) == (0, 0)
     requests[0].Wait()
-    post._data.reap()
-    assert not post._data.sends
+    data.reap()
+    assert not data.sends
     comm.Free()
 
 

@@ -107,7 +107,7 @@ def tree():
 
 def test_what_becomes_of_mutants(tree, monkeypatch):
     """Tests notice one, do not notice one, never end with one, and crash with one."""
-    monkeypatch.setattr(trees, "STUCK", 3)
+    monkeypatch.setattr(trees, "STUCK", 8)
     nearest = object.__new__(Nearest)
     nearest.root = ROOT
     tests = ("tests/host/test_trees.py", "tests/host/test_trees.py::of_another_tree[3]")

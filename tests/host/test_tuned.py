@@ -5,11 +5,8 @@ import re
 
 import pytest
 
-from numba_symm import environment
 from numba_symm.bench import tune
 from numba_symm.collectives import select, tuned
-from numba_symm.collectives.islands import measured
-from numba_symm.collectives.islands.measured import Starts
 from numba_symm.collectives.select import ALL, Choice, Step
 from numba_symm.command import compiling
 from numba_symm.dtypes import element
@@ -185,34 +182,3 @@ def test_kernels_are_compiled_for_the_limits_of_this_node():
     tuned.write(GPU, 2, MEASURED)
     assert jobs(GPU) != before
     assert jobs("") == before
-
-
-def test_what_is_measured_between_islands_is_read_for_its_engine(monkeypatch):
-    assert measured.read(GPU, "nccl") is None
-    first, second = Starts(600_000, 90_000), Starts(70_000, 9)
-    measured.write(GPU, "nccl", first)
-    measured.write(GPU, "mpi", second)
-    assert measured.read(GPU, "nccl") == first
-    assert measured.read(GPU, "mpi") == second
-    with pytest.warns(RuntimeWarning, match=f"is ignored: it is of {GPU}"):
-        assert measured.read("another", "mpi") is None
-
-
-@pytest.mark.parametrize(
-    "text", ["[", "[]", "{}", "[" * 100_000, '{"start": -1}', '{"start": 1e999}']
-)
-def test_a_damaged_file_of_islands_is_ignored(text):
-    measured.write(GPU, "mpi", Starts(5, 5))
-    good = measured.file().read_text()
-    if text.startswith('{"'):
-        text = re.sub(r'"start": 5', text[1:-1], good)
-    measured.file().write_text(text)
-    environment.warn_once.cache_clear()
-    with pytest.warns(RuntimeWarning, match="is ignored: it "):
-        assert measured.read(GPU, "mpi") is None
-
-
-def test_an_unreadable_file_of_islands_is_ignored():
-    measured.file().mkdir(parents=True)
-    with pytest.warns(RuntimeWarning, match="is ignored: it cannot be used"):
-        assert measured.read(GPU, "mpi") is None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from numba_symm.device import sim
+from numba_symm.device import sim, sim_views
 from numba_symm.errors import ArgumentError
 
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)
@@ -158,8 +158,8 @@ def test_a_store_writes_only_its_bytes_and_a_load_reads_them(size, names, memory
         (8, lambda at: sim.st_release_sys_u64(at, 0)),
         (16, sim.ld_v2_u64),
         (16, lambda at: sim.st_relaxed_sys_v2_u64(at, (0, 0))),
-        (4, lambda at: sim.array_at(at, 1, np.float32)),
-        (8, lambda at: sim.array_at(at, 1, np.complex128)),
+        (4, lambda at: sim_views.array_at(at, 1, np.float32)),
+        (8, lambda at: sim_views.array_at(at, 1, np.complex128)),
     ],
 )
 def test_an_access_at_half_its_width_is_refused(size, access, memory):
@@ -202,7 +202,7 @@ def test_a_packet_is_two_signed_words(memory):
 
 def test_an_array_views_its_address():
     host = np.arange(6, dtype=np.float32)
-    array = sim.array_at(host.ctypes.data, (2, 3), np.float32)
+    array = sim_views.array_at(host.ctypes.data, (2, 3), np.float32)
     array[1, 2] = 60
     assert host.tolist() == [0, 1, 2, 3, 4, 60]
 
@@ -219,8 +219,11 @@ def test_an_array_views_its_address():
 def test_what_a_gpu_cannot_compile_is_refused(shape, dtype, text):
     host = np.zeros(2)
     with pytest.raises(ArgumentError, match=text):
-        sim.array_at(host.ctypes.data, shape, dtype)
-    assert sim.array_at(host.ctypes.data, np.int64(2), host.dtype).tolist() == [0, 0]
+        sim_views.array_at(host.ctypes.data, shape, dtype)
+    assert sim_views.array_at(host.ctypes.data, np.int64(2), host.dtype).tolist() == [
+        0,
+        0,
+    ]
 
 
 def test_threads_have_an_index_over_all_dimensions():

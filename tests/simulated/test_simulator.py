@@ -387,7 +387,8 @@ def test_signals_outside_of_the_pad_are_refused(dst, channel):
     def kernel():
         signals.put_signal(ctx, dst, channel)
 
-    with pytest.raises(ArgumentError, match=r"ranks 0 to 1 and channels 0 to 127"):
+    text = "a rank of the context and channels 0 to 127"
+    with pytest.raises(ArgumentError, match=text):
         run(kernel, 1)
 
 
@@ -407,13 +408,13 @@ def test_arrays_beyond_a_peers_buffer_are_refused(comm):
     fill_peer[1, 1](ctx, 0, 5)
     assert (x.copy_to_host() == 7).all()
     for count in (6, 1 << 40):
-        text = rf"at most 40 bytes, .* got {8 * count} for shape \({count}, 2\) of "
+        text = f"an array of {8 * count} bytes: expected at most the buffer's"
         with pytest.raises(ArgumentError, match=text):
             fill_peer[1, 1](ctx, 0, count)
     for rank in (1, -1):
-        with pytest.raises(ArgumentError, match="expected ranks 0 to 0"):
+        with pytest.raises(ArgumentError, match=f"rank {rank}'s buffer: expected a"):
             ask_for[1, 1](ctx, rank)
-        with pytest.raises(ArgumentError, match="expected ranks 0 to 0"):
+        with pytest.raises(ArgumentError, match=f"rank {rank}'s buffer: expected a"):
             fill_peer[1, 1](ctx, rank, 1)
 
 

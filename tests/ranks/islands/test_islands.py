@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 import numba_symm as ns
 from numba_symm import backends, kernels
-from numba_symm.collectives import kernel_set
+from numba_symm.bench import tune
+from numba_symm.collectives import kernel_set, tuned
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.command import job
@@ -364,6 +365,15 @@ def test_islands_are_shown_and_split(world):
             there = [sorted(last - rank for rank in part) for part in comm.islands]
             assert turned.islands == tuple(map(tuple, reversed(there)))
             check_works(turned)
+
+
+def test_tune_refuses_several_islands(world, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv(SIZE, "1")
+    text = f"tune: expected ranks of one island, got {world.size} islands"
+    with pytest.raises(ns.ArgumentError, match=text):
+        tune.main(["--largest", "1K"])
+    assert not tuned.file().exists()
 
 
 @pytest.mark.skipif(not SIMULATED, reason="tests/gpu uses NCCL")

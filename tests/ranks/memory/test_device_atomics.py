@@ -30,17 +30,17 @@ def update_all(ctx, rounds, olds):
     for i in range(rounds):
         olds[i, thread] = symm.atomic_add(i32, (0, 0), 1)
         symm.atomic_add(u32, (1, 0), 0xFFFFFFFF)
-        symm.atomic_add_acquire(i64, 2 * 8, 1 << 33)
-        symm.atomic_add_release(u64, 3 * 8, 1 << 62)
+        symm.atomic_add(i64, 2 * 8, 1 << 33, order="acquire")
+        symm.atomic_add(u64, 3 * 8, 1 << 62, order="release")
         symm.atomic_add(f32, (4, 0), 0.5)
         symm.atomic_add(f64, 5 * 8, 0.25)
     symm.atomic_min(i32, (6, 0), -who)
     symm.atomic_max(u32, (7, -16), who + 0x80000000)
-    symm.atomic_min_release(i64, 8 * 8, -(1 << 40) - who)
-    symm.atomic_max_acquire(u64, 9 * 8, np.uint64(1 << 63) + np.uint64(who))
+    symm.atomic_min(i64, 8 * 8, -(1 << 40) - who, order="release")
+    symm.atomic_max(u64, 9 * 8, np.uint64(1 << 63) + np.uint64(who), order="acquire")
     bit = 1 << (who % 31)
-    symm.atomic_and_(i32, (10, 0), ~bit)
-    symm.atomic_or_release(u32, (11, 0), bit)
+    symm.atomic_and(i32, (10, 0), ~bit)
+    symm.atomic_or(u32, (11, 0), bit, order="release")
     symm.atomic_xor(i64, 12 * 8, bit)
     olds[rounds, thread] = symm.atomic_exch(u64, 13 * 8, who)
     # Which thread finds 0 depends on the schedule, but one does.
@@ -54,10 +54,13 @@ def count_under_a_lock(ctx, times, done):
         words = symm.peer_array(ctx, 0, 2, np.int64)
         for _ in range(times):
             tries = 0
-            while symm.atomic_cas_acquire(words, 0, 0, 1) != 0 and tries < 1 << 22:
+            while (
+                symm.atomic_cas(words, 0, 0, 1, order="acquire") != 0
+                and tries < 1 << 22
+            ):
                 tries += 1
             words[1] += 1
-            symm.atomic_exch_release(words, 0, 0)
+            symm.atomic_exch(words, 0, 0, order="release")
             done[0] += tries < 1 << 22
 
 
@@ -68,7 +71,7 @@ def last_one_adds(ctx, out):
         mine = symm.peer_array(ctx, ctx.rank, 2, np.int64)
         mine[1] = ctx.rank + 1
         counts = symm.peer_array(ctx, 0, 2, np.int64)
-        if symm.atomic_add_release(counts, 0, 1) == ctx.size - 1:
+        if symm.atomic_add(counts, 0, 1, order="release") == ctx.size - 1:
             symm.fence_acq_rel_sys()
             for r in range(ctx.size):
                 out[0] += symm.peer_array(ctx, r, 2, np.int64)[1]
@@ -145,19 +148,22 @@ def misuse(ctx, what):
     elif what == 1:
         symm.atomic_add(symm.peer_array(ctx, 0, 4, np.int32), 4, 1)
     elif what == 2:
-        symm.atomic_cas_acquire(symm.peer_array(ctx, 0, (2, 2), np.int32), 0, 1, 2)
+        symm.atomic_cas(symm.peer_array(ctx, 0, (2, 2), np.int32), 0, 1, 2)
     elif what == 3:
         symm.atomic_exch(symm.peer_array(ctx, 0, 4, np.int32), 1.5, 1)
-    else:
+    elif what == 4:
         symm.atomic_add(3, 0, 1)
+    else:
+        symm.atomic_xor(symm.peer_array(ctx, 0, 4, np.int32), 0, 1, order="acq_rel")
 
 
 REFUSED = [
     r"atomic_min: expected an array of int32, .*, got float32",
     r"atomic_add: expected an index within the shape \(4,\), got 4; a GPU does",
-    r"atomic_cas_acquire: expected 2 integers as the index, got 0",
+    r"atomic_cas: expected 2 integers as the index, got 0",
     r"atomic_exch: expected an index within the shape \(4,\), got 1\.5",
     r"atomic_add: expected an array of .* float64, got int",
+    r"atomic_xor: expected order to be 'relaxed', 'acquire', 'release', got 'acq_rel'",
 ]
 
 

@@ -161,9 +161,7 @@ def test_misuse_is_refused(comm):
     ctx = comm.rendezvous(comm.zeros(1, np.int64)).ctx
     other = symm.Team(-1, 1, ((comm.rank + 1) % comm.size,))
     if comm.size > 1:
-        with pytest.raises(
-            ns.ArgumentError, match=r"expected a team of rank \d or None"
-        ):
+        with pytest.raises(ns.ArgumentError, match="expected a team of this rank"):
             misuse[1, 1](ctx, other)
     text = "at most 1024 threads in the simulator, got 5 blocks of 256; launch fewer"
     with pytest.raises(ns.ArgumentError, match=f"grid_barrier: .* {text}"):

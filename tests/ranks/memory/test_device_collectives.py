@@ -274,13 +274,13 @@ def misuse(ws, what, out):
     out[0] = 1
 
 
-MISTAKES = [  # the launch; the simulator's text; that of a GPU in debug mode
-    ((1, 4), "", ""),
-    ((3, 4), "expected at most 2 blocks of 32 threads", "a collective in block 2 of 4"),
-    ((1, 64), "expected at most 2 blocks of 32", "a collective in block 0 of 64"),
-    ((1, 4), "expected at most 16 bytes of a thread", "thread has 8 vectors"),
-    ((1, 4), "expected a root from 0 to 0, got -1", "a broadcast from rank 16777215"),
-    ((1, 4), r"1 shards of equal size, got 4 and 64", "of 4 elements with an output"),
+MISTAKES = [  # the launch; the text
+    ((1, 4), ""),
+    ((3, 4), "a collective in block 2 of 4"),
+    ((1, 64), "a collective in block 0 of 64"),
+    ((1, 4), "thread has 8 vectors"),
+    ((1, 4), "a broadcast from rank (-1|16777215)"),  # a GPU's record has 24 bits
+    ((1, 4), "of 4 elements with an output of 64"),
 ]
 
 
@@ -289,7 +289,7 @@ def test_mistakes_are_found(world, what):
     if world.rank > 0:
         world.barrier()
         return
-    launch, simulated, on_gpu = MISTAKES[what]
+    launch, text = MISTAKES[what]
     with ns.Communicator(MPI.COMM_SELF, timeout=5, debug=True) as comm:
         ws, out = comm.device_workspace(2, 4, 64).ctx, flags()
         if what == 0:
@@ -297,11 +297,11 @@ def test_mistakes_are_found(world, what):
             comm.synchronize()
             assert get(out)[0, 0] == 1
         elif SIMULATED:
-            with pytest.raises(ns.ArgumentError, match=simulated):
+            with pytest.raises(ns.ArgumentError, match=text):
                 misuse[launch](ws, what, out[0])
         else:
             misuse[launch](ws, what, out[0])
-            with pytest.raises(ns.CollectiveError, match=on_gpu):
+            with pytest.raises(ns.CollectiveError, match=text):
                 comm.synchronize()
     world.barrier()
 

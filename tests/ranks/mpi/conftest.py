@@ -30,13 +30,6 @@ def copying_late(monkeypatch):
 
     def of(post):
         late, words, arrive = [], post.words, post.arrive
-        copy = words.copy
-
-        def copy_later(*given):
-            if READ in given[5:6]:
-                late.append(given)
-            else:
-                copy(*given)
 
         def arrive_later(port, *given):
             *place, number, _ = given
@@ -46,12 +39,10 @@ def copying_late(monkeypatch):
             return int(there)
 
         def begin():
-            monkeypatch.setattr(words, "copy", copy)
             monkeypatch.setattr(post, "arrive", arrive)
             while late:
-                copy(*late.pop(0))
+                words.copy(words.port_at, *late.pop(0))
 
-        monkeypatch.setattr(words, "copy", copy_later)
         monkeypatch.setattr(post, "arrive", arrive_later)
         return late, begin
 

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from threading import get_ident
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from numba_symm import mpi as MPI
 from numba_symm.errors import CollectiveTimeout, RankLeft
 from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
-from numba_symm.mpi import jobs, messages, sends
+from numba_symm.mpi import jobs, messages
 from numba_symm.mpi.pending import Receiving
 from numba_symm.mpi.rings import NONE
 from numba_symm.sharing import sent
@@ -123,8 +124,8 @@ def test_messages_ask_no_event_during_a_capture(comm, monkeypatch):
     """That would invalidate the capture."""
     asked = []
     monkeypatch.setattr(comm.post, "reap", lambda: asked.append(1))
-    monkeypatch.setattr(sends, "SIMULATED", False)
-    monkeypatch.setattr(sends.streams, "is_capturing", lambda stream: True)
+    monkeypatch.setattr(messages, "SIMULATED", False)
+    monkeypatch.setattr(messages.streams, "is_capturing", lambda stream: True)
     for call in (
         lambda: comm.Send(array(1), comm.rank),
         lambda: comm.Iprobe(comm.rank),
@@ -146,10 +147,10 @@ def test_two_threads(comm, monkeypatch):
             return True
 
         def advance(self):
-            comm.post.arriving.remove(self)
+            del comm.post.arriving[self]
             return self.query()
 
-    comm.post.arriving.append(Slow())
+    comm.post.arriving[Slow()] = None
     with ThreadPoolExecutor(2) as threads:
         for each in [threads.submit(comm.post.reap) for _ in range(2)]:
             each.result()
@@ -357,7 +358,7 @@ def test_free_waits_for_no_rank_that_has_left(world, apart, comm, monkeypatch):
     late = r"waited for other ranks in Free \(set-up timeout: 0.1 s\)"
     if stays:
         if other.rank == 0:  # of a copy that does not end
-            other.post.arriving.append(SimpleNamespace(advance=lambda: False))
+            other.post.arriving[MagicMock(advance=lambda: False)] = None
         with pytest.raises(MPI.Exception, match=late) as found:
             other.Free()
         assert isinstance(found.value.__cause__, CollectiveTimeout)

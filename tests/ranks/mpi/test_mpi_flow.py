@@ -8,7 +8,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.errors import CollectiveTimeout, RankLeft
-from numba_symm.mpi import progress
+from numba_symm.mpi import progress, sends
 from tests.interrupts import Interrupt
 from tests.ranks.helpers import needs_peers, of_one_island
 
@@ -107,6 +107,21 @@ def test_a_send_waits_for_its_receiver(limited, world):
     assert received(limited, left, 4) == received(limited, left, 4) == 4
 
 
+def test_a_message_without_data_is_never_postponed(limited, world):
+    """It needs no memory, and its order holds."""
+    right, left = around(limited)
+    for number in range(3):
+        limited.Bsend(array(number), right, 1)
+    limited.Send(array(9, 0), right, 1)  # no rank receives before
+    world.Barrier()
+    status, found = MPI.Status(), []
+    for _ in range(4):
+        out = array(255)
+        limited.Recv(out, left, 1, status)
+        found.append((status.Get_count(MPI.BYTE), value(out)))
+    assert found == [(SIZE, 0), (SIZE, 1), (SIZE, 2), (0, 255)]
+
+
 def test_later_receives_match_later_messages(limited, world):
     """No wait for one message is a wait for another one."""
     first, last = 0, limited.size - 1
@@ -169,8 +184,8 @@ def test_a_refused_message_keeps_nothing(limited, world, monkeypatch):
     def failing(*_):
         raise MemoryError
 
-    for way in ("send_data", "room_for"):  # to another island, and in an island
-        monkeypatch.setattr(limited.post, way, failing)
+    monkeypatch.setattr(sends.Sending, "_send_data", failing)  # to another island
+    monkeypatch.setattr(limited.post, "room_for", failing)  # in an island
     world.Barrier()
     with pytest.raises(MPI.Exception, match="could not send its message with tag"):
         limited.Recv(array(0), left, 2)
@@ -244,7 +259,7 @@ def test_two_ranks_that_send_before_they_receive(apart, monkeypatch):
 
 def test_free_lets_peers_receive_first(limited, monkeypatch):
     """Without the thread that moves messages on, too."""
-    monkeypatch.setattr(progress, "in_background", lambda enter: None)
+    monkeypatch.setattr(progress, "_stopped", True)
     right, left = around(limited)
     made = limited.Dup()
     requests = [made.Isend(array(tag), right, tag) for tag in range(5)]

@@ -7,7 +7,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm.mpi import channels, pending
+from numba_symm.mpi import pending, progress
 from numba_symm.mpi.rooms import LEAST
 from tests.ranks.helpers import needs_peers, of_one_island
 
@@ -170,7 +170,7 @@ def test_postponed_messages_of_all_islands(islands, monkeypatch):
 @pytest.mark.parametrize("islands", ["1"], indirect=True)
 def test_data_for_other_islands(islands, monkeypatch):
     """It is sent in parts, before the envelope that announces it."""
-    monkeypatch.setattr(channels, "_PART", 1000)
+    monkeypatch.setattr(progress, "_PART", 1000)
     comm, (right, left) = islands, around(islands)
     post, x, out = comm.post, array(*range(600)), array(*(-1 for _ in range(600)))
     comm.Sendrecv(x, right, 1, out, left, 1)

@@ -10,11 +10,10 @@ from numba import cuda
 
 from numba_symm import deferred
 from numba_symm import mpi as MPI
-from numba_symm.mpi import messages, p2p, sends
+from numba_symm.mpi import p2p, pending, sends
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.rings import NONE, Stack
+from numba_symm.mpi.rings import NO_SLOT, NONE, Stack
 from numba_symm.mpi.rooms import BLOCK, LEAST
-from numba_symm.mpi.words import NO_SLOT
 from numba_symm.sharing import collect, stats
 from tests.ranks.helpers import of_one_island
 
@@ -107,7 +106,7 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
     before = used()
     for owner, name, *without in (
         (words, "copy"),
-        (post, "announce"),
+        (sends.Sending, "_announce"),
         (words.rooms, "take_free"),
         (sends.streams, "copy_to_host", (words, "take", lambda: NO_SLOT)),
     ):
@@ -241,7 +240,7 @@ def test_persistent_messages_read_their_arguments_once(own, monkeypatch):
         assert prepare(x, MPI.PROC_NULL)
     requests = own.Recv_init(out, own.rank, 1), own.Send_init(x, own.rank, 1)
     monkeypatch.delattr(p2p, "message")
-    monkeypatch.delattr(messages, "message")
+    monkeypatch.delattr(pending.buffers, "message")
     MPI.Prequest.Startall(requests)
     MPI.Request.Waitall(iter(requests))  # an iterator ends after one pass
     assert out.copy_to_host().tolist() == [0, 1, 2]
@@ -251,13 +250,61 @@ def test_a_receive_whose_request_was_freed_stands_for_itself_alone(comm):
     """Requests that ended are equal, and each keeps its own place."""
     own, out = comm.Dup(), cuda.to_device(np.zeros(1, "i4"))
     requests = [own.Irecv(out, own.rank, tag) for tag in (1, 2)]
-    first = own.post.posted[0]
+    (first, _) = own.post.posted
     for each in requests:
         each.Free()
     own.Send(cuda.to_device(np.ones(1, "i4")), own.rank, 2)
     assert not own.Iprobe(own.rank, 2)  # the second one has it
-    assert own.post.posted == [first]
-    assert own.post.posted[0] is first
+    (left,) = own.post.posted
+    assert left is first
     words, context = own.post.words, own.post.context
     own.Free()
     assert context not in words.posts  # nothing keeps a communicator that was freed
+
+
+def test_a_receive_that_was_freed_before_its_match_gets_its_message(own):
+    """Its sender would keep the memory of the message otherwise."""
+    right, left = around(own)
+    out, short, end = array(-1), array(-1), time.monotonic() + 60
+    for tag, room in enumerate((out, short)):
+        own.Irecv(room, left, tag).Free()
+    own.Barrier()
+    own.Send(array(5), right, 0)
+    own.Send(array(6, 7), right, 1)  # is refused, and nobody waits for the error
+    while own.post.unread[right] or own.post.posted or own.post.arriving:
+        assert time.monotonic() < end
+        own.Iprobe()
+    assert out.copy_to_host()[0] == 5
+    assert short.copy_to_host()[0] == -1
+
+
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_an_interrupt_right_after_a_launch_loses_no_memory(own, monkeypatch, in_steps):
+    words, post, out = own.post.words, own.post, array(-1)
+    own.Sendrecv(array(1), own.rank, 1, out, own.rank, 1)
+    stack = words.rooms.stack(LEAST)
+
+    def free():
+        post.take_back()
+        return words.port.free, stack.free
+
+    before = free()
+    with monkeypatch.context() as patch:
+        owner, name = (words, "copy") if in_steps else (post, "_send")
+        plain = getattr(owner, name)
+
+        def interrupted(*given):
+            plain(*given)
+            raise KeyboardInterrupt
+
+        if in_steps:
+            patch.setattr(post, "_send", lambda *_: NONE)
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            own.Send(array(2), own.rank, 2)
+    if in_steps:
+        assert not own.Iprobe(own.rank, 2)  # its envelope was not sent
+    else:
+        own.Recv(out, own.rank, 2)
+        assert out.copy_to_host()[0] == 2
+    assert free() == before

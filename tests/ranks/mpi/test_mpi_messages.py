@@ -10,7 +10,7 @@ from numba import cuda
 from numba_symm import mpi as MPI
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
-from numba_symm.mpi import sends
+from numba_symm.mpi import messages, pending
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.rooms import BLOCK, LEAST
 from tests.ranks.helpers import needs_peers, of_one_island
@@ -167,8 +167,9 @@ def test_a_refused_receive_takes_no_message(comm, monkeypatch):
     comm.Send(array(8), right, 2)
     found = comm.Mprobe(left, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(sends, "SIMULATED", False)
-        patch.setattr(sends.streams, "is_capturing", lambda stream: True)
+        for module in (messages, pending):
+            patch.setattr(module, "SIMULATED", False)
+        patch.setattr(messages.streams, "is_capturing", lambda stream: True)
         for call in (
             lambda: comm.Send(array(9), right, 3),
             lambda: comm.Irecv(room(1), left, 3),

@@ -1,7 +1,7 @@
 """Schedules of calls over several islands as data.
 
 A schedule is what one rank enqueues for a call: a list of the steps below. It needs no
-other rank, so there may be as many islands as a model or a test wants.
+other rank, so there may be as many islands as a test wants.
 """
 
 from collections.abc import Iterator, Sequence
