@@ -25,7 +25,7 @@ class Array(np.ndarray[Any, Any]):
     def of(cls, region: Area, shape: Any, dtype: Any, offset: int = 0) -> "Array":
         """Return the C-contiguous array at an offset of a region."""
         dtype = np.dtype(dtype)
-        shape = shape if isinstance(shape, tuple) else (int(shape),)
+        shape = _tuple(shape)
         nbytes = math.prod(shape) * dtype.itemsize
         if offset + nbytes > region.nbytes:
             raise Fault(
@@ -174,6 +174,19 @@ def _broadcast(values: Any, shape: tuple[int, ...], place: tuple[int, ...]) -> A
         0 if length == 1 else i for i, length in zip(kept, values.shape, strict=True)
     )
     return values[at]
+
+
+def allocated(name: str, rank: int, shape: Any, dtype: Any, *, unset: bool) -> Area:
+    """Return new memory of a rank for an array."""
+    dtype, shape = np.dtype(dtype), _tuple(shape)
+    nbytes = math.prod(shape) * dtype.itemsize
+    region = machine.running().memory.allocate(name, nbytes, dtype.itemsize, unset)
+    region.rank, region.shape, region.dtype = rank, shape, dtype
+    return region
+
+
+def _tuple(shape: Any) -> tuple[int, ...]:
+    return tuple(shape) if isinstance(shape, tuple | list) else (int(shape),)
 
 
 def converted(dtype: Any, value: Any) -> Any:

@@ -6,13 +6,12 @@ collective copies and reduces when all ranks' streams have reached it; it orders
 comes before it on the ranks that send before what comes after it on those that receive.
 """
 
-import math
 from collections import deque
 from typing import Any
 
 import numpy as np
 
-from numba_symm.explore.arrays import Array, unsupported
+from numba_symm.explore.arrays import Array, allocated, unsupported
 from numba_symm.explore.faults import CodePlace, Fault
 from numba_symm.explore.machine import Machine, running
 from numba_symm.explore.memory import Area
@@ -217,15 +216,9 @@ class Host:
         self, shape: Any, dtype: Any, *, unset: bool = False, what: str = "an array"
     ) -> Array:
         """Return a new array of this rank."""
-        dtype = np.dtype(dtype)
-        shape = tuple(shape) if isinstance(shape, tuple | list) else (int(shape),)
-        nbytes = math.prod(shape) * dtype.itemsize
-        execution = running()
-        region = execution.memory.allocate(
-            f"{what} of rank {self.rank}", nbytes, dtype.itemsize or 1, unset
-        )
-        region.rank, region.shape, region.dtype = self.rank, shape, dtype
-        region.made = execution.site()
+        name = f"{what} of rank {self.rank}"
+        region = allocated(name, self.rank, shape, dtype, unset=unset)
+        region.made = running().site()
         return Array.of(region, shape, dtype)
 
 

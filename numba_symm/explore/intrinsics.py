@@ -114,10 +114,11 @@ def _update(verb: str, kind: str, order: str) -> Callable[..., Any]:
     return update
 
 
-def _atomic(name: str, verb: str, default: str) -> Callable[..., Any]:
+def _atomic(verb: str) -> Callable[..., Any]:
     """Return an atomic operation on an array's element."""
+    name = f"atomic_{verb}"
 
-    def atomic(array: Any, index: Any, *values: Any, order: str = default) -> Any:
+    def atomic(array: Any, index: Any, *values: Any, order: str = RELAXED) -> Any:
         known = {_dtype(kind) for kind in ATOMICS[verb]}
         if not isinstance(array, Array) or array.dtype not in known:
             what = getattr(array, "dtype", type(array).__name__)
@@ -259,10 +260,6 @@ def _instructions() -> dict[str, Any]:
     found |= {"ld_v2_u64": ld_v2, "ld_any_v2_u64": ld_v2, "ld_v4_u32": ld_v4}
     found |= {"st_v2_u64": st_v2, "st_any_v2_u64": st_v2}
     found |= {"ld_relaxed_sys_v2_u64": ld_pair, "st_relaxed_sys_v2_u64": st_pair}
-    for verb, kinds in ATOMICS.items():
-        for order in ATOMIC_ORDERS:
-            for kind in kinds:
-                found[atomic_name(verb, order, kind)] = _update(verb, kind, order)
     return found | {
         "sliced": lambda form: lambda function: function,
         "array_at": _array_at,
@@ -293,16 +290,21 @@ def _instructions() -> dict[str, Any]:
 
 
 def _replace(functions: dict[str, Any], module: ModuleType) -> None:
-    module.__dict__.update(functions)
+    """Replace what a module of device functions defines or imports."""
+    for name in functions.keys() & module.__dict__.keys():
+        setattr(module, name, functions[name])
 
 
-def _prepare_sim(module: ModuleType) -> None:
-    _replace(_instructions(), module)
-    for name in [name for name in vars(module) if name.startswith("atomic_")]:
-        verb, _, order = name.removeprefix("atomic_").partition("_")
-        if verb in ATOMICS:
-            function = _atomic(name, verb, order or RELAXED)
-            setattr(module, name, function)
+def _atomics() -> ModuleType:
+    """Return what replaces ``host_atomics.py``."""
+    module = ModuleType(f"{DEVICE}.host_atomics")
+    for verb, kinds in ATOMICS.items():
+        setattr(module, f"atomic_{verb}", _atomic(verb))
+        for order in ATOMIC_ORDERS:
+            for kind in kinds:
+                update = _update(verb, kind, order)
+                setattr(module, atomic_name(verb, order, kind), update)
+    return module
 
 
 def _source(name: str) -> Source | None:
@@ -329,20 +331,14 @@ def device() -> Modules:
     known = {
         "numba_symm": ModuleType("numba_symm"),
         "numba_symm.environment": simulated,
-        f"{DEVICE}.host_atomics": SimpleNamespace(function=None),
+        f"{DEVICE}.host_atomics": _atomics(),
         "numba": numba,
         "numba.cuda": numba.cuda,
     }
     modules = Modules(known, _source, {})
-    replaced: dict[str, dict[str, Any]] = {
-        "polling": {"make_wait": make_wait, "fail": fail},
-        "packets": {"make_poll": make_poll},
-        "packet_puts": {"_receive": _receive},
-        "sim_checks": {"check_grid": lambda: None},
-    }
-    for name, functions in replaced.items():
-        prepare = functools.partial(_replace, functions)
-        modules.prepare[f"{DEVICE}.{name}"] = prepare
-    modules.prepare[f"{DEVICE}.sim"] = _prepare_sim
+    replaced = _instructions()
+    replaced |= {"make_wait": make_wait, "fail": fail, "make_poll": make_poll}
+    replaced["_receive"] = _receive
+    modules.prepare = functools.partial(_replace, replaced)
     modules.load(DEVICE)
     return modules

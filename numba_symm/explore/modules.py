@@ -25,6 +25,7 @@ class Modules:
         known: the modules so far, by name.
         find: returns the source of a module, or None: it is imported as usual.
         names: more names that modules have as built-in ones.
+        prepare: is called with each executed module.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Modules:
             "__import__": self._import,
             **names,
         }
-        self.prepare: dict[str, Callable[[ModuleType], None]] = {}
+        self.prepare: Callable[[ModuleType], None] | None = None
 
     def execute(self, name: str, source: Source, run_as: str | None = None) -> Any:
         """Execute a module, and return it."""
@@ -50,8 +51,8 @@ class Modules:
         module.__package__ = name if package else name.rpartition(".")[0]
         self.known[name] = module
         exec(code, module.__dict__)
-        if name in self.prepare:
-            self.prepare[name](module)
+        if self.prepare is not None:
+            self.prepare(module)
         return module
 
     def load(self, name: str) -> Any:

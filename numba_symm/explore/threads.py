@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm.explore.arrays import Array, unsupported
+from numba_symm.explore.arrays import Array, allocated, unsupported
 from numba_symm.explore.faults import Fault, Files
 from numba_symm.explore.machine import Fiber, running
 from numba_symm.explore.memory import Area
@@ -203,40 +203,25 @@ def _frozen(value: Any, depth: int) -> Any:
 def shared_array(shape: Any, dtype: Any) -> Array:
     """Return the block's array of a call's place in the program."""
     mine, execution = me(), running()
-    dtype, name = (
-        np.dtype(dtype),
-        f"rank {execution.me().rank} block {mine.block_index}",
-    )
-    shape = shape if isinstance(shape, tuple) else (int(shape),)
-    nbytes = math.prod(shape) * dtype.itemsize
     place: Any = caller(execution.files)
-    if nbytes == 0:  # all of these arrays are the launch's dynamic shared memory
-        place, nbytes = "dynamic", mine.grid.dynamic
-        shape = (nbytes // dtype.itemsize,)
-    key = mine.block_index, place
-    region = mine.grid.shared.get(key)
-    if region is None:
-        region = execution.memory.allocate(
-            f"a shared array of {name}", nbytes, dtype.itemsize, unset=True
-        )
-        region.shape, region.dtype, region.rank = shape, dtype, execution.me().rank
-        mine.grid.shared[key] = region
-    return Array.of(region, shape, dtype)
+    if shape == 0:  # all of these arrays are the launch's dynamic shared memory
+        place, shape = "dynamic", mine.grid.dynamic // np.dtype(dtype).itemsize
+    rank, block = execution.me().rank, mine.block_index
+    name = f"a shared array of rank {rank} block {block}"
+    return _kept(mine.grid.shared, (block, place), name, shape, dtype)
 
 
 def local_array(shape: Any, dtype: Any) -> Array:
     """Return the thread's own array of a call's place in the program."""
-    mine, execution = me(), running()
-    dtype, place = np.dtype(dtype), caller(execution.files)
-    shape = shape if isinstance(shape, tuple) else (int(shape),)
-    region = mine.own.get(place)
-    if region is None:
-        region = execution.memory.allocate(
-            f"a local array of {execution.me().name.text}",
-            math.prod(shape) * dtype.itemsize,
-            dtype.itemsize,
-            unset=True,
-        )
-        region.shape, region.dtype, region.rank = shape, dtype, execution.me().rank
-        mine.own[place] = region
-    return Array.of(region, shape, dtype)
+    execution = running()
+    name = f"a local array of {execution.me().name.text}"
+    return _kept(me().own, caller(execution.files), name, shape, dtype)
+
+
+def _kept(
+    arrays: dict[Any, Area], key: Any, name: str, shape: Any, dtype: Any
+) -> Array:
+    """Return an array in memory that is allocated once."""
+    if key not in arrays:
+        arrays[key] = allocated(name, running().me().rank, shape, dtype, unset=True)
+    return Array.of(arrays[key], shape, dtype)

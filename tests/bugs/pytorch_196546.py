@@ -16,7 +16,7 @@ def clear(pad):
 @cuda.jit
 def exchange(ctx, out):
     right = (ctx.rank + 1) % ctx.size
-    symm.atomic_exch_release(symm.peer_array(ctx, right, 2, np.int64), 0, 1)
+    symm.atomic_exch(symm.peer_array(ctx, right, 2, np.int64), 0, 1, order="release")
     mine = symm.peer_array(ctx, ctx.rank, 2, np.int64)
     out[0] = symm.wait_until_at(ctx, mine, 0, symm.EQ, 1)
 

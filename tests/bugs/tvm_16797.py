@@ -17,7 +17,7 @@ def reset(ctx):
 @cuda.jit
 def barrier(ctx):
     for r in range(ctx.size):
-        symm.atomic_add_release(symm.peer_array(ctx, r, 1, np.int32), 0, 1)
+        symm.atomic_add(symm.peer_array(ctx, r, 1, np.int32), 0, 1, order="release")
     mine = symm.peer_array(ctx, ctx.rank, 1, np.int32)
     symm.wait_until_at(ctx, mine, 0, symm.GE, ctx.size)
 

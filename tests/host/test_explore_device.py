@@ -252,16 +252,16 @@ def test_a_lock_by_compare_and_swap(tmp_path):
     @cuda.jit
     def kernel(ctx, out):
         words = symm.peer_array(ctx, 0, 4, np.int64)
-        while symm.atomic_cas{acquire}(words, 0, 0, 1) != 0:
+        while symm.atomic_cas(words, 0, 0, 1, order="{order}") != 0:
             pass
         words[1] += 1
-        symm.atomic_exch_release(words, 0, 0)
+        symm.atomic_exch(words, 0, 0, order="release")
         out[0] = 1
     """
-    right = run(tmp_path, kernel.format(acquire="_acquire"), "", [2, 3], "[1, 1]")
+    right = run(tmp_path, kernel.format(order="acquire"), "", [2, 3], "[1, 1]")
     assert right.complete, str(right)
     assert [each.orders for each in right.coverage] == [2, 6]
-    wrong = run(tmp_path, kernel.format(acquire=""), "", 2, "[1, 1]")
+    wrong = run(tmp_path, kernel.format(order="relaxed"), "", 2, "[1, 1]")
     assert wrong.fault.kind == "race"
 
 
