@@ -11,8 +11,8 @@ from numba_symm.explore.arrays import Array, unsupported
 from numba_symm.explore.faults import Fault
 from numba_symm.explore.host import (
     PAD_CHANNELS,
+    AllRanks,
     Enqueued,
-    Job,
     RankStream,
     host,
 )
@@ -211,7 +211,7 @@ def _reduced(op: Any, given: Sequence[Any]) -> Any:
         return (found / len(given) if op == "avg" else found).astype(dtype)
 
 
-def _pad(world: Job, region: Area, rank: int) -> Area:
+def _pad(world: AllRanks, region: Area, rank: int) -> Area:
     """Return the signal pad of an allocation."""
     pad = world.pads.get(region)
     if pad is None:
@@ -237,7 +237,7 @@ def _slot(size: int, offset: int) -> tuple[str, int, int]:
 class ExploredMemory:
     """Stand-in for ``numba_symm.SymmetricMemory``."""
 
-    def __init__(self, world: Job, ctx: Any):
+    def __init__(self, world: AllRanks, ctx: Any):
         self._world, self.ctx = world, ctx
         self.rank, self.world_size = ctx.rank, ctx.size
         self.buffer_size = ctx.buffer_size

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from numba_symm.explore.arrays import Array
 from numba_symm.explore.faults import CodePlace, Fault, Files, frame_of
-from numba_symm.explore.machine import Fiber, Machine
+from numba_symm.explore.machine import Machine
 from numba_symm.explore.memory import (
     ACQUIRE,
     AWAIT,
@@ -22,7 +22,7 @@ from numba_symm.explore.memory import (
     Strong,
     Value,
 )
-from numba_symm.explore.observers import Name
+from numba_symm.explore.observers import Fiber, Name
 
 
 class TracedStep(NamedTuple):

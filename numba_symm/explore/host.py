@@ -58,7 +58,7 @@ class RankStream:
         return self._running is None and not self._queue
 
 
-class Job:
+class AllRanks:
     """What the ranks of an execution share.
 
     Attributes:
@@ -163,7 +163,7 @@ class Enqueued:
 class Host:
     """A rank's host thread: what it has made, and its stream."""
 
-    def __init__(self, world: Job, rank: int):
+    def __init__(self, world: AllRanks, rank: int):
         self.world, self.rank = world, rank
         self.stream = RankStream(world.machine, rank)
         self._counts: dict[Any, int] = {}

@@ -5,7 +5,6 @@ need no choice run at once, in any order. When all others wait, a *chooser* pick
 thread whose strong access is next, and the value that it loads.
 """
 
-import contextlib
 import math
 import time
 from collections import deque
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-from greenlet import getcurrent, greenlet
+from greenlet import getcurrent
 
 from numba_symm.explore import faults
 from numba_symm.explore.faults import CodePlace, Ended, Fault, Files
@@ -28,9 +27,8 @@ from numba_symm.explore.memory import (
     Area,
     MemoryModel,
     Strong,
-    Word,
 )
-from numba_symm.explore.observers import Name, Numbers, Observer
+from numba_symm.explore.observers import Fiber, Name, Numbers, Observer
 
 MOST_STEPS = 200_000
 """The strong accesses of one execution; a program that makes more never ends."""
@@ -57,75 +55,6 @@ class Chooser(Protocol):
 
     def repeats(self) -> None:
         """Note that a thread polls again, although it could have seen more."""
-
-
-class Fiber(Observer):
-    """A thread of a kernel or of a host.
-
-    Attributes:
-        op: the strong access that it wants to make.
-        state: what it does, for reports: a text and where.
-        seen: how long the list of its reads was, by its state at a load.
-        loads: its strong reads since it last changed anything.
-        polling: the places of a loop in which it waits, with the values it has seen.
-        phase: how many barriers it has passed.
-        where: its last weak access, which it has repeated ``again`` times.
-        peek: the value for a predicate of ``Machine.wait``, whose access is ``probed``.
-        local: what stand-ins keep for it.
-    """
-
-    def __init__(self, machine: "Machine", name: Name, clock: Any, body: Any):
-        super().__init__(machine, name, clock)
-        self._body = body
-        self._greenlet = greenlet(self._run, machine.main)
-        self.started = self.done = False
-        self.op: Strong | None = None
-        self.state: tuple[str, CodePlace] = ("has not started", faults.NOWHERE)
-        self.seen: dict[Any, int] = {}
-        self.loads: list[tuple[Strong, Word, int]] = []
-        self.polling: list[tuple[Strong, Word, int]] = []
-        self.phase = 0
-        self.where: Any = None
-        self.again = 0
-        self.peek: int | None = None
-        self.probed: Any = None
-        self.result: Any = None
-        self.local: Any = None
-
-    def _run(self) -> None:
-        machine = self.machine
-        try:
-            with np.errstate(all="ignore"):  # integers overflow as on a GPU
-                self._body()
-            self.done = True
-        except Ended:
-            pass
-        except (Exception, Fault, SystemExit) as error:
-            if isinstance(error, SystemExit) and not error.code:
-                self.done = True
-            else:
-                machine.error = machine.error or error
-
-    def switch(self, value: Any = None) -> None:
-        """Run the thread until it stops for something."""
-        self._greenlet.switch(value) if self.started else self._start()
-
-    def _start(self) -> None:
-        self.started = True
-        self._greenlet.switch()
-
-    def stop(self) -> None:
-        """End the thread."""
-        if self.started and not self._greenlet.dead:
-            with contextlib.suppress(Exception):
-                self._greenlet.throw(Ended)
-        self._body = None
-
-    def changed(self) -> None:
-        """Note that the thread does not only poll."""
-        if self.loads:
-            self.seen.clear()
-            self.loads.clear()
 
 
 _running: list["Machine"] = []

@@ -5,9 +5,14 @@ happened before, as the memory model defines it. The second, ``past``, contains 
 steps of the execution on which the observer's state depends.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 import numpy as np
+from greenlet import greenlet
+
+from numba_symm.explore.faults import NOWHERE, CodePlace, Ended, Fault
+from numba_symm.explore.memory import Strong, Word
 
 
 class Full(Exception):
@@ -85,3 +90,72 @@ class Observer:
         """Return the rank of the thread with a number."""
         names: list[Name] = self.machine.numbers.names
         return names[number].rank
+
+
+class Fiber(Observer):
+    """A thread of a kernel or of a host.
+
+    Attributes:
+        op: the strong access that it wants to make.
+        state: what it does, for reports: a text and where.
+        seen: how long the list of its reads was, by its state at a load.
+        loads: its strong reads since it last changed anything.
+        polling: the places of a loop in which it waits, with the values it has seen.
+        phase: how many barriers it has passed.
+        where: its last weak access, which it has repeated ``again`` times.
+        peek: the value for a predicate of ``Machine.wait``, whose access is ``probed``.
+        local: what stand-ins keep for it.
+    """
+
+    def __init__(self, machine: Any, name: Name, clock: Any, body: Any):
+        super().__init__(machine, name, clock)
+        self._body = body
+        self._greenlet = greenlet(self._run, machine.main)
+        self.started = self.done = False
+        self.op: Strong | None = None
+        self.state: tuple[str, CodePlace] = ("has not started", NOWHERE)
+        self.seen: dict[Any, int] = {}
+        self.loads: list[tuple[Strong, Word, int]] = []
+        self.polling: list[tuple[Strong, Word, int]] = []
+        self.phase = 0
+        self.where: Any = None
+        self.again = 0
+        self.peek: int | None = None
+        self.probed: Any = None
+        self.result: Any = None
+        self.local: Any = None
+
+    def _run(self) -> None:
+        machine = self.machine
+        try:
+            with np.errstate(all="ignore"):  # integers overflow as on a GPU
+                self._body()
+            self.done = True
+        except Ended:
+            pass
+        except (Exception, Fault, SystemExit) as error:
+            if isinstance(error, SystemExit) and not error.code:
+                self.done = True
+            else:
+                machine.error = machine.error or error
+
+    def switch(self, value: Any = None) -> None:
+        """Run the thread until it stops for something."""
+        self._greenlet.switch(value) if self.started else self._start()
+
+    def _start(self) -> None:
+        self.started = True
+        self._greenlet.switch()
+
+    def stop(self) -> None:
+        """End the thread."""
+        if self.started and not self._greenlet.dead:
+            with contextlib.suppress(Exception):
+                self._greenlet.throw(Ended)
+        self._body = None
+
+    def changed(self) -> None:
+        """Note that the thread does not only poll."""
+        if self.loads:
+            self.seen.clear()
+            self.loads.clear()

@@ -13,7 +13,7 @@ from numba_symm.explore import intrinsics
 from numba_symm.explore.arrays import unsupported
 from numba_symm.explore.communicator import ExploredCommunicator
 from numba_symm.explore.faults import CodePlace, Fault, Unsupported
-from numba_symm.explore.host import Host, Job
+from numba_symm.explore.host import AllRanks, Host
 from numba_symm.explore.machine import Chooser, Machine
 from numba_symm.explore.modules import Modules, Source
 from numba_symm.explore.mpi import make_mpi
@@ -105,7 +105,7 @@ class Program:
             name.removeprefix(prefix): module
             for name, module in intrinsics.device().known.items()
         }
-        world = Job(machine, self.ranks, device)
+        world = AllRanks(machine, self.ranks, device)
         for rank in range(self.ranks):
             name = Name(rank, None, 0, f"the host of rank {rank}")
             thread = machine.start(name, machine.clock(), lambda: self._run(machine))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from numba_symm.explore.faults import Fault, Pruned
-from numba_symm.explore.machine import Fiber, Machine
+from numba_symm.explore.machine import Machine
 from numba_symm.explore.memory import (
     AWAIT,
     CHANGES,
@@ -30,6 +30,7 @@ from numba_symm.explore.memory import (
     Word,
     teaches_less,
 )
+from numba_symm.explore.observers import Fiber
 
 _UNDECIDED = -2
 

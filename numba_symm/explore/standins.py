@@ -195,7 +195,7 @@ def make_cuda() -> StandIn:
         f"{verb}_" if verb in ("and", "or") else verb: _atomic(verb) for verb in verbs
     }
     atomic = StandIn("cuda.atomic", compare_and_swap=_compare_and_swap, **atomics)
-    return _Cuda(
+    return _NumbaCuda(
         "numba.cuda",
         jit=jit,
         threadIdx=_Index(lambda: me().thread),
@@ -235,7 +235,7 @@ def make_cuda() -> StandIn:
     )
 
 
-class _Cuda(StandIn):
+class _NumbaCuda(StandIn):
     """``numba.cuda``, whose lane is that of the thread."""
 
     laneid = property(lambda self: threads.lane())

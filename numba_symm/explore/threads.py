@@ -11,9 +11,9 @@ import numpy as np
 
 from numba_symm.explore.arrays import Array, allocated, unsupported
 from numba_symm.explore.faults import Fault, Files
-from numba_symm.explore.machine import Fiber, running
+from numba_symm.explore.machine import running
 from numba_symm.explore.memory import Area
-from numba_symm.explore.observers import Name
+from numba_symm.explore.observers import Fiber, Name
 
 WARP = 32
 MOST_THREADS = 1024
