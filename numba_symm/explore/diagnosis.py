@@ -245,7 +245,7 @@ class _Race:
     def by_relaxed(self) -> str:
         """A value has come from one block to the other, but without an order."""
         steps = self._observed.steps
-        for step in reversed(steps):
+        for step in reversed(steps if not _same_block(self.a, self.b) else ()):
             if step.read is None or step.read.step < self.since:
                 continue
             writer, reader = self._names[step.read.thread], self._names[step.thread]

@@ -153,6 +153,70 @@ EDITS = {
         ],
         "race",
     ),
+    "jacobi: no syncthreads before the copies": (
+        "jacobi.py",
+        [("        cuda.syncthreads()\n        if has_above", "        if has_above")],
+        "race",
+    ),
+    "jacobi: no syncthreads after the copies": (
+        "jacobi.py", [("cuda.syncthreads()  # the copies", "pass  #")], "race",
+    ),
+    "jacobi: no signal to the block above": (
+        "jacobi.py",
+        [("symm.signal_set(ctx, above, 2 * block_above + FROM_BELOW, done)", "pass")],
+        "deadlock",
+    ),
+    "jacobi: no wait for the block above": (
+        "jacobi.py",
+        [("not symm.wait_until(ctx, above, channel, symm.GE, done)", "False")],
+        "race",
+    ),
+    "jacobi: no wait for the block below": (
+        "jacobi.py",
+        [("not symm.wait_until(ctx, below, channel, symm.GE, done)", "False")],
+        "race",
+    ),
+    "jacobi: no syncthreads after the waits": (
+        "jacobi.py", [("cuda.syncthreads_or(np.int32(failed))", "failed")], "race",
+    ),
+    "jacobi: no barrier before the steps": (
+        "jacobi.py", [("comm.barrier()  # all ranks have", "pass  #")], "race",
+    ),
+    "jacobi: no barrier after the steps": (
+        "jacobi.py", [("comm.barrier()  # no rank starts", "pass  #")], IMPLIED,
+    ),
+    "histogram: no syncthreads after the chunk's number": (
+        "histogram.py", [("cuda.syncthreads()  # the chunk's", "pass  #")], "access",
+    ),
+    "histogram: no syncthreads after the counts": (
+        "histogram.py", [("cuda.syncthreads()  # all counts", "pass  #")], "race",
+    ),
+    "histogram: no barrier before the kernel": (
+        "histogram.py", [("comm.barrier()  # every rank's data", "pass  #")], "race",
+    ),
+    "histogram: no barrier after the kernel": (
+        "histogram.py",
+        [("comm.barrier()  # every rank has counted", "pass  #")],
+        "race",
+    ),
+    "conjugate_gradient: no syncthreads before a partial sum": (
+        "conjugate_gradient.py",
+        [("cuda.syncthreads()  # the product before", "pass  #")],
+        "race",
+    ),
+    "conjugate_gradient: no syncthreads after a partial sum": (
+        "conjugate_gradient.py",
+        [("= total\n    cuda.syncthreads()\n", "= total\n")],
+        "access",
+    ),
+    "conjugate_gradient: no syncthreads between partial sums": (
+        "conjugate_gradient.py",
+        [("        cuda.syncthreads()\n        distance", "        distance")],
+        "race",
+    ),
+    "conjugate_gradient: no syncthreads before the product": (
+        "conjugate_gradient.py", [("cuda.syncthreads()  # p is", "pass  #")], "race",
+    ),
 }  # fmt: skip
 
 
@@ -167,8 +231,10 @@ def test_the_page_has_every_edit():
 @pytest.mark.parametrize("name", EDITS)
 def test_a_removed_synchronization_is_found(name, tmp_path):
     file, edits, kind = EDITS[name]
-    program = edited(DOCS + file, edits, tmp_path)
-    report = explore.run(program, 2, 20)
+    folder = DOCS if (ROOT / DOCS / file).exists() else EXAMPLES
+    arguments = ARGUMENTS.get(folder + file, ())
+    program = edited(folder + file, edits, tmp_path)
+    report = explore.run(program, 2, 20, arguments)
     if kind is IMPLIED:
         assert report.complete, str(report)
     else:
