@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "-n",
         dest="ranks",
-        type=_numbers,
+        type=numbers,
         default=[2],
         metavar="RANKS",
         help="how many ranks, one or more numbers: 2,3,4 (default 2)",
@@ -60,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
+    """Return the numbers in a text like 2,3,4."""
     return [int(each) for each in text.split(",")]
 
 
@@ -76,7 +77,11 @@ def run(argv: Sequence[str], console: Console) -> int:
         return 0
     if options.program is None:
         raise SymmError("explore: expected a program or --replay FILE, got neither")
-    report = explore.run(options.program, options.ranks, options.seconds, arguments)
+    try:
+        report = explore.run(options.program, options.ranks, options.seconds, arguments)
+    except KeyboardInterrupt:
+        console.print("numba-symm explore: interrupted", highlight=False)
+        return 130
     if options.json:
         print(report.json())
     else:

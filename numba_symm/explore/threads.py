@@ -4,7 +4,8 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
-from types import CodeType, FrameType
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -163,41 +164,36 @@ def state(files: Files) -> Any:
     """
     found = []
     frame: FrameType | None = sys._getframe(1)
-    in_kernel = False
-    while frame is not None:
+    while frame is not None and frame.f_code is not Grid._body.__code__:
         code = frame.f_code
-        in_program = code.co_filename in files
-        if in_kernel and not in_program and code.co_name == "_body":
-            break
-        in_kernel = in_kernel or in_program
-        place = _positions(code)[frame.f_lasti // 2]
-        found.append((code, place, _frozen(frame.f_locals, 0)))
+        if not code.co_filename.startswith(_STAND_INS):
+            place = _positions(code)[frame.f_lasti // 2]
+            found.append((code, place, _frozen(frame.f_locals, 0)))
         frame = frame.f_back
     return tuple(found)
 
 
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), np.generic)
+_STAND_INS = str(Path(__file__).parent)
+_CONSTANT: Any = (int, float, complex, str, bytes, range, type, type(None), np.dtype)
+_CONSTANT += (ModuleType, BuiltinFunctionType, functools.partial)
 
 
 def _frozen(value: Any, depth: int) -> Any:
-    """Return a value that is equal if a variable has not changed."""
+    """Return a value that is equal only if a variable has not changed."""
     if isinstance(value, np.generic):
         return value.tobytes()
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _CONSTANT):
         return value
     if isinstance(value, Array):
         assert value.region is not None
         return value.address, value.shape, value.strides
-    if depth > 3:
-        return id(value)
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple | list) and depth < 4:
         return tuple(_frozen(each, depth + 1) for each in value)
     if isinstance(value, dict):
         return tuple((str(k), _frozen(v, depth + 1)) for k, v in value.items())
     if isinstance(value, np.ndarray):
         return value.tobytes()
-    code = getattr(value, "__code__", None)
-    return type(value) if code is None else code
+    return getattr(value, "__code__", object())  # of an iterator, nothing is known
 
 
 def shared_array(shape: Any, dtype: Any) -> Array:

@@ -378,6 +378,18 @@ def test_numbers_are_stored_as_on_a_gpu(tmp_path):
     assert np.uint8(300 & 255) == 44
 
 
+def test_a_loop_with_an_end_is_no_wait(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        word = symm.peer_address(ctx, ctx.rank)
+        for _ in range(3):
+            if symm.ld_acquire_sys_u32(word) == 1:
+                out[0] = 1
+    """
+    assert run(tmp_path, kernel, "", 1, "[1, 1]").complete
+
+
 def test_threads_may_store_the_same_but_nothing_else(tmp_path):
     kernel = """
     @cuda.jit
