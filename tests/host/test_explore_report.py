@@ -1,6 +1,8 @@
 """What a report of an exploration says, and what the command does with it."""
 
 import json
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -257,3 +259,14 @@ def test_arguments_reach_the_program(tmp_path):
     path = tmp_path / "arguments.py"
     path.write_text("import sys\nassert sys.argv[1:] == ['-v', '--'], sys.argv\n")
     assert cli.main(["explore", str(path), "--", "-v", "--"]) == 0
+
+
+def test_without_greenlet_the_error_names_the_extra():
+    code = (
+        "import sys; sys.modules['greenlet'] = None\n"
+        "from numba_symm.command import cli\n"
+        "sys.exit(cli.main(['explore', 'program.py']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "expected the package greenlet, got none" in done.stderr
