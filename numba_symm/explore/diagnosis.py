@@ -57,6 +57,7 @@ class Observed:
         names: by thread and time, what the program calls the element that it accessed.
         at: by thread and time, how many steps came before an access of the element.
         known: by thread and time, what its thread knew.
+        ends: how many steps came before the fault; None: all.
         phases: by thread and time, the number of the launch and of barriers before.
     """
 
@@ -64,6 +65,8 @@ class Observed:
         self.machine = machine
         self.steps: list[TracedStep] = []
         self.names: dict[tuple[int, int], str] = {}
+        self.ends: int | None = None
+        self._last: Access | None = fault.details.get("second")
         self.at: dict[tuple[int, int], int] = {}
         self.known: dict[tuple[int, int], Any] = {}
         self.phases: dict[tuple[int, int], tuple[int, int]] = {}
@@ -102,6 +105,8 @@ class Observed:
             name = element_name(region, offset, frame, self.machine.files)
             key = access.thread, access.time
             self.names[key], self.at[key] = name, len(self.steps)
+            if access == self._last:
+                self.ends = len(self.steps)
             self.known[key] = thread.known.copy()
             self.phases[key] = _phase_of(thread)
 
@@ -359,10 +364,7 @@ def _wanted(name: Name, op: Strong, machine: Machine) -> str:
 def trace(observed: Observed) -> list[dict[str, Any]]:
     """Return the steps of the execution."""
     machine, found = observed.machine, []
-    ends = max(observed.at.values(), default=0) or len(observed.steps)
-    if not machine.memory.forgives:
-        ends = len(observed.steps)
-    for number, step in enumerate(observed.steps[:ends]):
+    for number, step in enumerate(observed.steps[: observed.ends]):
         op = step.op
         element = element_name(op.region, op.offset, None, machine.files)
         does = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}.get(

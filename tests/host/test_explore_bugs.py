@@ -32,10 +32,16 @@ def test_every_bug_has_a_row():
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_bug_is_found_at_once(name):
+def test_a_bug_is_found_at_once_and_repeated(name, tmp_path):
     report = explore.run(BUGS / f"{name}.py", ranks=2, seconds=20)
     kind, text = KINDS[name]
     assert report.fault is not None
     assert report.fault.kind == kind
     assert text in str(report)
     assert report.fault.execution <= 30
+    file = tmp_path / "report.json"
+    file.write_text(report.json())
+    steps = explore.replay(file)
+    for step, known in zip(steps, report.fault.trace, strict=False):
+        assert (step["thread"], step["line"]) == (known["thread"], known["line"])
+    assert len(steps) >= len(report.fault.trace)
