@@ -47,10 +47,6 @@ class ExploredCommunicator(Rank):
         host().drain()
         self._set_up("close", None)
 
-    def dup(self) -> "ExploredCommunicator":
-        """Return another communicator."""
-        return ExploredCommunicator()
-
     def empty(self, shape: Any, dtype: Any = np.float32) -> Array:
         """Return a new symmetric array without values."""
         return self._array("empty", shape, dtype, True)

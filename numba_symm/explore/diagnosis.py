@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from numba_symm.explore.arrays import Array
+from numba_symm.explore.cells import Access
 from numba_symm.explore.faults import CodePlace, Fault, Files, frame_of
 from numba_symm.explore.machine import Machine
 from numba_symm.explore.memory import (
@@ -17,7 +18,6 @@ from numba_symm.explore.memory import (
     LATE,
     LOAD,
     STORE,
-    Access,
     Area,
     Strong,
     Value,

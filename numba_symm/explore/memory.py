@@ -17,12 +17,14 @@ stores to different places that no interleaving has, and the total order of fenc
 """
 
 import bisect
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from numba_symm.explore.cells import Access, Cell, unknown
 from numba_symm.explore.faults import CodePlace, Fault
 
 RELAXED, ACQUIRE, RELEASE = "relaxed", "acquire", "release"
@@ -34,44 +36,6 @@ LATE = -1
 """As a value for an await: it looks when the newest value does not end it."""
 
 _GAP = 1 << 16
-
-
-class Access(NamedTuple):
-    """An access that later ones must be ordered after.
-
-    Attributes:
-        thread: the number of its thread.
-        time: the thread's time.
-        site: where.
-        does: what, in words.
-        scope: the scope of a strong access; "" for a weak one.
-    """
-
-    thread: int
-    time: int
-    site: CodePlace
-    does: str
-    scope: str = ""
-
-
-class Cell:
-    """The last accesses to a few bytes: of each thread, if nothing ordered them."""
-
-    __slots__ = ("reads", "strong_reads", "strong_writes", "writes")
-
-    def __init__(self) -> None:
-        self.writes: dict[int, Access] = {}
-        self.reads: dict[int, Access] = {}
-        self.strong_writes: dict[int, Access] = {}
-        self.strong_reads: dict[int, Access] = {}
-
-    def copy(self) -> "Cell":
-        """Return a cell with the same accesses."""
-        other = Cell()
-        other.writes, other.reads = dict(self.writes), dict(self.reads)
-        other.strong_writes = dict(self.strong_writes)
-        other.strong_reads = dict(self.strong_reads)
-        return other
 
 
 class Value(NamedTuple):
@@ -175,7 +139,7 @@ class Area:
     def _refine(self, granule: int) -> None:
         parts = self.granule // granule
         self.cells = {
-            number * parts + k: cell.copy()
+            number * parts + k: copy.deepcopy(cell)
             for number, cell in self.cells.items()
             for k in range(parts)
         }
@@ -291,23 +255,22 @@ class MemoryModel:
         if self.observe is not None:
             self.observe(thread, me, region, offset, nbytes)
         for cell in region.cells_at(offset, nbytes):
-            others = [
-                each for each in cell.writes.values() if each.time > known[each.thread]
-            ]
-            if others and (
-                stored is None or region.bytes[offset : offset + nbytes] != stored()
-            ):
+            others = unknown(cell.writes.values(), known)
+            span = slice(offset, offset + nbytes)
+            same = stored is not None and bytes(region.bytes[span]) == stored()
+            if others and not same:
                 self._race(region, offset, others[0], me)
-            self._check(cell.strong_writes, known, region, offset, me)
-            if write:
-                self._check(cell.reads, known, region, offset, me)
-                self._check(cell.strong_reads, known, region, offset, me)
-                if not others:
-                    cell.writes = {}
-                cell.writes[me.thread] = me
-                cell.reads, cell.strong_writes, cell.strong_reads = {}, {}, {}
-            else:
+            self._check(cell.strong_writes.values(), known, region, offset, me)
+            if not write:
                 cell.reads[me.thread] = me
+                continue
+            self._check(cell.reads.values(), known, region, offset, me)
+            self._check(cell.strong_reads.values(), known, region, offset, me)
+            if same:  # it must follow what the other stores of this value follow
+                self._check(cell.before, known, region, offset, me)
+                cell.writes[me.thread] = me
+            else:
+                cell.store(me)
         if write and region.places:
             for at in range(offset - 7, offset + nbytes):
                 place = region.places.get(at)
@@ -330,15 +293,14 @@ class MemoryModel:
 
     def _check(
         self,
-        others: dict[int, Access],
+        others: Iterable[Access],
         known: Any,
         region: Area,
         offset: int,
         me: Access,
     ) -> None:
-        for number, other in others.items():
-            if other.time > known[number]:
-                self._race(region, offset, other, me)
+        for other in unknown(others, known):
+            self._race(region, offset, other, me)
 
     def _race(self, region: Area, offset: int, first: Access, second: Access) -> None:
         if self.forgives:
@@ -459,9 +421,9 @@ class MemoryModel:
             self.observe(thread, me, op.region, op.offset, op.nbytes)
         known, place = thread.known, (op.region, op.offset)
         for cell in op.region.cells_at(op.offset, op.nbytes):
-            self._check(cell.writes, known, *place, me)
+            self._check(cell.writes.values(), known, *place, me)
             if op.kind in CHANGES:
-                self._check(cell.reads, known, *place, me)
+                self._check(cell.reads.values(), known, *place, me)
                 self._check_scopes(cell.strong_reads, thread, *place, me)
                 cell.strong_writes[me.thread] = me
             self._check_scopes(cell.strong_writes, thread, *place, me)

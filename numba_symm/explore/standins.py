@@ -109,10 +109,6 @@ def _atomic(verb: str) -> Any:
     return atomic
 
 
-def _compare_and_swap(array: Any, old: Any, value: Any) -> Any:
-    return _atomic("cas")(array, (0,) * array.ndim, old, value)
-
-
 def _warp(mask: int, value: Any) -> list[Any]:
     """Exchange values within a warp, which orders no accesses."""
     _check_mask(mask)
@@ -194,7 +190,13 @@ def make_cuda() -> StandIn:
     atomics = {
         f"{verb}_" if verb in ("and", "or") else verb: _atomic(verb) for verb in verbs
     }
-    atomic = StandIn("cuda.atomic", compare_and_swap=_compare_and_swap, **atomics)
+    atomic = StandIn(
+        "cuda.atomic",
+        compare_and_swap=lambda array, old, value: _atomic("cas")(
+            array, (0,) * array.ndim, old, value
+        ),
+        **atomics,
+    )
     return _NumbaCuda(
         "numba.cuda",
         jit=jit,

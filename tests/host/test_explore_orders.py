@@ -261,3 +261,15 @@ def test_no_order_is_explored_twice():
     assert (readers.runs, readers.pruned) == (16, 0)
     adds = [[("rmw", "add", 0, (1,), "relaxed")] for _ in range(4)]
     assert (Explored(adds).runs, Explored(adds).pruned) == (24, 0)
+
+
+def test_equal_stores_are_no_race_but_what_they_replace_is():
+    equal = [[("wst", 3, 1)], [("wst", 3, 1)]]
+    assert "race" not in Explored(equal).outcomes
+    for program in (
+        [[("wld", 3), ("wst", 3, 1)], [("wst", 3, 1)]],
+        [[("wst", 3, 2), ("wst", 3, 1)], [("wst", 3, 1)]],
+        [[("wst", 3, 1), ("wst", 3, 2), ("wst", 3, 2)], [("wst", 3, 2)]],
+    ):
+        assert "race" in Explored(program).outcomes
+        assert differing(program) == (set(), set())
