@@ -168,7 +168,7 @@ def state(files: Files) -> Any:
         code = frame.f_code
         if not code.co_filename.startswith(_STAND_INS):
             place = _positions(code)[frame.f_lasti // 2]
-            found.append((code, place, _frozen(frame.f_locals, 0)))
+            found.append((code, place, _frozen(dict(frame.f_locals), 0)))
         frame = frame.f_back
     return tuple(found)
 
