@@ -9,11 +9,11 @@ from numba_symm import mpi as MPI
 from numba_symm.environment import SIMULATED
 
 COUNT = 125_000  # 1 MB of float64
-MOST = 0.25  # seconds of a rank's processor time, because others may load the cores
+MOST = 0.1  # seconds of a rank's processor time, because others may load the cores
 TIMED = 2  # ranks, at most; more have too few cores
 
 
-def test_a_megabyte_of_each_rank_takes_a_quarter_of_a_second(comm):
+def test_a_megabyte_of_each_rank_takes_a_tenth_of_a_second(comm):
     rank, size = comm.rank, comm.size
     values = [np.random.default_rng(r).integers(0, 99, COUNT) for r in range(size)]
     x = cuda.to_device(values[rank].astype(float))
@@ -34,7 +34,7 @@ def test_a_megabyte_of_each_rank_takes_a_quarter_of_a_second(comm):
     }
     for name, (call, result, expected) in calls.items():
         took = []
-        for _ in range(3 if size <= TIMED else 1):
+        for _ in range(9 if size <= TIMED else 1):
             result[:] = -1
             comm.Barrier()
             before = time.process_time()
