@@ -67,17 +67,29 @@ def abort(pids):
     left alone. mpirun then ends, and says nothing of use.
     """
     pids = [pid for pid in pids if _is_python(pid)]
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-            os.kill(pid, signal.SIGABRT)
-    watch = Watch(pids, busy=20, idle=5)
-    while any(_is_python(pid) for pid in pids) and not watch.broken():
-        time.sleep(0.1)
+    while pids:
+        # Dumps into one file at once would be mixed, word by word.
+        now = {_stderr(pid): pid for pid in pids}.values()
+        for pid in now:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
+                os.kill(pid, signal.SIGABRT)
+        watch = Watch(now, busy=20, idle=5)
+        while any(_is_python(pid) for pid in now) and not watch.broken():
+            time.sleep(0.1)
+        pids = [pid for pid in pids if pid not in now]
 
 
 DUMPS = {"PYTHONFAULTHANDLER": "1"}
 """Lets Python print its stacks at :func:`abort`."""
+
+
+def _stderr(pid):
+    """Return what a process's standard error is: a file, or a pipe by its number."""
+    try:
+        return str(Path(f"/proc/{pid}/fd/2").readlink())
+    except OSError:
+        return pid
 
 
 def _is_python(pid):

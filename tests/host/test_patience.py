@@ -81,7 +81,8 @@ def test_a_job_that_works_without_output_says_so(tmp_path):
 
 def test_the_processor_time_of_a_tree_includes_children():
     before = processor.seconds(os.getpid())
-    work = "import time\nwhile time.process_time() < 0.3: pass"
+    # A tenth more than is asked for: /proc counts whole ticks, of each kind alone.
+    work = "import time\nwhile time.process_time() < 0.4: pass"
     child = subprocess.Popen([sys.executable, "-c", work])
     assert child.pid in processor.tree(os.getpid())
     child.wait()
