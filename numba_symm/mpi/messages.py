@@ -352,7 +352,6 @@ class Post(Unread):
                     self.arriving.pop(each, None)
             self._envelopes.reap()
             self.take_back()
-            self.words.rooms.shrink()
             rooms.unmap_unused()
 
     def match(self, found: Envelope) -> Any:

@@ -233,6 +233,7 @@ class Unread:
             self._data.reap()
             for each in [each for each in self._unread if self._was_read(each)]:
                 self.release(each)
+            self.words.rooms.shrink()  # here, as a rank that only sends makes no reap
 
     def _was_read(self, made: Any) -> bool:
         if made.slot == NO_SLOT:

@@ -15,7 +15,7 @@ from numba_symm.mpi.messages import Post
 from numba_symm.mpi.rings import NO_SLOT, NONE, Stack
 from numba_symm.mpi.rooms import BLOCK, LEAST
 from numba_symm.sharing import collect, stats
-from tests.ranks.helpers import of_one_island
+from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island  # of messages of device arrays
 
@@ -136,6 +136,31 @@ def settle(own):
     gc.collect()
     collect()
     deferred.give_back()  # as the next allocation would
+
+
+@needs_peers
+def test_a_rank_that_only_sends_frees_rooms_above_the_limit(own, world, monkeypatch):
+    right, left = around(own)
+    rooms, blocks = own.post.words.rooms, own.post.words.allocator._blocks
+    own.Sendrecv(cuda.device_array(1), right, 1, cuda.device_array(1), left, 1)
+    own.Barrier()
+    settle(own)
+    monkeypatch.setattr(rooms, "most", rooms._kept)
+    for size in [size for size in rooms._free if size > BLOCK]:
+        monkeypatch.setitem(rooms._free, size, Stack())
+    number, x = len(blocks), cuda.device_array(BLOCK + 1, "u1")
+    if own.rank == 0:
+        for step in range(1, 9):
+            own.Send(x, right, 1)  # the only call here
+            world.recv(source=right)
+            assert len(blocks) - number <= 2, step
+    if own.rank == 1 % own.size:
+        for _ in range(1, 9):
+            own.Recv(x, left, 1)
+            own.post.reap()
+            world.send(None, left)
+    own.Barrier()
+    settle(own)
 
 
 @pytest.mark.parametrize("limit", [0, BLOCK])
