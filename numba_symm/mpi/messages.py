@@ -422,7 +422,10 @@ class Post(Unread):
                 if each.source == found.source and each.number > found.number
             )
             place = next(later, len(self.unexpected))
-            self.unexpected.insert(place, found._replace(asks=0))
+            if found.slot == NO_SLOT:  # its sender takes one answer
+                found = found._replace(asks=0)
+            # With a slot it asks again: until READY it has no place to copy from.
+            self.unexpected.insert(place, found)
 
     def probe(
         self, what: str, source: int, tag: int, takes: bool = False

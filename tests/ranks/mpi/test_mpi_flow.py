@@ -9,6 +9,7 @@ from numba import cuda
 from numba_symm import mpi as MPI
 from numba_symm.errors import CollectiveTimeout, RankLeft
 from numba_symm.mpi import progress, sends
+from numba_symm.mpi.rings import READY
 from tests.interrupts import Interrupt
 from tests.ranks.helpers import needs_peers, of_one_island
 
@@ -200,6 +201,43 @@ def test_a_refused_message_keeps_nothing(limited, world, monkeypatch):
     while limited.post.unread[right]:
         limited.Iprobe()
     assert not limited.post._unread
+
+
+@needs_peers
+def test_a_postponed_message_of_a_withdrawn_receive_has_no_place_yet(
+    limited, world, monkeypatch
+):
+    """A later receive waits for the copy, which its sender makes only then."""
+    limited.post.limit = 300
+    words, arrive = limited.post.words, limited.post.arrive
+
+    def arriving(*given):  # the copy comes while this is called
+        slot, number, _ = given[-3:]
+        while not words.holds(slot, READY, number):
+            time.sleep(0)
+        return arrive(*given)
+
+    monkeypatch.setattr(limited.post, "arrive", arriving)
+    xs, out = [array(number, 200) for number in range(3)], array(255, 200)
+    if limited.rank == 0:
+        requests = [limited.Isend(x, 1, tag) for tag, x in enumerate(xs)]
+        with words.lock:  # so that no thread copies it
+            world.Barrier()
+            world.Barrier()
+            time.sleep(0.2)
+        MPI.Request.Waitall(requests)
+        return
+    world.Barrier()
+    if limited.rank == 1:
+        receive = limited.Irecv(out, 0, 1)
+        while receive.envelope is None:
+            limited.Iprobe()
+        receive._withdraw()
+    world.Barrier()
+    if limited.rank == 1:
+        for tag in (1, 0, 2):
+            limited.Recv(out, 0, tag)
+            assert value(out) == tag
 
 
 def test_a_wait_ends_by_a_signal(limited, world, monkeypatch):
