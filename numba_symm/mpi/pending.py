@@ -258,7 +258,9 @@ class Receiving(Own):
             return
         self._tried = True
         if self._after is not None:
-            self._after.wait(stream)
+            after, self._after = self._after, None
+            after.wait(stream)
+            post.copies.reuse(after)
         if not into.dense:
             items = into.items
             count = -(-nbytes // max(items.layout.nbytes, 1))  # the last may be a part
@@ -293,15 +295,10 @@ class Receiving(Own):
         self._array = self._block = self._data = self._staged = None
 
     def _withdraw(self) -> None:
-        if self.give_up():
+        if self._active and not self._taken:
             self._post.withdraw(self)
-
-    def give_up(self) -> bool:
-        """End a receive whose message was not taken; return whether that is so."""
-        given_up = self._active and not self._taken
-        if given_up:
+            # Not before: a message that matches a dropped receive is received at once.
             self._active = False
-        return given_up
 
     def Free(self) -> None:
         """Give the request up; its message is received nevertheless."""
@@ -310,8 +307,9 @@ class Receiving(Own):
 
     def receive_alone(self) -> None:
         """Begin with the message of a request that was given up, if there is one."""
-        if self.envelope is not None:
-            with suppress(SymmError):  # nobody waits for the message
+        # The lock: a thread that matches a message now would take it, too.
+        with self._post.words.lock, suppress(SymmError):  # nobody waits for it
+            if self.envelope is not None:
                 self._take(self.envelope)
 
     def _describe(self, status: MPI.Status) -> None:
@@ -418,7 +416,8 @@ class Message(MPI.Message, metaclass=Kind):
         try:
             receives.Wait(status)
         except BaseException:
-            if receives.give_up():  # by an interrupt, for example
+            if receives._active and not receives._taken:  # by an interrupt, for example
+                receives._active = False
                 self._envelope = envelope
             raise
 

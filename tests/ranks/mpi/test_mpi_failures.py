@@ -120,6 +120,22 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
     comm.Barrier()
 
 
+def test_a_message_that_matches_while_its_receive_is_withdrawn(comm, world):
+    """It is not received by the withdrawn one, too."""
+    own, (right, left) = comm.Dup(), around(comm)
+    out, wanted, later = array(-1), array(-1), array(-1)
+    own.Send(array(5), right, 1)
+    world.Barrier()  # of mpi4py: the message has come, and nobody has looked
+    given_up = own.Irecv(out, left, 1)
+    given_up._withdraw()
+    assert not own.Iprobe(left, 2)  # it goes on with what has begun
+    own.Recv(wanted, left, 1)
+    own.Sendrecv(array(6), right, 1, later, left, 1)
+    found = [int(each.copy_to_host()[0]) for each in (out, wanted, later)]
+    assert found == [-1, 5, 6]
+    own.Free()
+
+
 def test_messages_ask_no_event_during_a_capture(comm, monkeypatch):
     """That would invalidate the capture."""
     asked = []
