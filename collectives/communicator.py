@@ -491,9 +491,9 @@ class Communicator(OthersNames):
                 - an MPI.Op of one of these names.
                 - a function of two scalars of the type in which x accumulates, plain or
                   decorated with ``cuda.jit(device=True)``. Its result is cast to that
-                  type. The function is applied in rank order, so it need not be
-                  commutative or associative. Each function object is compiled once in
-                  each process and kept, so define it outside of loops.
+                  type. It is applied by the tree of the ranks (docs/bits.md), so it
+                  need not be commutative or associative. Each function object is
+                  compiled once in each process and kept, so define it outside of loops.
             out: the output, of x's size, dtype and order (C or Fortran); ``x`` itself
                 for a call in place. None: a new array of ordinary device memory. With
                 ``epilogue``, the output's dtype may differ, and ``out`` may be a pair:

@@ -208,7 +208,7 @@ class Experts:
     ) -> Any:
         """Return, for each token of the last dispatch, the sum of its experts' results.
 
-        Collective. Each rank adds the results from all ranks in rank order, in float32,
+        Collective. Each rank adds the results from all ranks by their tree, in float32,
         so the bits are the same in every run. For a token without experts, the sum is
         zero.
 

@@ -5,7 +5,7 @@ own indices. So an element's code depends only on its group. The steps of a call
 
 1. Each rank encodes its input. Shard r, a whole number of records, is for rank r.
 2. The ranks exchange the shards with an ``all_to_all``.
-3. Each rank adds the values of its shard's codes in rank order, and encodes the sums.
+3. Each rank adds the values of its shard's codes by their tree, and encodes the sums.
 4. The ranks exchange these codes with an ``all_gather``.
 5. Each rank decodes all of them, those of its own shard, too. So all get the same bits.
 

@@ -210,6 +210,37 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 """The function of two elements for each operator's name."""
 
+
+def left_half(number: int) -> int:
+    """Return how many of at least two leaves the left half of their tree has.
+
+    It is the largest power of two below their number.
+    """
+    return 1 << (number - 1).bit_length() - 1
+
+
+def in_tree(
+    reduce: Callable[[Any, Any], Any], leaves: Sequence[Any], first: int
+) -> Any:
+    """Reduce leaves by a balanced binary tree, such as ((0 + 1) + (2 + 3)) + 4.
+
+    So aligned groups of 2, 4, 8 … leaves can be reduced in advance, for example on an
+    island that has them, and the result has the same bits.
+
+    Args:
+        reduce: reduces two results; the left one has the lower leaves.
+        leaves: at least one.
+        first: the number of the first one; those before it are left out.
+    """
+    if len(leaves) == 1:
+        return leaves[0]
+    half = left_half(first + len(leaves))
+    if first >= half:
+        return in_tree(reduce, leaves, first - half)
+    left = in_tree(reduce, leaves[: half - first], first)
+    return reduce(left, in_tree(reduce, leaves[half - first :], 0))
+
+
 LOCATED = ("minloc", "maxloc")
 """Operators on pairs of a value and an index; see ``collectives/pairs.py``."""
 

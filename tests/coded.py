@@ -3,6 +3,8 @@
 import ml_dtypes
 import numpy as np
 
+from tests.operators import in_tree
+
 GROUP, LEAST = 128, np.float32(2**-100)
 LARGEST = {"int8": np.float32(127), "fp8": np.float32(448)}
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -32,9 +34,8 @@ def coded_sum(inputs, wire):
     for row, each in zip(padded, inputs, strict=True):
         row[:count] = each.astype(np.float32)
     with np.errstate(all="ignore"):
-        total = coded(padded[0], wire)
-        for row in padded[1:]:
-            total = total + coded(row, wire)
+        each = {rank: coded(row, wire) for rank, row in enumerate(padded)}
+        total = in_tree(np.add, each)
         return coded(total, wire).ravel()[:count].astype(dtype)
 
 

@@ -144,6 +144,7 @@ SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
 SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8), ("transfer_counted", 2), ("transfer_counted", 8)}
 SPILLS |= {("transfer_asked", 2), ("transfer_asked", 8), ("combine", 8)}
+SPILLS |= {("add", 8)}
 """With eight ranks' vectors, or for the ragged end of an array, these need more
 registers than a block's share. They spill at most 160 bytes to the stack."""
 INDEXED = {("mailed_dispatch", n): 8 * n * few_tokens.GROUPS for n in (2, 8)}

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-from functools import reduce
 
 import ml_dtypes
 import numpy as np
@@ -64,16 +63,46 @@ def random(name, count, seed):
     return lot.integers(0, 256, count * kind.itemsize, np.uint8).view(kind.dtype)
 
 
+def in_tree(function, leaves):
+    """Reduce leaves by number: neighbours in pairs, then neighbouring pairs, and so on.
+
+    A leaf or a result whose neighbour is missing stays as it is.
+    """
+    while len(leaves) > 1 or min(leaves):
+        pairs = {}
+        for number, each in sorted(leaves.items()):
+            at = number // 2
+            pairs[at] = function(pairs[at], each) if at in pairs else each
+        leaves = pairs
+    return leaves[0]
+
+
+def over_islands(function, parts, inputs):
+    """Reduce ranks' inputs, by rank: within each island by its tree, then the islands.
+
+    Args:
+        function: of two arrays.
+        parts: the ranks of each island.
+        inputs: by rank.
+    """
+    totals = [
+        in_tree(function, {k: inputs[r] for k, r in enumerate(part) if r in inputs})
+        for part in parts
+        if not inputs.keys().isdisjoint(part)
+    ]
+    return in_tree(function, dict(enumerate(totals)))
+
+
 def in_order(function, inputs, first=0):
-    """Reduce ranks' inputs: within each island in rank order, then the islands.
+    """Reduce ranks' inputs: over islands; see :func:`over_islands`.
 
     Islands are those that NUMBA_SYMM_ISLAND_SIZE pretends; ``first`` is the number of
     the first of these ranks.
     """
-    size = int(os.environ.get("NUMBA_SYMM_ISLAND_SIZE", first + len(inputs)))
-    ranks = itertools.groupby(enumerate(inputs, first), lambda each: each[0] // size)
-    islands = [[array for _, array in island] for _, island in ranks]
-    return reduce(function, [reduce(function, island) for island in islands])
+    end = first + len(inputs)
+    size = int(os.environ.get("NUMBA_SYMM_ISLAND_SIZE", end))
+    parts = [range(at, min(at + size, end)) for at in range(0, end, size)]
+    return over_islands(function, parts, dict(enumerate(inputs, first)))
 
 
 def wanted(inputs, op, first=0):

@@ -5,13 +5,14 @@ It does so in any order that the steps permit.
 
 import random
 from collections import Counter, deque
-from functools import reduce
 
 import numpy as np
 
+from numba_symm.collectives.kernels import reduce_shards
 from numba_symm.collectives.operations import OPERATIONS
 from tests.expected import expected
 from tests.island_schedules import SOURCE, STAGING, TARGET
+from tests.operators import in_tree
 
 
 class Machine:
@@ -164,6 +165,9 @@ class Machine:
             for i in range(step.number)
         ]
         found = folded(slots, step.op)
+        if step.number > reduce_shards.MOST:  # which stores what it reduces first
+            for i in range(0, step.number, reduce_shards.MOST):
+                self.at(rank, step.first + i * stride, stride)[:] = 0xA5
         at = step.first + step.own * stride
         self.at(rank, at, found.nbytes)[:] = found.view(np.uint8)
         yield False
@@ -180,7 +184,7 @@ class Machine:
 
 
 def folded(each, op):
-    """Return the reduction of sequences in their order."""
+    """Return the reduction of sequences by their tree."""
     function = {"sum": np.add, "max": np.maximum}[op]
     with np.errstate(all="ignore"):
-        return reduce(function, each).astype(each[0].dtype)
+        return in_tree(function, dict(enumerate(each))).astype(each[0].dtype)

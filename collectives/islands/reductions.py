@@ -1,10 +1,10 @@
-"""Reductions over several islands: within each in rank order, then islands in order.
+"""Reductions over several islands: each by its tree, then the islands.
 
 A message is divided into shards, and each island has an owner of each shard:
 
     within    the island reduces each shard to its owner
     rails     the owners of a shard exchange what they have, or parts of it, and combine
-              it in the order of the islands
+              it by the tree of the islands
     within    each owner distributes the result
 
 So all ranks get the same bits, whatever the message's size. Chunks of a message pass

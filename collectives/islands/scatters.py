@@ -1,4 +1,4 @@
-"""Reduce-scatters over several islands: in rank order, then in the order of islands."""
+"""Reduce-scatters over several islands: each by its tree, then the islands."""
 
 import dataclasses
 

@@ -270,7 +270,7 @@ class Site:
     def combined(
         self, carried: "Carried", first: int, stride: int, own: int, number: int
     ) -> list[Enqueue]:
-        """Return the reduction of several shards in order, into one of them.
+        """Return the reduction of several shards by their tree, into one of them.
 
         Args:
             carried: the reduction, which is not finished.

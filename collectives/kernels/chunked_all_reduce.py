@@ -22,7 +22,7 @@ that the others have read the last chunk's results, so the next one begins in th
 half. The flags of results have epochs of their own. The other kernels raise none of
 them, and a flag 2**31 epochs old would seem to be ahead.
 
-Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
+Each element is reduced by one rank, by their tree, so all ranks get the same bits. A
 rank without an output, in a reduction to one rank, stores nothing.
 """
 

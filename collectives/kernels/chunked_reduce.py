@@ -21,7 +21,7 @@ chunk and results, so chunks use four sets of slots, one after another (``slots.
 Chunk t is scattered into the set of chunk t-4 after all ranks' flags of stage t-2.
 Owners read what was there in stage t-3, and the root read the results in stage t-2.
 
-Each element is reduced by one rank, in rank order, so the bits are those of an
+Each element is reduced by one rank, by their tree, so the bits are those of an
 all-reduce.
 """
 

@@ -40,6 +40,9 @@ BATCH = 4
 """Ranks whose codes a thread loads before it adds them; of more ranks, half as many at
 a time, because registers are few."""
 
+IN_WORD = IN_VECTOR // 2
+"""Codes of a word."""
+
 _TEAMS = THREADS // LANES
 _VALUES = IN_VECTOR * PARTS
 
@@ -62,7 +65,7 @@ def make_keep(codes: Element) -> Callable[..., None]:
 
     ``(target, group, lane, values, exists)`` stores codes and scale, if ``exists``.
     """
-    scale_of, encode_16, _ = groups.make_codes(codes)
+    scale_of, encode_16, *_ = groups.make_codes(codes)
     largest_of = groups.make_largest(_VALUES)
 
     @intrinsics.device_function
@@ -130,11 +133,11 @@ def make_add(size: int, codes: Element, ranks: int) -> Any:
     Args:
         size: the number of ranks of the island.
         codes: the type of codes.
-        ranks: the number of all ranks, which are added in order.
+        ranks: the number of all ranks, which are added by their tree.
     """
-    decode_16, keep = groups.make_codes(codes).decode, make_keep(codes)
+    decode_word, keep = groups.make_codes(codes).decode_word, make_keep(codes)
     batch = ranks if ranks <= BATCH else BATCH // 2
-    held = batch * PARTS
+    levels, room = ranks.bit_length(), ranks.bit_length() * IN_WORD
 
     def add(
         guard: Any,
@@ -153,36 +156,49 @@ def make_add(size: int, codes: Element, ranks: int) -> Any:
         workspace.follow_previous_grid(early)
         thread = cuda.threadIdx.x
         values = cuda.local.array(_VALUES, types.float32)
-        taken = cuda.local.array(IN_VECTOR, types.float32)
-        low = cuda.local.array(held, types.int64)
-        high = cuda.local.array(held, types.int64)
+        taken = cuda.local.array(IN_WORD, types.float32)
+        # By level, the sum of 2**level ranks whose sibling in the tree is missing.
+        sums = cuda.local.array(room, types.float32)
+        words = cuda.local.array(batch, types.int64)
         scales = cuda.local.array(batch, types.float32)
         lane, team = thread % LANES, thread // LANES
         group = block * _TEAMS + team
         while group - team < number:
             # Those of a team without a group are of the last one, and not kept.
             at = min(group, number - 1)
-            for first in range(0, ranks, batch):
-                for i in range(batch):
-                    if first + i < ranks:
-                        rank = given + (first + i) * nbytes
-                        bits = intrinsics.ld_u32(rank + scale_place_of(at))
-                        scales[i] = intrinsics.f32_of_bits(bits)
-                        mine = rank + place_of(at) + VECTOR * PARTS * lane
-                        for part in range(PARTS):
-                            words = intrinsics.ld_v2_u64(mine + VECTOR * part)
-                            low[i * PARTS + part], high[i * PARTS + part] = words
-                for i in range(batch):
-                    if first + i < ranks:
-                        for part in range(PARTS):
-                            k = i * PARTS + part
-                            decode_16(low[k], high[k], scales[i], taken, 0)
-                            for j in range(IN_VECTOR):
-                                to = IN_VECTOR * part + j
-                                if first + i == 0:
-                                    values[to] = taken[j]
-                                else:
-                                    values[to] = groups.sum_of(values[to], taken[j])
+            # Word by word, because the sums of whole vectors need too many registers.
+            for word in range(_VALUES // IN_WORD):
+                for first in range(0, ranks, batch):
+                    for i in range(batch):
+                        if first + i < ranks:
+                            rank = given + (first + i) * nbytes
+                            bits = intrinsics.ld_u32(rank + scale_place_of(at))
+                            scales[i] = intrinsics.f32_of_bits(bits)
+                            mine = rank + place_of(at) + VECTOR * PARTS * lane
+                            words[i] = intrinsics.ld_u64(mine + IN_WORD * word)
+                    for i in range(batch):
+                        if first + i < ranks:
+                            decode_word(words[i], scales[i], taken, 0)
+                            missing = True
+                            for level in range(levels):
+                                sibling = (first + i) >> level & 1
+                                for j in range(IN_WORD):
+                                    k = level * IN_WORD + j
+                                    if missing and sibling:
+                                        taken[j] = groups.sum_of(sums[k], taken[j])
+                                    elif missing:
+                                        sums[k] = taken[j]
+                                missing = missing and sibling != 0
+                begun = False
+                for level in range(levels):
+                    if ranks >> level & 1:
+                        for j in range(IN_WORD):
+                            k, to = level * IN_WORD + j, word * IN_WORD + j
+                            if begun:
+                                values[to] = groups.sum_of(sums[k], values[to])
+                            else:
+                                values[to] = sums[k]
+                        begun = True
             keep(result, group, lane, values, group < number)
             group += grid * _TEAMS
 

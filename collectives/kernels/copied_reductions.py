@@ -4,7 +4,7 @@ A rank copies into the other ranks' workspaces, so a call accepts any arrays: in
 not symmetric, at any address. Each shard is divided into chunks:
 
     scatter   each rank copies its input's chunk of a shard to the shard's owner
-    reduce    the owner reduces what has arrived, in rank order, into its output
+    reduce    the owner reduces what has arrived, by the tree, into its output
     gather    it copies the result to all other ranks
     store     each rank stores the results that have arrived in its output
 

@@ -1,7 +1,7 @@
 """Reduce between the ranks' own arrays: for larger messages.
 
 Each rank but the root owns a shard; of two ranks, the root owns everything. An owner
-reads its shard in all ranks' inputs, reduces it in rank order, and stores the result in
+reads its shard in all ranks' inputs, reduces it by their tree, and stores the result in
 the root's output, vector by vector. So a link transfers the message at most once in
 each direction, and no thread waits between the first vector and the last. The inputs
 and the root's output must be symmetric: ``handshake.py`` explains how the ranks
@@ -11,7 +11,7 @@ Memory order: as ``direct_broadcast.py``. In place, the thread that reads a vect
 the root's input stores that vector of its output afterwards, and no other thread
 accesses it.
 
-Each element is reduced by one rank, in rank order, so the bits are those of an
+Each element is reduced by one rank, by their tree, so the bits are those of an
 all-reduce.
 """
 

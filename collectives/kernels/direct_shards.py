@@ -25,7 +25,7 @@ thread depends on another one, not even in place:
 
 After a refusal, the third launch may be in place, as any call through the workspace.
 
-Each element is reduced by one rank, in rank order, so all ranks get the same bits.
+Each element is reduced by one rank, by their tree, so all ranks get the same bits.
 """
 
 from collections.abc import Callable

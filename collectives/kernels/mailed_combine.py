@@ -3,8 +3,8 @@
 A call takes one latency: the ranks exchange no flags. ``few_tokens.py`` describes the
 mailboxes, and the table of places that the dispatch has left. The mailbox follows from
 the token's number on its sender. So one thread receives the results of all ranks, and
-adds them up as ``expert_combine.py`` does: in rank order, in float32, with zeros for
-all ranks that have none. So the bits are the same.
+adds them up as ``expert_combine.py`` does: by the ranks' tree, in float32, with zeros
+for all ranks that have none. So the bits are the same.
 
 A rank sends its results from any array, and no other rank loads that array. If there is
 a result for each choice of a token, the rank adds these up first, each times its

@@ -3,7 +3,7 @@
 Every thread posts a vector to the thread of the same index on every other rank, and
 receives the vectors that these post. The operations (``exchanges.py``) differ in two
 things. A rank sends the same vectors to all ranks, or a shard to each. It stores the
-vectors of all ranks, or reduces them in rank order.
+vectors of all ranks, or reduces them by the ranks' tree.
 
 ``mailboxes.py`` explains why that needs no barrier, and the order of memory accesses.
 In every epoch, thread 0 of each block exchanges with all ranks, in both directions.

@@ -1,8 +1,11 @@
 """The reduction of several shards in this rank's memory into one of them.
 
 In calls over several islands, ranks receive the shards from other islands, and reduce
-them in the order of the islands. Each thread reads and writes vectors of its own. No
+them by the tree of the islands. Each thread reads and writes vectors of its own. No
 other rank takes part.
+
+A thread reduces ``MOST`` shards at a time, and stores the results of more than these in
+the first shard of each group, until the last group is all of them.
 """
 
 import functools
@@ -13,7 +16,7 @@ from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
-from numba_symm.device import intrinsics, lanes
+from numba_symm.device import intrinsics, lanes, order
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
@@ -30,7 +33,15 @@ def make_reduce_shards(number: int, more: bool, element: Element, op: Op) -> Any
         element: their type.
         op: the operator.
     """
-    unpack, pack, combine, *_ = lanes.make_lanes(element, op, False, number)
+    access = lanes.make_lanes(element, op, False, number)
+    pack, of_first = access.pack, order.make_of_first(number, access)
+
+    @intrinsics.device_function
+    def reduced(at: int, apart: int, taken: int, low: Any, high: Any) -> Any:
+        for i in range(number):
+            if i < taken:
+                low[i], high[i] = intrinsics.ld_v2_u64(at + i * apart)
+        return pack(of_first(low, high, 0, taken))
 
     def reduce_shards(
         grid: int, shards: int, result: int, vectors: int, total: int
@@ -42,22 +53,18 @@ def make_reduce_shards(number: int, more: bool, element: Element, op: Op) -> Any
         high = cuda.local.array(number, types.int64)
         vector = block * THREADS + cuda.threadIdx.x
         while vector < vectors:
-            for i in range(number):
-                at = shards + VECTOR * (i * vectors + vector)
-                low[i], high[i] = intrinsics.ld_v2_u64(at)
-            reduced = unpack(low[0], high[0])
-            for i in range(1, number):
-                reduced = combine(reduced, unpack(low[i], high[i]))
+            begin, apart, taken = shards + VECTOR * vector, VECTOR * vectors, number
             if more:
-                for first in range(number, total, number):
-                    for i in range(number):
-                        if first + i < total:
-                            at = shards + VECTOR * ((first + i) * vectors + vector)
-                            low[i], high[i] = intrinsics.ld_v2_u64(at)
-                    for i in range(number):
-                        if first + i < total:
-                            reduced = combine(reduced, unpack(low[i], high[i]))
-            intrinsics.st_v2_u64(result + VECTOR * vector, pack(reduced))
+                left = total  # shards at a distance of ``apart``
+                while left > number:
+                    for first in range(0, left, number):
+                        taken, at = min(number, left - first), begin + first * apart
+                        words = reduced(at, apart, taken, low, high)
+                        intrinsics.st_v2_u64(at, words)
+                    left, apart = (left + number - 1) // number, number * apart
+                taken = left
+            words = reduced(begin, apart, taken, low, high)
+            intrinsics.st_v2_u64(result + VECTOR * vector, words)
             vector += grid * THREADS
 
     return reduce_shards

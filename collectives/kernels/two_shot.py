@@ -7,7 +7,7 @@ stores the results that it receives (gather). ``mailboxes.py`` explains why that
 no barrier, and the order of memory accesses: in both phases of an epoch, each pair
 exchanges in both directions.
 
-Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
+Each element is reduced by one rank, by their tree, so all ranks get the same bits. A
 rank without an output, in a reduction to one rank, stores nothing.
 
 Source: the all-reduce of MSCCL++ in two phases, with packets.

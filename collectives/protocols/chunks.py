@@ -229,6 +229,6 @@ def make_fold_slots(size: int, lanes: Lanes) -> Callable[..., tuple[range, Vecto
             else:
                 k = (r - rank - 1) % size
                 rows.append(read_slots(slot + k * rank_stride, len(own)))
-        return own, lanes.fold(rows)
+        return own, lanes.fold(rows, used.start or 0)
 
     return fold_slots

@@ -15,7 +15,12 @@ import numpy as np
 from numba_symm.collectives.protocols.binding import digest_of
 from numba_symm.device.intrinsics import device_function, word_of
 from numba_symm.device.lanes import Lanes
-from numba_symm.device.order import make_in_rank_order, make_total
+from numba_symm.device.order import (
+    make_in_rank_order,
+    make_of_first,
+    make_of_last,
+    make_total,
+)
 from numba_symm.device.polling import fail, wait_record
 from numba_symm.dtypes import Element, Op, UserOperator, identity
 from numba_symm.waits import CALL_MISMATCH
@@ -122,8 +127,8 @@ def make_total_for(
     ``(taken, low, high, first)`` is ``order.make_total``'s; ``taken`` is
     ``Output.taken``, at least 1.
     """
-    unpack, pack, combine, *_ = lanes
-    total = make_total(size, lanes)
+    pack, total = lanes.pack, make_total(size, lanes)
+    of_first, of_last = make_of_first(size, lanes), make_of_last(size, lanes)
 
     @device_function
     def of_all(taken: int, low: Any, high: Any, first: int) -> Any:
@@ -131,23 +136,14 @@ def make_total_for(
 
     @device_function
     def of_some(taken: int, low: Any, high: Any, first: int) -> Any:
-        result = unpack(low[first], high[first])
-        # Over all ranks, so that every index is a constant, as in ``order.py``.
-        for r in range(1, size):
-            if r < taken:
-                result = combine(result, unpack(low[first + r], high[first + r]))
-        return pack(result)
+        return pack(of_first(low, high, first, taken))
 
     @device_function
-    def of_last(taken: int, low: Any, high: Any, first: int) -> Any:
-        result = unpack(low[first], high[first])
-        for r in range(1, size):
-            vector = unpack(low[first + r], high[first + r])
-            result = combine(result, vector) if r > size - taken else vector
-        return pack(result)
+    def of_rest(taken: int, low: Any, high: Any, first: int) -> Any:
+        return pack(of_last(low, high, first, size - taken))
 
     if output is Output.FROM_THIS:
-        return of_last
+        return of_rest
     return of_some if output in (Output.UP_TO_THIS, Output.BEFORE_THIS) else of_all
 
 
@@ -157,9 +153,9 @@ def make_reduced(
 ) -> Callable[[int, int, Any, Any, Any], Any]:
     """Return a device function that makes one vector from the ranks' vectors.
 
-    ``(rank, taken, low, high, spare)`` returns its two words: the reduction in rank
-    order, or the root's vector; ``taken`` is ``Output.taken``, at least 1. The arrays
-    are ``in_rank_order``'s.
+    ``(rank, taken, low, high, spare)`` returns its two words: the reduction, or the
+    root's vector; ``taken`` is ``Output.taken``, at least 1. The arrays are
+    ``in_rank_order``'s.
     """
     in_rank_order = make_in_rank_order(size)
     total = make_total_for(size, lanes, output)

@@ -31,7 +31,7 @@ def all_reduce(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
     """Reduce an array over the blocks of the same index on all ranks, in place.
 
     Every thread of the block calls it, on every rank, with arrays of the same size. The
-    ranks' elements are reduced in rank order, so all ranks get the same bits, which are
+    ranks' elements are reduced by their tree, so all ranks get the same bits, which are
     those of :meth:`Communicator.all_reduce`. The call takes the time until one store to
     each rank arrives, and one or two ``syncthreads``. Each rank sends all its elements,
     and equally many bytes of epochs, to every other rank. The call does not order other

@@ -66,11 +66,13 @@ class Codes(NamedTuple):
         encode: ``(values, first, inverse)`` returns the two words of 16 codes;
             ``inverse`` is 1 divided by the scale.
         decode: ``(low, high, scale, values, first)`` stores what 16 codes stand for.
+        decode_word: ``(word, scale, values, first)`` does so for the 8 of a word.
     """
 
     scale: Callable[[Any], Any]
     encode: Callable[[Any, int, Any], Any]
     decode: Callable[[int, int, Any, Any, int], None]
+    decode_word: Callable[[int, Any, Any, int], None]
 
 
 @functools.cache
@@ -96,7 +98,7 @@ def make_codes(codes: Element) -> Codes:
         values_of(low, scale, values, first)
         values_of(high, scale, values, first + 8)
 
-    return Codes(scale, encode, decode)
+    return Codes(scale, encode, decode, values_of)
 
 
 def _of_words(codes: Element) -> tuple[Any, Any]:

@@ -13,7 +13,7 @@ pair of pairs. So all elements are in registers, and one source serves every wid
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba_symm.device.arithmetic import Arithmetic, make_arithmetic
@@ -59,7 +59,8 @@ class Lanes(NamedTuple):
         store: ``(array, vector, count, low, high)`` stores a vector, and nothing after
             the array's end.
         slices: ``load`` and ``store`` of many vectors, in the simulator.
-        fold: reduces many vectors of several ranks, in rank order, in the simulator.
+        fold: reduces many vectors of several ranks, by their tree, in the simulator;
+            with the number of the first of these ranks.
     """
 
     unpack: Callable[[int, int], Any]
@@ -68,7 +69,7 @@ class Lanes(NamedTuple):
     load: Load
     store: Store
     slices: Slices
-    fold: Callable[[Sequence[Vectors]], Vectors]
+    fold: Callable[..., Vectors]
 
 
 @functools.cache

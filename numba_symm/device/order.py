@@ -1,8 +1,8 @@
 """The ring: how a rank numbers the others, from the next one on.
 
 In this order, the ranks access different peers at any time, and the code for a rank's
-k-th neighbour does not depend on the rank's number. Vectors are reduced in rank order
-nevertheless, so the result has the same bits on every rank.
+k-th neighbour does not depend on the rank's number. Vectors are reduced by the tree of
+the ranks (``dtypes.in_tree``) nevertheless, so all ranks get the same bits.
 """
 
 import functools
@@ -11,6 +11,7 @@ from typing import Any
 
 from numba_symm.device.intrinsics import device_function
 from numba_symm.device.lanes import Lanes
+from numba_symm.dtypes import left_half
 
 
 @functools.cache
@@ -56,19 +57,73 @@ def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
 
 
 @functools.cache
+def make_of_first(size: int, lanes: Lanes) -> Callable[[Any, Any, int, int], Any]:
+    """Return a device function that reduces the vectors of the first ranks, by a tree.
+
+    ``(low, high, first, taken)`` returns the elements of the result of ``taken`` ranks,
+    at least one; the words of rank r are in the local arrays at ``first + r``. Each
+    index is a constant, as registers need, so the ranks that are left out have code.
+    """
+    if size == 1:
+        return _make_leaf(lanes)
+    half = left_half(size)
+    left, right = make_of_first(half, lanes), make_of_first(size - half, lanes)
+    combine = lanes.combine
+
+    @device_function
+    def of_first(low: Any, high: Any, first: int, taken: int) -> Any:
+        result = left(low, high, first, taken)
+        if taken > half:
+            result = combine(result, right(low, high, first + half, taken - half))
+        return result
+
+    return of_first
+
+
+@functools.cache
+def make_of_last(size: int, lanes: Lanes) -> Callable[[Any, Any, int, int], Any]:
+    """Return the same for the last ranks; ``before`` ranks are left out.
+
+    The tree is that of all ranks, without those.
+    """
+    if size == 1:
+        return _make_leaf(lanes)
+    half = left_half(size)
+    left, right = make_of_last(half, lanes), make_of_last(size - half, lanes)
+    combine = lanes.combine
+
+    @device_function
+    def of_last(low: Any, high: Any, first: int, before: int) -> Any:
+        result = right(low, high, first + half, before - half)
+        if before < half:
+            result = combine(left(low, high, first, before), result)
+        return result
+
+    return of_last
+
+
+@functools.cache
+def _make_leaf(lanes: Lanes) -> Callable[[Any, Any, int, int], Any]:
+    unpack = lanes.unpack
+
+    @device_function
+    def leaf(low: Any, high: Any, first: int, ranks: int) -> Any:
+        return unpack(low[first], high[first])
+
+    return leaf
+
+
+@functools.cache
 def make_total(size: int, lanes: Lanes) -> Callable[[Any, Any, int], Any]:
-    """Return a device function that reduces one vector of each rank, in rank order.
+    """Return a device function that reduces one vector of each rank, by their tree.
 
     ``(low, high, first)`` returns the two words of the result; the words of rank r are
     in the local arrays at ``first + r``.
     """
-    unpack, pack, combine, *_ = lanes
+    pack, of_first = lanes.pack, make_of_first(size, lanes)
 
     @device_function
     def total(low: Any, high: Any, first: int) -> Any:
-        result = unpack(low[first], high[first])
-        for r in range(1, size):
-            result = combine(result, unpack(low[first + r], high[first + r]))
-        return pack(result)
+        return pack(of_first(low, high, first, size))
 
     return total

@@ -20,7 +20,15 @@ import numpy as np
 
 from numba_symm.arguments import refuse_misaligned
 from numba_symm.device.arithmetic import make_arithmetic
-from numba_symm.dtypes import OVERFLOWS, REDUCTIONS, Element, Op, UserOperator, bitwise
+from numba_symm.dtypes import (
+    OVERFLOWS,
+    REDUCTIONS,
+    Element,
+    Op,
+    UserOperator,
+    bitwise,
+    in_tree,
+)
 
 Vectors = np.ndarray[Any, np.dtype[Any]]
 """Contiguous vectors, each of the dtype ``VECTOR``."""
@@ -116,12 +124,15 @@ def make_ragged(itemsize: int) -> Slices:
     return Slices(read, write)
 
 
-def fold(element: Element, op: Op, size: int, rows: Sequence[Vectors]) -> Vectors:
-    """Reduce vectors of several ranks, in rank order; see ``lanes.make_lanes``.
+def fold(
+    element: Element, op: Op, size: int, rows: Sequence[Vectors], first: int = 0
+) -> Vectors:
+    """Reduce vectors of several ranks, by their tree; see ``lanes.make_lanes``.
 
     The result has the bits that ``order.make_total`` computes, except those of NaNs.
+    ``first`` is the first of these ranks; those before it are left out.
     """
-    return _make_fold(element, op, size)(rows)
+    return _make_fold(element, op, size)(rows, first)
 
 
 @functools.cache
@@ -130,7 +141,7 @@ def _make_fold(element: Element, op: Op, size: int) -> Callable[..., Vectors]:
     if whole_words is not None:
         combine = REDUCTIONS[whole_words]
 
-        def fold_words(rows: Sequence[Vectors]) -> Vectors:
+        def fold_words(rows: Sequence[Vectors], first: int) -> Vectors:
             words = (row.view(np.int64) for row in rows)
             return functools.reduce(combine, words).view(VECTOR)
 
@@ -139,12 +150,9 @@ def _make_fold(element: Element, op: Op, size: int) -> Callable[..., Vectors]:
     widen, narrow = _CODECS.get(element.name, (_same, None))
     kind, wide = element.dtype, element.accumulate
 
-    def fold_elements(rows: Sequence[Vectors]) -> Vectors:
-        total = None
-        for row in rows:
-            values = widen(row.view(kind)).astype(wide, copy=False)
-            total = values if total is None else reduce(total, values)
-        total = finish(total)
+    def fold_elements(rows: Sequence[Vectors], first: int) -> Vectors:
+        values = [widen(row.view(kind)).astype(wide, copy=False) for row in rows]
+        total = finish(in_tree(reduce, values, first))
         found = total.astype(kind) if narrow is None else narrow(total)
         return found.view(VECTOR)  # type: ignore[no-any-return]
 

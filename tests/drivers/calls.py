@@ -6,7 +6,6 @@ begin, whether peers can reach them, whether their elements have gaps.
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
 from numba import cuda
@@ -38,12 +37,8 @@ def over_islands(parts, inputs, op):
     if op in ("min", "max"):
         function = operators._first_of(op)
     with np.errstate(all="ignore"):
-        totals = [
-            reduce(function, [inputs[r].astype(kept) for r in taken])
-            for part in parts
-            if (taken := [r for r in part if r in inputs])
-        ]
-        total = reduce(function, totals)
+        wide = {rank: each.astype(kept) for rank, each in inputs.items()}
+        total = operators.over_islands(function, parts, wide)
         if op == "avg":
             total = operators._divided(total, len(inputs), kind)
         if op in dtypes.LOGICAL:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numba_symm import dtypes
-from numba_symm.device import slices
+from numba_symm.device import order, slices
 from numba_symm.device.lanes import make_lanes
 from tests.operators import ELEMENTS, PAIRS, random, same, special, wanted
 
@@ -49,11 +49,10 @@ def reduced(inputs, name, op):
     """Return the device functions' reduction of all ranks' inputs."""
     lanes = make_lanes(ELEMENTS[name], op, False, len(inputs))
     found = []
+    total = order.make_total(len(inputs), lanes)
     for words in zip(*map(vectors, inputs), strict=True):
-        total = lanes.unpack(*words[0])
-        for each in words[1:]:
-            total = lanes.combine(total, lanes.unpack(*each))
-        found.append(lanes.pack(total))
+        low, high = zip(*words, strict=True)
+        found.append(total(low, high, 0))
     return array_of(found, name)
 
 
@@ -73,7 +72,7 @@ def check(found, expected, inputs):
 
 
 @every_pair
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_vectors_reduce_as_numpy_reduces_arrays(name, op, size):
     inputs = rows(name, size)
     check(reduced(inputs, name, op), wanted(inputs, op), inputs)

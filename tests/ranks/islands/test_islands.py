@@ -1,9 +1,10 @@
 """Several islands, which NUMBA_SYMM_ISLAND_SIZE pretends: every operation, bit by bit.
 
-The expected reductions are within each island in rank order, then over the islands.
+The expected reductions are within each island by its tree, then over the islands.
 """
 
 import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -156,11 +157,30 @@ def test_a_function_is_applied_within_islands_and_then_between_them(islands):
         return
     out = comm.all_reduce(x, op=difference)
     comm.synchronize()
-    totals = [
-        functools.reduce(difference, [inputs[r].astype(np.int32) for r in part])
-        for part in comm.islands
-    ]
-    assert get(out).tolist() == [*functools.reduce(difference, totals).astype(np.int8)]
+    wide = {rank: each.astype(np.int32) for rank, each in enumerate(inputs)}
+    total = operators.over_islands(difference, comm.islands, wide)
+    assert get(out).tolist() == total.astype(np.int8).tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_equal_islands_of_powers_of_two_give_the_bits_of_one(world, size, name):
+    if world.size % size or world.size == size:
+        pytest.skip("islands would differ in size, or be one")
+    with made(world, size) as comm:
+        for count, op in itertools.product((7, 1251), ("sum", "avg")):
+            inputs = [
+                operators.random(name, count * comm.size, [9, rank, count])
+                for rank in range(comm.size)
+            ]
+            x = array_of(comm, inputs[comm.rank], False)
+            shard = comm.reduce_scatter(x, op=op)
+            total = comm.all_reduce(x, op=op)
+            comm.synchronize()
+            expectation = operators.wanted(inputs, op)
+            assert operators.same(get(total), expectation).all()
+            mine = expectation[comm.rank * count :][:count]
+            assert operators.same(get(shard), mine).all()
 
 
 def difference(a, b):

@@ -12,6 +12,7 @@ import numba_symm as ns
 from numba_symm.bench import __main__ as bench
 from numba_symm.environment import SIMULATED
 from tests.coded import coded, rounding
+from tests.operators import in_tree
 from tests.ranks.helpers import (
     check_works,
     get,
@@ -124,10 +125,9 @@ class Model:
         x = self.x[source]
         made = np.zeros(x.shape, x.dtype)
         for token in range(len(x)):
-            total = np.zeros(x.shape[1], np.float32)
-            for rank in range(self.size):
-                total += self.of_rank(token, source, rank).astype(np.float32)
-            made[token] = total.astype(x.dtype)
+            each = [self.of_rank(token, source, rank) for rank in range(self.size)]
+            wide = {rank: of.astype(np.float32) for rank, of in enumerate(each)}
+            made[token] = in_tree(np.add, wide).astype(x.dtype)
         return made
 
 
