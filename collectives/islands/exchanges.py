@@ -15,11 +15,14 @@ def all_to_all(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of an all-to-all.
 
     Between many islands of equally many ranks, small shards for one rail are exchanged
-    within each island first, and cross together. Otherwise it is made of messages.
+    within each island first, and cross together, if this takes no more messages.
+    Otherwise it is made of messages.
     """
     if site.many and site.largest == site.smallest:
         binary, most = _together(site, call)
-        if most and 0 < call.nbytes < site.sizes.apart:
+        # Each chunk is a message to every other island, unless it crosses in base 2.
+        fewer = binary or call.count <= most * len(site.mine)
+        if most and fewer and 0 < call.nbytes < site.sizes.apart:
             return _exchanged_together(site, call, binary, most)
     if call.source != call.target:
         return _exchanged(site, call)

@@ -297,6 +297,16 @@ def test_messages_and_launches_are_within_stated_bounds(islands):
                 assert launches(steps) <= most[1], (name, power, rank)
 
 
+def test_shards_that_cross_together_take_no_more_messages_than_alone():
+    """Nearly 256 KiB for each of 800 ranks: in 19 chunks, if they cross together."""
+    job, count = ScheduledJob(even(100, 8)), 65280
+    most = bounds("all_to_all", 100, 8, 4 * count * job.size)
+    for rank in (0, job.size - 1):
+        steps = job.schedule(rank, "all_to_all", count, "float32")
+        assert sum(len(each.sends) for each in exchanges(steps)) <= most[0]
+        assert launches(steps) <= most[1]
+
+
 def test_ranks_of_unequal_islands_choose_the_same_steps():
     """The memory of a call has room for all results, by the ranks of some islands."""
     sizes = dataclasses.replace(IN_THE_SIMULATOR, kept=1 << 15)
