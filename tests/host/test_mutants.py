@@ -50,6 +50,13 @@ def test_the_nearest_tests_of_listed_mutants_exist(nearest):
         assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text() or not name
 
 
+def test_the_baseline_has_results_of_files_that_exist():
+    """A report has no place for those of other files."""
+    _, before = results.read(ROOT / results.BASELINE)
+    assert len(before) > 100
+    assert [each for each in before if not (ROOT / each.file).exists()] == []
+
+
 TEXT = '''
 def first(x, y=3):
     """Text."""
