@@ -8,6 +8,8 @@ fails on all ranks, with the mistake in its text, and the CUDA context survives.
 
 from typing import Any
 
+import numpy as np
+
 from numba_symm import waits
 from numba_symm.device.intrinsics import (
     block_size,
@@ -20,6 +22,7 @@ from numba_symm.device.intrinsics import (
     size_of,
 )
 from numba_symm.device.polling import fail, wait_record
+from numba_symm.device.teams import Team
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.waits import (
@@ -51,6 +54,9 @@ def _raise(ctx: Any, operation: int, place: int, other: int) -> None:
 
 _refuse = _raise if SIMULATED else _fail
 
+# Two checks are stricter in the simulator. On a GPU, Numba's types refuse other objects
+# than a team, and more comparisons would cost instructions.
+
 
 @device_function
 def _is_rank(ctx: Any, rank: int) -> bool:
@@ -81,16 +87,45 @@ def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
 
 
 @device_function
+def _has_place(ctx: Any, team: Any) -> bool:
+    return team.place >= 0  # type: ignore[no-any-return]
+
+
+def _is_of_context(ctx: Any, team: Any) -> bool:
+    return (
+        isinstance(team, Team)
+        and _has_place(ctx, team)
+        and team.ranks[team.place] == ctx.rank
+        and max(team.ranks) < ctx.size
+    )
+
+
+_includes = _is_of_context if SIMULATED else _has_place
+
+
+@device_function
 def check_team(ctx: Any, team: Any) -> None:
     """Refuse a team to which this rank does not belong."""
-    if is_checked(ctx) and team is not None and team.place < 0:
+    if is_checked(ctx) and team is not None and not _includes(ctx, team):
         _refuse(ctx, BAD_TEAM, 0, 0)
+
+
+@device_function
+def _is_in_range(comparison: Any) -> bool:
+    return 0 <= comparison <= 5  # type: ignore[no-any-return]
+
+
+def _is_integer_in_range(comparison: Any) -> bool:
+    return isinstance(comparison, int | np.integer) and _is_in_range(comparison)
+
+
+_is_comparison = _is_integer_in_range if SIMULATED else _is_in_range
 
 
 @device_function
 def check_comparison(ctx: Any, comparison: int) -> None:
     """Refuse what is not one of the comparisons."""
-    if is_checked(ctx) and not 0 <= comparison <= 5:
+    if is_checked(ctx) and not _is_comparison(comparison):
         _refuse(ctx, BAD_COMPARISON, comparison, 0)
 
 

@@ -325,7 +325,7 @@ def word_of(bits: int) -> int:
 
 def nbytes_of(shape: Any, dtype: Any) -> int:
     """Return the bytes of an array of ``shape`` and ``dtype``."""
-    return int(np.prod(shape) * np.dtype(dtype).itemsize)
+    return int(math.prod(map(int, np.ravel(shape))) * np.dtype(dtype).itemsize)
 
 
 def is_checked(ctx: Any) -> bool:

@@ -407,7 +407,7 @@ def test_arrays_beyond_a_peers_buffer_are_refused(comm):
     ctx = comm.rendezvous(x).ctx
     fill_peer[1, 1](ctx, 0, 5)
     assert (x.copy_to_host() == 7).all()
-    for count in (6, 1 << 40):
+    for count in (6, 1 << 40, 1 << 61, 1 << 62):
         text = f"an array of {8 * count} bytes: expected at most the buffer's"
         with pytest.raises(ArgumentError, match=text):
             fill_peer[1, 1](ctx, 0, count)

@@ -159,10 +159,16 @@ def misuse(ctx, team):
 @pytest.mark.skipif(not SIMULATED, reason="a GPU checks this in debug mode only")
 def test_misuse_is_refused(comm):
     ctx = comm.rendezvous(comm.zeros(1, np.int64)).ctx
-    other = symm.Team(-1, 1, ((comm.rank + 1) % comm.size,))
+    larger = symm.Context(comm.rank, comm.size + 1, (), (), None)
+    wrong = [symm.Team.of(larger, [comm.rank, comm.size]), [comm.rank]]
     if comm.size > 1:
+        right = (comm.rank + 1) % comm.size
+        wrong.append(symm.Team.of(ctx, [right]))
+        of_another = symm.Context(right, comm.size, (), (), None)
+        wrong.append(symm.Team.of(of_another, range(comm.size)))
+    for team in wrong:
         with pytest.raises(ns.ArgumentError, match="expected a team of this rank"):
-            misuse[1, 1](ctx, other)
+            misuse[1, 1](ctx, team)
     text = "at most 1024 threads in the simulator, got 5 blocks of 256; launch fewer"
     with pytest.raises(ns.ArgumentError, match=f"grid_barrier: .* {text}"):
         misuse[5, 256](ctx, None)

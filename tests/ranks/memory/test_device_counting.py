@@ -187,6 +187,10 @@ def misuse(ctx, what):
     elif what == 4:
         words = symm.peer_array(ctx, 0, 1, np.int32)
         symm.wait_until_at(ctx, words, 1, symm.GE, 1)
+    elif what == 5:
+        symm.test(ctx, 0, 0, 2.5, 1)
+    elif what == 6:
+        symm.wait_until(ctx, 0, 0, ">=", 1)
     else:
         words = symm.peer_array(ctx, 0, 2, np.int32)
         symm.put_with_signal(ctx, 0, 3, words[1:], words, 1)
@@ -198,6 +202,8 @@ REFUSED = [
     (ns.ArgumentError, "comparison 6: expected symm.EQ, NE, GT, GE, LT or LE"),
     (ns.ArgumentError, "wait_until_at: expected an array of int64, .* got float32"),
     (ns.ArgumentError, r"wait_until_at: expected an index within the shape \(1,\), "),
+    (ns.ArgumentError, r"comparison 2\.5: expected symm.EQ, NE, GT, GE, LT or LE"),
+    (ns.ArgumentError, "comparison >=: expected symm.EQ, NE, GT, GE, LT or LE"),
     (ns.ArgumentError, "a copy of 2 elements: expected arrays of the same shape"),
 ]
 
