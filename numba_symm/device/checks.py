@@ -6,6 +6,8 @@ finds a mistake stores a record on every rank's board and ends. So the communica
 fails on all ranks, with the mistake in its text, and the CUDA context survives.
 """
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -46,9 +48,43 @@ def _fail(ctx: Any, operation: int, place: int, other: int) -> None:
     exit_thread()
 
 
+_DETAILS: dict[int, Callable[..., str]] = {
+    BAD_SLOT: lambda ctx, owner, source, **_: (
+        f", got a signal to rank {owner} from rank {source} of ranks 0 to "
+        f"{ctx.size - 1}"
+    ),
+    BAD_RANK: lambda ctx, **_: f", 0 to {ctx.size - 1}",
+    BAD_BUFFER: lambda ctx, shape, dtype, **_: (
+        f", {ctx.buffer_size}, got shape {shape} of {np.dtype(dtype)}"
+    ),
+    BAD_TEAM: lambda ctx, team, **_: (
+        f", {ctx.rank}, or None, got {team!r}; only the team's ranks call its barrier"
+    ),
+    BAD_COMPARISON: lambda comparison, **_: f", got {comparison!r}",
+    BAD_COPY: lambda target, source, **_: (
+        f", got {tuple(source.shape)} into {tuple(target.shape)}"
+    ),
+    BAD_MAILBOX: lambda mailbox, **_: (
+        f", got {mailbox.size} elements {mailbox_of(mailbox) % 16} bytes after a "
+        "multiple of 16"
+    ),
+    BAD_GRID: lambda ws, **_: f", {ws.blocks} blocks of {ws.threads} threads",
+    BAD_BYTES: lambda ws, **_: f", which has room for {ws.vectors}",
+    BAD_ROOT: lambda ws, **_: f", 0 to {ws.size - 1}",
+    BAD_SHARDS: lambda shards, gathered, **_: (
+        f", of {shards} and {gathered} equal shards"
+    ),
+}
+"""What the simulator adds to a text, of the variables of the function that refuses.
+
+A GPU's record has no room for it, and its code no need.
+"""
+
+
 def _raise(ctx: Any, operation: int, place: int, other: int) -> None:
     found = {"rank": ctx.rank, "place": place, "epoch": other}
     text = waits.TABLE[operation].words.format(**found)
+    text += _DETAILS[operation](**sys._getframe(1).f_locals)
     raise ArgumentError(f"{text}; a GPU checks this in debug mode only")
 
 

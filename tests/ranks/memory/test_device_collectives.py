@@ -274,13 +274,14 @@ def misuse(ws, what, out):
     out[0] = 1
 
 
-MISTAKES = [  # the launch; the text
-    ((1, 4), ""),
-    ((3, 4), "a collective in block 2 of 4"),
-    ((1, 64), "a collective in block 0 of 64"),
-    ((1, 4), "thread has 8 vectors"),
-    ((1, 4), "a broadcast from rank (-1|16777215)"),  # a GPU's record has 24 bits
-    ((1, 4), "of 4 elements with an output of 64"),
+MISTAKES = [  # the launch; the text; its end in the simulator
+    ((1, 4), "", ""),
+    ((3, 4), "a collective in block 2 of 4", "threads, 2 blocks of 32 threads;"),
+    ((1, 64), "a collective in block 0 of 64", "threads, 2 blocks of 32 threads;"),
+    ((1, 4), "thread has 8 vectors", ", which has room for 1;"),
+    # A GPU's record has 24 bits.
+    ((1, 4), "a broadcast from rank (-1|16777215)", "the workspace, 0 to 0;"),
+    ((1, 4), "of 4 elements with an output of 64", ", of 1 and 1 equal shards;"),
 ]
 
 
@@ -289,7 +290,7 @@ def test_mistakes_are_found(world, what):
     if world.rank > 0:
         world.barrier()
         return
-    launch, text = MISTAKES[what]
+    launch, text, more = MISTAKES[what]
     with ns.Communicator(MPI.COMM_SELF, timeout=5, debug=True) as comm:
         ws, out = comm.device_workspace(2, 4, 64).ctx, flags()
         if what == 0:
@@ -297,7 +298,7 @@ def test_mistakes_are_found(world, what):
             comm.synchronize()
             assert get(out)[0, 0] == 1
         elif SIMULATED:
-            with pytest.raises(ns.ArgumentError, match=text):
+            with pytest.raises(ns.ArgumentError, match=f"{text}.*{more}"):
                 misuse[launch](ws, what, out[0])
         else:
             misuse[launch](ws, what, out[0])
