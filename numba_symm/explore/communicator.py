@@ -7,15 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from numba_symm import pads
+from numba_symm.device.signals import MAX_CHANNELS
 from numba_symm.explore.arrays import Array, unsupported
 from numba_symm.explore.faults import Fault
-from numba_symm.explore.host import (
-    PAD_CHANNELS,
-    AllRanks,
-    Enqueued,
-    RankStream,
-    host,
-)
+from numba_symm.explore.host import AllRanks, Enqueued, RankStream, host
 from numba_symm.explore.machine import running
 from numba_symm.explore.memory import Area
 from numba_symm.explore.mpi import OPERATORS, Rank
@@ -100,7 +96,7 @@ class ExploredCommunicator(Rank):
 
     def launch_limit(self, kernel: Any, threads: int) -> int:
         """Return how many blocks may wait: as many as channels."""
-        return PAD_CHANNELS
+        return MAX_CHANNELS
 
     def synchronize(self, stream: Any = None) -> None:
         """Wait for the stream."""
@@ -211,18 +207,18 @@ def _pad(world: AllRanks, region: Area, rank: int) -> Area:
     """Return the signal pad of an allocation."""
     pad = world.pads.get(region)
     if pad is None:
-        size = world.size
-        nbytes = 12 * PAD_CHANNELS * size + 16 * PAD_CHANNELS
-        pad = world.machine.memory.allocate(f"the signal pad of rank {rank}", nbytes, 4)
+        pad = world.machine.memory.allocate(
+            f"the signal pad of rank {rank}", pads.pad_nbytes(world.size), 4
+        )
         pad.rank = rank
-        pad.slots = functools.partial(_slot, size)
+        pad.slots = functools.partial(_slot, world.size)
         world.pads[region] = pad
     return pad
 
 
 def _slot(size: int, offset: int) -> tuple[str, int, int]:
     """Return what a pad has at an offset, the channel and the source."""
-    slots, words = 4 * PAD_CHANNELS * size, 8 * PAD_CHANNELS * size
+    slots, words = 4 * MAX_CHANNELS * size, 8 * MAX_CHANNELS * size
     if offset < slots:
         return "signal", offset // 4 // size, offset // 4 % size
     if offset < slots + words:

@@ -17,8 +17,6 @@ from numba_symm.explore.machine import Machine, running
 from numba_symm.explore.memory import Area
 from numba_symm.explore.observers import Name, Observer
 
-PAD_CHANNELS = 128
-
 
 class RankStream:
     """The default stream of a rank."""
