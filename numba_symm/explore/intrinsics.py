@@ -118,7 +118,7 @@ def _atomic(verb: str) -> Callable[..., Any]:
     """Return an atomic operation on an array's element."""
     name = f"atomic_{verb}"
 
-    def atomic(array: Any, index: Any, *values: Any, order: str = RELAXED) -> Any:
+    def atomic(array: Any, index: Any, values: Any, order: str) -> Any:
         known = {_dtype(kind) for kind in ATOMICS[verb]}
         if not isinstance(array, Array) or array.dtype not in known:
             what = getattr(array, "dtype", type(array).__name__)
@@ -129,7 +129,13 @@ def _atomic(verb: str) -> Callable[..., Any]:
             raise unsupported(f"{name} with order={order!r}")
         return update_element(array, index, verb, order, values)
 
-    return atomic
+    if verb == "cas":
+        return lambda array, index, old, value, order=RELAXED: atomic(
+            array, index, (old, value), order
+        )
+    return lambda array, index, value, order=RELAXED: atomic(
+        array, index, (value,), order
+    )
 
 
 def _dtype(kind: str) -> np.dtype[Any]:

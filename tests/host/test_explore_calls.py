@@ -1,0 +1,60 @@
+"""Explored programs may call what the library takes, and get what it returns."""
+
+import inspect
+
+import pytest
+
+from numba_symm import device, explore
+from numba_symm.device import host_atomics
+from numba_symm.explore import intrinsics
+
+HEAD = """
+import numpy as np
+from mpi4py import MPI
+from numba import cuda
+import numba_symm as ns
+from numba_symm import device as symm
+comm = ns.Communicator(MPI.COMM_WORLD)
+"""
+
+
+def explored(tmp_path, text, ranks=2):
+    path = tmp_path / "program.py"
+    path.write_text(HEAD + inspect.cleandoc(text))
+    return explore.run(path, ranks, 20)
+
+
+def parameters(function):
+    """Return the names, kinds and defaults of a function's parameters."""
+    found = inspect.signature(function).parameters.values()
+    return [(each.name, each.kind, each.default) for each in found]
+
+
+ATOMICS = [name for name in device.__all__ if name.startswith("atomic_")]
+
+
+@pytest.mark.parametrize("name", ATOMICS)
+def test_an_atomic_has_the_parameters_of_the_librarys(name):
+    """Those of a GPU have another first parameter, of Numba's."""
+    symm = intrinsics.device().known[intrinsics.DEVICE]
+    found = parameters(getattr(symm, name))
+    assert found == parameters(getattr(host_atomics, name))
+    assert found == parameters(getattr(device, name))[1:]
+
+
+def test_atomics_take_their_arguments_by_name_and_by_position(tmp_path):
+    text = """
+    @cuda.jit
+    def kernel(old, words):
+        old[0] = symm.atomic_add(words, 0, value=5)
+        old[1] = symm.atomic_cas(words, 0, old=5, value=7, order="acquire")
+        old[2] = symm.atomic_exch(words, 0, 9, "release")
+        old[3] = symm.atomic_cas(words, 0, 8, 1, "relaxed")
+        old[4] = words[0]
+
+    old, words = comm.zeros(5, np.int64), comm.zeros(1, np.int64)
+    kernel[1, 1](old, words)
+    assert list(old.copy_to_host()) == [0, 5, 7, 9, 9]
+    """
+    report = explored(tmp_path, text, 1)
+    assert report.complete, str(report)
