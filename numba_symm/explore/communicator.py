@@ -17,6 +17,7 @@ from numba_symm.explore.memory import Area
 from numba_symm.explore.mpi import OPERATORS, Rank
 from numba_symm.explore.observers import Name, Observer
 from numba_symm.explore.standins import ExploredKernel
+from numba_symm.memory import device_workspaces
 
 
 class ExploredCommunicator(Rank):
@@ -53,11 +54,7 @@ class ExploredCommunicator(Rank):
 
     def _array(self, what: str, shape: Any, dtype: Any, unset: bool) -> Array:
         found = host().new(shape, dtype, unset=unset, what="a symmetric array")
-        sizes = self._set_up(what, found.nbytes)
-        if len(set(sizes)) > 1:
-            raise Fault(
-                "error", f"{what}: the ranks pass sizes {sizes}; pass equal ones"
-            )
+        _check_equal(what, self._set_up(what, found.nbytes))
         return found
 
     def rendezvous(self, array: Any) -> "ExploredMemory":
@@ -79,15 +76,20 @@ class ExploredCommunicator(Rank):
     def device_workspace(self, blocks: int, threads: int, bytes: int) -> Any:
         """Return the memory of collectives in kernels."""
         mine, module = host(), self._world.device["block_workspace"]
-        threads = -(-threads // 32) * 32
-        vectors = max(1, -(-bytes // module.VECTOR // threads) + 1)
+        sizes = device_workspaces.checked(blocks, threads, bytes)
+        blocks, threads, bytes = sizes
+        vectors = device_workspaces.vectors(threads, bytes)
+        threads = device_workspaces.warps(threads)
         region = running().memory.allocate(
             f"the device workspace of rank {mine.rank}",
             module.nbytes(self.size, blocks, threads, vectors),
             4,
         )
-        found = self._set_up("device_workspace", region.base)
-        ring = tuple(found[(mine.rank + 1 + k) % self.size] for k in range(self.size))
+        found = self._set_up("device_workspace", (region.base, sizes))
+        _check_equal("device_workspace", [each for _, each in found])
+        ring = tuple(
+            found[(mine.rank + 1 + k) % self.size][0] for k in range(self.size)
+        )
         guard = self._world.device["polling"].Guard(
             self._world.board.base, mine.rank, self.size, 0
         )
@@ -181,6 +183,11 @@ class ExploredCommunicator(Rank):
             return None if rank == root else given[root]
 
         return self._enqueue("broadcast", x, x, run, stream, [root])
+
+
+def _check_equal(what: str, sizes: list[Any]) -> None:
+    if len(set(sizes)) > 1:
+        raise Fault("error", f"{what}: the ranks pass sizes {sizes}; pass equal ones")
 
 
 def _check_options(what: str, options: dict[str, Any]) -> None:

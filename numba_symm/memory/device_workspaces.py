@@ -46,8 +46,8 @@ class DeviceWorkspace:
             ring=tuple(ring),
             guard=ctx.guard,
             blocks=blocks,
-            threads=_warps(threads),
-            vectors=_vectors(threads, bytes),
+            threads=warps(threads),
+            vectors=vectors(threads, bytes),
         )
         self._ctx.owner, self._ctx.check_mapped = ctx.owner, ctx.check_mapped
 
@@ -87,24 +87,28 @@ def new(
     what = "device_workspace"
     with members.set_up(what):
         with members.exchange.agreed(what):
-            sizes = (
-                _checked(blocks, "blocks", MOST_BLOCKS),
-                _checked(threads, "threads", MOST_THREADS),
-                _checked(bytes, "bytes", MOST_BYTES),
-            )
-        blocks, threads, bytes = sizes
+            blocks, threads, bytes = checked(blocks, threads, bytes)
         fact = f"{blocks} blocks of {threads} threads, {bytes} bytes"
         members.exchange.agree_equal(fact, what)
         # Of the largest island, because all ranks allocate the same.
         nbytes = block_workspace.nbytes(
             max(map(len, members.parts)),
             blocks,
-            _warps(threads),
-            _vectors(threads, bytes),
+            warps(threads),
+            vectors(threads, bytes),
         )
         array = heap.array(nbytes, np.uint8, what)  # zeros: no packet, no epoch
         memory = heap.rendezvous(arrays.view(array, what).address, array)
     return DeviceWorkspace(memory, blocks, threads, bytes)
+
+
+def checked(blocks: Any, threads: Any, bytes: Any) -> tuple[int, int, int]:
+    """Return the sizes of a workspace as Python's ints, or refuse one of them."""
+    return (
+        _checked(blocks, "blocks", MOST_BLOCKS),
+        _checked(threads, "threads", MOST_THREADS),
+        _checked(bytes, "bytes", MOST_BYTES),
+    )
 
 
 def _checked(value: Any, name: str, most: int) -> int:
@@ -118,11 +122,11 @@ def _checked(value: Any, name: str, most: int) -> int:
     )
 
 
-def _warps(threads: int) -> int:
+def warps(threads: int) -> int:
     """Return a number of threads, rounded up to whole warps."""
     return -(-threads // WARP) * WARP
 
 
-def _vectors(threads: int, bytes: int) -> int:
+def vectors(threads: int, bytes: int) -> int:
     """Return how many vectors a thread of a block sends, of so many bytes in all."""
     return -(-bytes // (VECTOR * threads))

@@ -1,12 +1,14 @@
 """Explored programs may call what the library takes, and get what it returns."""
 
 import inspect
+import re
 
 import pytest
 
 from numba_symm import device, explore
 from numba_symm.device import host_atomics
 from numba_symm.explore import intrinsics
+from numba_symm.memory import device_workspaces
 
 HEAD = """
 import numpy as np
@@ -58,3 +60,39 @@ def test_atomics_take_their_arguments_by_name_and_by_position(tmp_path):
     """
     report = explored(tmp_path, text, 1)
     assert report.complete, str(report)
+
+
+@pytest.mark.parametrize("threads", [1, 33, 128])
+def test_a_workspace_holds_as_many_bytes_as_the_librarys(tmp_path, threads):
+    """In a collective of all its threads; one vector more is refused."""
+    text = f"""
+    @cuda.jit
+    def kernel(ws, x):
+        symm.all_reduce(ws, x)
+
+    ws = comm.device_workspace(1, {threads}, bytes={32 * threads})
+    assert ws.ctx.vectors == {device_workspaces.vectors(threads, 32 * threads)} == 2
+    assert ws.ctx.threads == {device_workspaces.warps(threads)}
+    kernel[1, {threads}](ws.ctx, comm.zeros(LENGTH, np.uint8))
+    comm.synchronize()
+    """
+    right = explored(tmp_path, text.replace("LENGTH", str(32 * threads)), 1)
+    assert right.complete, str(right)
+    longer = str(32 * threads + 1)
+    wrong = explored(tmp_path, text.replace("LENGTH", longer), 1)
+    assert "a thread has 3 vectors of 16 bytes" in str(wrong)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ("0, 32, 64", "device_workspace: expected blocks to be an integer from 1 to"),
+        ("1, 1025, 64", "threads to be an integer from 1 to 1024, got 1025"),
+        ("1, 32, 0.5", r"bytes to be an integer from 1 to .*, got 0.5"),
+        ("1, 32, 64 + comm.rank", r"pass .*\(1, 32, 64\), \(1, 32, 65\).*; pass equal"),
+    ],
+)
+def test_sizes_of_a_workspace_that_the_library_refuses(tmp_path, sizes, text):
+    report = explored(tmp_path, f"comm.device_workspace({sizes})")
+    assert report.fault.kind == "error"
+    assert re.search(text, str(report)), str(report)
