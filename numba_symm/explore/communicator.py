@@ -1,20 +1,20 @@
 """Stand-ins for communicators and symmetric memory."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from numba_symm import pads
+from numba_symm import dtypes, pads
 from numba_symm.device.signals import MAX_CHANNELS
 from numba_symm.explore.arrays import Array, unsupported
 from numba_symm.explore.faults import Fault
 from numba_symm.explore.host import AllRanks, Enqueued, RankStream, host
 from numba_symm.explore.machine import running
 from numba_symm.explore.memory import Area
-from numba_symm.explore.mpi import OPERATORS, Rank
+from numba_symm.explore.mpi import Rank
 from numba_symm.explore.observers import Name, Observer
 from numba_symm.explore.standins import ExploredKernel
 from numba_symm.memory import device_workspaces
@@ -113,6 +113,24 @@ class ExploredCommunicator(Rank):
         host().stream.enqueue(Enqueued(self, what, x, out, run, every))
         return out
 
+    def _reducing(self, what: str, op: Any, x: Any) -> Callable[[Sequence[Any]], Any]:
+        """Return the reduction of the ranks' arrays, as the simulator's kernels do."""
+        if op not in dtypes.REDUCTIONS:
+            raise unsupported(f"the operator {op!r}")
+        module, element = self._world.device["slices"], dtypes.element(x.dtype, what)
+        dtypes.check(op, element, what)
+
+        def reduced(given: Sequence[Any]) -> Any:
+            rows = [
+                np.frombuffer(each.tobytes() + bytes(-each.nbytes % 16), module.VECTOR)
+                for each in given
+            ]
+            with np.errstate(all="ignore"):
+                found = module.fold(element, op, len(given), rows)
+            return found.view(element.dtype)[: x.size].reshape(x.shape)
+
+        return reduced
+
     def barrier(self, stream: Any = None) -> None:
         """Order all ranks' streams."""
         self._enqueue("barrier", None, None, None, stream)
@@ -127,9 +145,10 @@ class ExploredCommunicator(Rank):
     ) -> Any:
         """Reduce over all ranks."""
         _check_options("all_reduce", options)
+        reduced = self._reducing("all_reduce", op, x)
         out = host().new(x.shape, x.dtype, unset=True) if out is None else out
         return self._enqueue(
-            "all_reduce", x, out, lambda given, rank: _reduced(op, given), stream
+            "all_reduce", x, out, lambda given, rank: reduced(given), stream
         )
 
     def reduce_scatter(
@@ -142,12 +161,12 @@ class ExploredCommunicator(Rank):
     ) -> Any:
         """Reduce over all ranks; each gets its shard."""
         _check_options("reduce_scatter", options)
-        size = self.size
+        reduced, size = self._reducing("reduce_scatter", op, x), self.size
         if out is None:
             out = host().new((x.shape[0] // size, *x.shape[1:]), x.dtype, unset=True)
 
         def run(given: Any, rank: int) -> Any:
-            return _reduced(op, given).reshape(size, -1)[rank]
+            return reduced(given).reshape(size, -1)[rank]
 
         return self._enqueue("reduce_scatter", x, out, run, stream)
 
@@ -194,20 +213,6 @@ def _check_options(what: str, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if name != "algorithm" and value is not None:
             raise unsupported(f"{what} with {name}")
-
-
-def _reduced(op: Any, given: Sequence[Any]) -> Any:
-    """Reduce in rank order; halves accumulate in float32."""
-    if op not in OPERATORS and op != "avg":
-        raise unsupported(f"the operator {op!r}")
-    dtype = given[0].dtype
-    wide = np.float32 if dtype.itemsize < 4 and dtype.kind not in "iub" else dtype
-    with np.errstate(all="ignore"):
-        found = functools.reduce(
-            OPERATORS["sum" if op == "avg" else op],
-            [each.astype(wide) for each in given],
-        )
-        return (found / len(given) if op == "avg" else found).astype(dtype)
 
 
 def _pad(world: AllRanks, region: Area, rank: int) -> Area:

@@ -96,3 +96,28 @@ def test_sizes_of_a_workspace_that_the_library_refuses(tmp_path, sizes, text):
     report = explored(tmp_path, f"comm.device_workspace({sizes})")
     assert report.fault.kind == "error"
     assert re.search(text, str(report)), str(report)
+
+
+AVERAGES = {
+    "int8": ([[100, -100, -1, 127], [100, -101, 0, 127]], [100, -100, 0, 127]),
+    "uint8": ([[255, 1], [255, 0]], [255, 0]),
+    "int16": ([[-32768, 7], [-32767, 8]], [-32767, 7]),
+    "int32": ([[2**31 - 1, -3], [2**31 - 1, 0]], [2**31 - 1, -1]),
+    "uint32": ([[2**32 - 1], [2**32 - 2]], [2**32 - 2]),
+    # Only these sums wrap around.
+    "int64": ([[2**62 + 1, 2**62], [2**62, -1]], [1 - 2**62, 2**61 - 1]),
+    "uint64": ([[2**63, 2**62 + 1], [2**63, 2**62]], [0, 2**62]),
+    "float32": ([[0.5, 1], [1, 2]], [0.75, 1.5]),
+}
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_an_average_is_that_of_the_library(tmp_path, kind):
+    inputs, wanted = AVERAGES[kind]
+    text = f"""
+    x = cuda.to_device(np.array({inputs}[comm.rank], np.{kind}))
+    found = comm.all_reduce(x, op="avg").copy_to_host()
+    assert found.dtype == x.dtype and list(found) == {wanted}, list(found)
+    """
+    report = explored(tmp_path, text)
+    assert report.complete, str(report)
