@@ -23,8 +23,18 @@ from numba_symm.memory import device_workspaces
 class ExploredCommunicator(Rank):
     """Stand-in for ``numba_symm.Communicator``."""
 
-    def __init__(self, comm: Any = None, **_: Any):
+    def __init__(
+        self,
+        comm: Any,
+        device: int | None = None,
+        timeout: float | None = None,
+        stream: Any = None,
+        debug: bool = False,
+        multiprocessors: int | None = None,
+        requests: bool = False,
+    ):
         mine = host()
+        mine.check_stream(stream)
         self._world = mine.world
         self._number = mine.count("communicators")
         mine.meet("ExploredCommunicator", None, ("set-up", self._number))
@@ -44,12 +54,14 @@ class ExploredCommunicator(Rank):
         host().drain()
         self._set_up("close", None)
 
-    def empty(self, shape: Any, dtype: Any = np.float32) -> Array:
+    def empty(self, shape: Any, dtype: Any = np.float32, *, like: Any = None) -> Array:
         """Return a new symmetric array without values."""
+        _check_unused("empty", like=like)
         return self._array("empty", shape, dtype, True)
 
-    def zeros(self, shape: Any, dtype: Any = np.float32) -> Array:
+    def zeros(self, shape: Any, dtype: Any = np.float32, *, like: Any = None) -> Array:
         """Return a new symmetric array of zeros."""
+        _check_unused("zeros", like=like)
         return self._array("zeros", shape, dtype, False)
 
     def _array(self, what: str, shape: Any, dtype: Any, unset: bool) -> Array:
@@ -138,13 +150,18 @@ class ExploredCommunicator(Rank):
     def all_reduce(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         out: Any = None,
         stream: Any = None,
-        **options: Any,
+        algorithm: str | None = None,
+        wire: str | None = None,
+        epilogue: Any = None,
+        args: Sequence[Any] = (),
+        row_sum: Any = None,
     ) -> Any:
         """Reduce over all ranks."""
-        _check_options("all_reduce", options)
+        _check_unused("all_reduce", wire=wire, epilogue=epilogue)
         reduced = self._reducing("all_reduce", op, x)
         out = host().new(x.shape, x.dtype, unset=True) if out is None else out
         return self._enqueue(
@@ -154,13 +171,17 @@ class ExploredCommunicator(Rank):
     def reduce_scatter(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         out: Any = None,
         stream: Any = None,
-        **options: Any,
+        algorithm: str | None = None,
+        epilogue: Any = None,
+        args: Sequence[Any] = (),
+        row_sum: Any = None,
     ) -> Any:
         """Reduce over all ranks; each gets its shard."""
-        _check_options("reduce_scatter", options)
+        _check_unused("reduce_scatter", epilogue=epilogue)
         reduced, size = self._reducing("reduce_scatter", op, x), self.size
         if out is None:
             out = host().new((x.shape[0] // size, *x.shape[1:]), x.dtype, unset=True)
@@ -171,10 +192,18 @@ class ExploredCommunicator(Rank):
         return self._enqueue("reduce_scatter", x, out, run, stream)
 
     def all_gather(
-        self, x: Any, out: Any = None, stream: Any = None, **options: Any
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+        epilogue: Any = None,
+        args: Sequence[Any] = (),
+        row_sum: Any = None,
     ) -> Any:
         """Collect all ranks' arrays."""
-        _check_options("all_gather", options)
+        _check_unused("all_gather", epilogue=epilogue)
         if out is None:
             out = host().new((self.size, *x.shape), x.dtype, unset=True)
         return self._enqueue(
@@ -182,10 +211,14 @@ class ExploredCommunicator(Rank):
         )
 
     def all_to_all(
-        self, x: Any, out: Any = None, stream: Any = None, **options: Any
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
     ) -> Any:
         """Exchange shards."""
-        _check_options("all_to_all", options)
         size = self.size
         out = host().new(x.shape, x.dtype, unset=True) if out is None else out
 
@@ -194,9 +227,15 @@ class ExploredCommunicator(Rank):
 
         return self._enqueue("all_to_all", x, out, run, stream)
 
-    def broadcast(self, x: Any, root: int, stream: Any = None, **options: Any) -> Any:
+    def broadcast(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
         """Copy the root's array."""
-        _check_options("broadcast", options)
 
         def run(given: Any, rank: int) -> Any:
             return None if rank == root else given[root]
@@ -209,9 +248,9 @@ def _check_equal(what: str, sizes: list[Any]) -> None:
         raise Fault("error", f"{what}: the ranks pass sizes {sizes}; pass equal ones")
 
 
-def _check_options(what: str, options: dict[str, Any]) -> None:
+def _check_unused(what: str, **options: Any) -> None:
     for name, value in options.items():
-        if name != "algorithm" and value is not None:
+        if value is not None:
             raise unsupported(f"{what} with {name}")
 
 

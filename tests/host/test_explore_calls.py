@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from numba_symm import device, explore
+from numba_symm import Communicator, SymmetricMemory, device, explore
 from numba_symm.device import host_atomics
 from numba_symm.explore import intrinsics
+from numba_symm.explore.communicator import ExploredCommunicator, ExploredMemory
 from numba_symm.memory import device_workspaces
 
 HEAD = """
@@ -32,7 +33,24 @@ def parameters(function):
     return [(each.name, each.kind, each.default) for each in found]
 
 
+STANDINS = (Communicator, ExploredCommunicator), (SymmetricMemory, ExploredMemory)
+METHODS = [
+    (getattr(product, name), method)
+    for product, standin in STANDINS
+    for name, method in vars(standin).items()
+    if inspect.isfunction(method) and not name.startswith("_")
+] + [(Communicator.__init__, ExploredCommunicator.__init__)]
 ATOMICS = [name for name in device.__all__ if name.startswith("atomic_")]
+
+
+@pytest.mark.parametrize(("product", "standin"), METHODS)
+def test_a_method_has_the_parameters_of_the_librarys(product, standin):
+    assert parameters(standin) == parameters(product)
+
+
+def test_some_methods_and_atomics_are_compared():
+    assert len(METHODS) >= 20
+    assert len(ATOMICS) == 8
 
 
 @pytest.mark.parametrize("name", ATOMICS)
@@ -96,6 +114,16 @@ def test_sizes_of_a_workspace_that_the_library_refuses(tmp_path, sizes, text):
     report = explored(tmp_path, f"comm.device_workspace({sizes})")
     assert report.fault.kind == "error"
     assert re.search(text, str(report)), str(report)
+
+
+def test_a_broadcast_is_from_rank_0_unless_it_names_another(tmp_path):
+    text = """
+    x = cuda.to_device(np.full(3, comm.rank))
+    comm.broadcast(x)
+    assert list(x.copy_to_host()) == [0, 0, 0]
+    """
+    report = explored(tmp_path, text)
+    assert report.complete, str(report)
 
 
 AVERAGES = {
