@@ -9,7 +9,7 @@ def expected(operation, inputs, rank, root, reduced, of_none, joined):
         inputs: all ranks' inputs, sequences of one axis.
         rank: the rank.
         root: the root, of an operation that has one.
-        reduced: returns the reduction of a list of sequences, at least one.
+        reduced: returns the reduction of sequences, at least one, by rank.
         of_none: returns the output of a number of elements with nothing to reduce.
         joined: returns the sequences of a list, one after another.
     """
@@ -19,7 +19,7 @@ def expected(operation, inputs, rank, root, reduced, of_none, joined):
     if exchange.sends_shards:
         count = len(inputs[0]) // size
         inputs = [each[rank * count :][:count] for each in inputs]
-    used = [inputs[r] for r in exchange.output.used(rank, size, root)]
+    used = {r: inputs[r] for r in exchange.output.used(rank, size, root)}
     if not operation.reduces:
-        return joined(used)
+        return joined(list(used.values()))
     return reduced(used) if used else of_none(len(inputs[0]))

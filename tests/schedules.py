@@ -164,7 +164,7 @@ class Machine:
             self.values(rank, step.first + i * stride, count, element)
             for i in range(step.number)
         ]
-        found = folded(slots, step.op)
+        found = folded(dict(enumerate(slots)), step.op)
         if step.number > reduce_shards.MOST:  # which stores what it reduces first
             for i in range(0, step.number, reduce_shards.MOST):
                 self.at(rank, step.first + i * stride, stride)[:] = 0xA5
@@ -184,7 +184,8 @@ class Machine:
 
 
 def folded(each, op):
-    """Return the reduction of sequences by their tree."""
+    """Return the reduction of sequences, by number, by their tree."""
     function = {"sum": np.add, "max": np.maximum}[op]
+    (dtype,) = {sequence.dtype for sequence in each.values()}
     with np.errstate(all="ignore"):
-        return in_tree(function, dict(enumerate(each))).astype(each[0].dtype)
+        return in_tree(function, each).astype(dtype)

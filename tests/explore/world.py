@@ -1,5 +1,6 @@
 """The ranks of a scenario: their memory, their calls and the expected results."""
 
+import operator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from numba_symm.collectives.algorithms import GENERAL, Arrays
 from numba_symm.collectives.operations import ALL_REDUCE, OPERATIONS
 from tests.algorithms import ONE_SHOTS, those
 from tests.expected import expected
+from tests.operators import in_tree
 
 INT64, FLOAT64 = (dtypes.element(name, "test") for name in ("int64", "float64"))
 ALGORITHMS = those("all_reduce", lambda made: not made.handshake and not made.copies)
@@ -162,7 +164,8 @@ class World(Messages):
         sources, words = self.inputs(count, DRAW[kind])
         in_place = self.random.random() < 0.5
         targets = sources if in_place else self.map("output", 8 * count)
-        total = [TOTAL[kind](column) for column in zip(*words, strict=True)]
+        ranks = range(len(words))
+        total = [TOTAL[kind](column, ranks) for column in zip(*words, strict=True)]
         for end, source, target in zip(self.ends, sources, targets, strict=True):
             call = self.code.binding.Call(source, target, count, kind, "sum")
             launch = self.bound("all_reduce", algorithm, end, call)
@@ -180,7 +183,8 @@ class World(Messages):
         kind = self.random.choice(KINDS)
         sources, words = self.inputs(count, DRAW[kind])
         target = self.random.choice([sources, self.map("output", 8 * count)])[root]
-        total = [TOTAL[kind](column) for column in zip(*words, strict=True)]
+        ranks = range(len(words))
+        total = [TOTAL[kind](column, ranks) for column in zip(*words, strict=True)]
         for end in self.ends:
             mine = target if end.rank == root else 0
             source = sources[end.rank]
@@ -465,15 +469,13 @@ def float_of(word):
     return float(np.uint64(word).view(np.float64))
 
 
-def float_sum(words):
-    """Return the bits of the sum in that order, or None if it is a NaN."""
-    total = 0.0
-    for word in words:  # from Python 3.12 on, sum() does not round as additions do
-        total += float_of(word)
-    return None if ALL_ONES in words else bits_of(total)
+def float_sum(words, ranks):
+    """Return the bits of the sum by the tree of ranks, or None if it is a NaN."""
+    leaves = dict(zip(ranks, map(float_of, words), strict=True))
+    return None if ALL_ONES in words else bits_of(in_tree(operator.add, leaves))
 
 
-def integer_sum(words):
+def integer_sum(words, ranks):
     return sum(words) & ALL_ONES
 
 
@@ -487,7 +489,8 @@ def wanted_of(operation, words, rank, root, kind):
     """Return the expected words of a rank's output; None if it has no output."""
 
     def total(used):
-        return [TOTAL[kind](column) for column in zip(*used, strict=True)]
+        columns = zip(*used.values(), strict=True)
+        return [TOTAL[kind](column, used) for column in columns]
 
     def of_none(count):
         return [IDENTITY[kind]] * count

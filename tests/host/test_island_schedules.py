@@ -43,7 +43,7 @@ NAMES = (*REDUCING, "all_gather", "all_to_all", "broadcast")
 
 
 def wanted(parts, operation, inputs, rank, root, op):
-    """Return a rank's output: reduced within each island, then in their order."""
+    """Return a rank's output: reduced within each island, then over the islands."""
     size = len(inputs)
     exchange = operation.exchange
     if not operation.reduces:
@@ -54,9 +54,9 @@ def wanted(parts, operation, inputs, rank, root, op):
         count = len(inputs[0]) // size
         inputs = [each[rank * count :][:count] for each in inputs]
     used = set(exchange.output.used(rank, size, root))
-    found = [[inputs[r] for r in part if r in used] for part in parts]
+    found = [{k: inputs[r] for k, r in enumerate(part) if r in used} for part in parts]
     found = [folded(each, op) for each in found if each]
-    return folded(found, op) if found else None
+    return folded(dict(enumerate(found)), op) if found else None
 
 
 def check(parts, sizes, name, count, kind="float32", seed=0, root=0, place=False):
