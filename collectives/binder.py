@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from numba_symm.collectives.algorithms import GENERAL
 from numba_symm.collectives.kernels import barrier, transfer
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import (
@@ -41,6 +42,17 @@ class Binder:
     def operation(self, operation: Operation, algorithm: str, call: Call) -> Enqueue:
         """Bind a call of an operation by the algorithm of that name."""
         return operation.bind(algorithm, self.end, call)
+
+    def staged(self, end: Endpoint, operation: Operation, call: Call) -> Enqueue:
+        """Bind a call of memory that is not symmetric, by the fastest algorithm.
+
+        ``end`` is this rank's end of the communicator.
+        """
+        nbytes = call.count * call.element.itemsize
+        name = operation.chosen(None, nbytes, end.size, call.element, end.choices)
+        if operation.algorithms[name].handshake:
+            name = GENERAL
+        return self.operation(operation, name, call)
 
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]

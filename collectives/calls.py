@@ -218,6 +218,10 @@ class Calls:
         if given.epilogue is not None and isinstance(out, tuple):
             return self._of_two(given)
         source = arrays.fields(x, what)
+        if given.leaves:
+            from numba_symm.collectives import leaves
+
+            given, source = leaves.first_of(given, source)
         self.staging.stream = chosen = self.streams.of(stream, x)
         has_output = True
         if operation.rooted:
@@ -232,7 +236,11 @@ class Calls:
             out = self.new(x, like, operation.shape(like, self.size), chosen, what)
         target = None
         if out is not None:
-            target = source if out is x else arrays.fields(out, f"{what}: out")
+            target = (
+                source
+                if out is x and not given.leaves
+                else arrays.fields(out, f"{what}: out")
+            )
             gaps = gaps or target[3] is None
         if gaps:
             return staging.bound(self, given, out, self.bound)
@@ -312,6 +320,13 @@ class Calls:
         out: ArrayView | None,
     ) -> Enqueue:
         """Bind a checked call of these arrays."""
+        if given.leaves:
+            from numba_symm.collectives import leaves
+
+            shards = given.operation.shards(self.size)
+            needs = leaves.room_of(call, given.leaves, shards)
+            room = self.staging.scratch(needs, f"{given.operation.name}: leaves=")
+            return leaves.bind(self.end, self.binder, given, call, room)
         if given.wire is None and given.epilogue is None:
             return self.binder.operation(given.operation, algorithm, call)
         from numba_symm.collectives import epilogues, wires

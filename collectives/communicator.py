@@ -459,6 +459,7 @@ class Communicator(OthersNames):
         epilogue: Any = None,
         args: Sequence[Any] = NONE,
         row_sum: Any = None,
+        leaves: bool = False,
     ) -> Any:
         """Reduce ``x`` over all ranks, element by element. Every rank gets the result.
 
@@ -524,9 +525,16 @@ class Communicator(OthersNames):
             row_sum: a function like ``epilogue``, of the reduced element and the
                 entries of ``args``. Its results are added over each row, that is along
                 the output's last axis, in a fixed order. x must be of floats.
+            leaves: whether the first axis of x is leaves, to be reduced as well. All
+                ranks have the same number of them, 1, 2, 4, 8, …, in C order. Then the
+                result is the tree of all leaves, in the order of ranks: 8 leaves on one
+                rank and 2 on each of 4 ranks give the same bits. An average divides by
+                their number. Only with the fastest algorithm, without ``wire`` and
+                ``epilogue``.
 
         Returns:
-            ``out``, or the new array, of x's shape; for a pair, a tuple of both arrays.
+            ``out``, or the new array, of x's shape (without the axis of leaves); for a
+            pair, a tuple of both arrays.
 
         Raises:
             ArgumentError: an array or a name is wrong; in debug mode, calls differ.
@@ -534,7 +542,7 @@ class Communicator(OthersNames):
             CollectiveError: an earlier call of the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        options = op, algorithm, None, wire, epilogue, args, row_sum, None
+        options = op, algorithm, None, wire, epilogue, args, row_sum, None, leaves
         return self._calls.operate(ALL_REDUCE, x, out, stream, options)
 
     @by_one_thread
@@ -559,8 +567,8 @@ class Communicator(OthersNames):
             *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``;
                 ``"gaps"`` for strided arrays, in any call; ``"counts"`` for counts on
                 the GPU; ``"experts"`` for mixtures of experts; ``"wire_int8"`` and
-                ``"wire_fp8"`` for quantized sums; ``"signals"`` for the methods of
-                :class:`SymmetricMemory`.
+                ``"wire_fp8"`` for quantized sums; ``"leaves"`` for reductions of
+                leaves; ``"signals"`` for the methods of :class:`SymmetricMemory`.
             dtypes: the dtypes of the calls' arrays.
             ops: the operators of the calls that reduce, as for :meth:`all_reduce`. An
                 operator is skipped for a dtype or a call that does not accept it.
@@ -614,7 +622,7 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        options = "sum", algorithm, None, None, epilogue, args, row_sum, None
+        options = "sum", algorithm, None, None, epilogue, args, row_sum, None, False
         return self._calls.operate(ALL_GATHER, x, out, stream, options)
 
     def all_to_all(
@@ -657,6 +665,7 @@ class Communicator(OthersNames):
         epilogue: Any = None,
         args: Sequence[Any] = NONE,
         row_sum: Any = None,
+        leaves: bool = False,
     ) -> Any:
         """Reduce ``x`` over all ranks, and give each rank its shard of the result.
 
@@ -675,6 +684,7 @@ class Communicator(OthersNames):
                 then ``out`` may have another dtype, or be a pair.
             args: as for :meth:`all_reduce`, of shapes that fit the output's.
             row_sum: as for :meth:`all_reduce`.
+            leaves: as for :meth:`all_reduce`; then the second axis of x has the shards.
 
         Returns:
             ``out``, or the new array: shard r of the reduction on rank r, with the bits
@@ -683,7 +693,7 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        options = op, algorithm, None, None, epilogue, args, row_sum, None
+        options = op, algorithm, None, None, epilogue, args, row_sum, None, leaves
         return self._calls.operate(REDUCE_SCATTER, x, out, stream, options)
 
     def scan(

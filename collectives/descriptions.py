@@ -45,7 +45,9 @@ class Descriptions:
             more.append(f"op {given.op!r}")
         if operation.rooted:
             more.append(f"root {given.root}")
-        if given.wire is not None:
+        if given.leaves:
+            more.append(f"{given.leaves} leaves")
+        elif given.wire is not None:
             more.append(f"wire {given.wire!r}")
         elif self._algorithms:
             more.append(f"algorithm {algorithm!r}")

@@ -29,6 +29,7 @@ class Invocation(NamedTuple, Generic[Kind]):
         args: what the function takes besides: arrays and numbers.
         row_sum: a function whose results are summed over each row for it, or None.
         second: the output of the second result of such a function, or None.
+        leaves: whether the first axis of ``x`` is leaves; their number, once checked.
         tables: of a v form, its counts and displacements: one pair, or two.
         peers: of messages, whom this rank sends to, and whom it receives from.
         count: of a message that may be shorter than ``out``, where its number of
@@ -47,15 +48,16 @@ class Invocation(NamedTuple, Generic[Kind]):
     args: Any = NONE
     row_sum: Any = None
     second: Any = None
+    leaves: Any = False
     tables: tuple[Any, ...] = ()
     peers: tuple[Any, ...] = ()
     count: Any = None
 
 
-OPTIONS = slice(4, 12)
+OPTIONS = slice(4, 13)
 """The fields that are options. A call is remembered by its options and its arrays."""
 
-NO_ROOT: tuple[Any, ...] = None, None, None, NONE, None, None
+NO_ROOT: tuple[Any, ...] = None, None, None, NONE, None, None, False
 """The options from the root on of a call that has none of them."""
 
 NO_WIRE = NO_ROOT[1:]

@@ -5,6 +5,7 @@ So the kernels follow from the table of operations, the limits of ``select.py`` 
 algorithms. It compiles and loads nothing, and needs no GPU.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,16 +15,19 @@ from numba_symm import code_cache, dtypes, loads, pads
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import pairs, select
 from numba_symm.collectives.binder import Binder
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import pack, transfer
 from numba_symm.collectives.operations import (
     ALL_GATHER,
+    ALL_REDUCE,
     ALL_TO_ALL,
     OPERATIONS,
+    REDUCE_SCATTER,
     REDUCE_SHARD,
     Operation,
     compiling,
 )
-from numba_symm.collectives.protocols.binding import Call, Endpoint
+from numba_symm.collectives.protocols.binding import Call, Carried, Endpoint
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.partition import LINE
 from numba_symm.collectives.protocols.workspace import (
@@ -73,6 +77,9 @@ EXPERTS = "experts"
 CODED = {"wire_int8": "int8", "wire_fp8": "fp8"}
 """Quantized sums, by the name of the codes."""
 
+LEAVES = "leaves"
+"""Reductions of leaves, up to 64 of a rank, or any number of more."""
+
 SIGNALS = "signals"
 """The methods of ``SymmetricMemory`` that launch kernels."""
 
@@ -80,7 +87,7 @@ _OPERATIONS = {**OPERATIONS, REDUCE_SHARD.name: REDUCE_SHARD}
 
 NAMES = (
     *(*_OPERATIONS, *MESSAGES, *REQUESTS, *DIGESTS),
-    *("barrier", GAPS, COUNTS, EXPERTS, *CODED, SIGNALS),
+    *("barrier", GAPS, COUNTS, EXPERTS, *CODED, LEAVES, SIGNALS),
 )
 """What kernels can be listed for."""
 
@@ -180,6 +187,8 @@ def kernels(
                 _bind_experts(numpy_dtypes, binder.end)
             elif name in CODED:
                 _bind_coded(CODED[name], numpy_dtypes, end, binder)
+            elif name == LEAVES:
+                _bind_leaves(numpy_dtypes, operators, end, binder)
             elif name == SIGNALS:
                 _bind_signals(binder.end.size)
             elif binder.end.size > 1:
@@ -292,7 +301,7 @@ def load_default(end: Endpoint) -> None:
     key = key_of(f"default set of {capability()}, {end.size} ranks, {limits}")
     known = code_cache.load(key)
     if known is None:
-        names = [name for name in NAMES if name not in (*REQUESTS, EXPERTS)]
+        names = [name for name in NAMES if name not in (*REQUESTS, EXPERTS, LEAVES)]
         found = kernels(names, DTYPES, ("sum",), end, "Communicator")
         known = "\n".join(map(key_on_this_gpu, found)).encode()
         code_cache.store(key, known)
@@ -444,6 +453,26 @@ def _bind_coded(
             wires.exchanging(end, binder)(
                 operation, VECTOR, _FAR, count * wires.WORDS.itemsize
             )
+
+
+def _bind_leaves(
+    given: list[np.dtype[Any]], ops: list[Op], end: Endpoint, binder: Binder
+) -> None:
+    """Bind reductions of leaves, of all sizes."""
+    from numba_symm.collectives import leaves
+
+    reductions = ALL_REDUCE, REDUCE_SCATTER
+    for operation, dtype, each in itertools.product(reductions, given, ops):
+        try:
+            element, op = _reduced(operation, dtype, each)
+        except ArgumentError:  # the operations themselves refuse it
+            continue
+        carried = Carried(Call(0, 0, 1, element, op)).element
+        for count in _counts(operation, carried, end.size, end.choices):
+            call = Call(VECTOR, _FAR, count, element, op)
+            for number in (1, 2, 4, 8, 16, 32, 64, 128):
+                calls = Invocation(operation, leaves=number)
+                leaves.bind(end, binder, calls, call, VECTOR)
 
 
 def _bind_gaps() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 
 from numba_symm import dtypes
 from numba_symm.arguments import shown
-from numba_symm.collectives.algorithms import GENERAL
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import coded_sum
@@ -133,10 +132,7 @@ def exchanging(end: Endpoint, binder: Binder) -> Callable[..., Enqueue]:
     """Return what binds an exchange between memory that is not symmetric."""
 
     def bound(operation: Operation, source: int, target: int, nbytes: int) -> Enqueue:
-        name = operation.chosen(None, nbytes, end.size, WORDS, end.choices)
-        if operation.algorithms[name].handshake:
-            name = GENERAL
         call = Call(source, target, nbytes // WORDS.itemsize, WORDS, "sum")
-        return binder.operation(operation, name, call)
+        return binder.staged(end, operation, call)
 
     return bound

@@ -14,10 +14,10 @@ import numpy as np
 from numba_symm import dtypes
 from numba_symm.collectives.islands import moves
 from numba_symm.collectives.islands.binder import STEPS
-from numba_symm.collectives.islands.site import Carried, Site
+from numba_symm.collectives.islands.site import Site
 from numba_symm.collectives.islands.sizes import ON_GPUS, Sizes
 from numba_symm.collectives.operations import OPERATIONS, Operation
-from numba_symm.collectives.protocols.binding import Call
+from numba_symm.collectives.protocols.binding import Call, Carried
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.dtypes import Element, Op
 from numba_symm.engines.protocol import Parcel

@@ -93,6 +93,9 @@ ALGORITHMS = {
     "scatter_direct": lambda *a: direct_shards.kernel(*a, False, False),
     "finish": lambda n, e, op: convert.kernel(e, e, op, n),
     "reduce_shards": reduce_shards.kernel,
+    "reduce_leaves": lambda n, e, op: reduce_shards.leaves_kernel(
+        n, e, dtypes.element(e.accumulate, "test"), op
+    ),
     "encode": lambda n, e, op: coded_sum.encode_kernel(n, CODES[op], e, False),
     "add": lambda n, e, op: coded_sum.add_kernel(n, CODES[op], n),
     "decode": lambda n, e, op: coded_sum.decode_kernel(n, CODES[op], e, True),
@@ -238,7 +241,14 @@ COLLECTIVE += EXPERTS + CODED + FINISHED
 GAPS = [("pack", 2), ("pack", 3)]
 DIGEST = ("digest", 2)
 OWN = [("counted_copy", 2), ("message_copy", 2)]
-EVERY = [*COLLECTIVE, *PADS, *cases("finish", "reduce_shards"), *GAPS, DIGEST, *OWN]
+EVERY = [
+    *COLLECTIVE,
+    *PADS,
+    *cases("finish", "reduce_shards", "reduce_leaves"),
+    *GAPS,
+    DIGEST,
+    *OWN,
+]
 
 
 def element(dtype):

@@ -25,13 +25,12 @@ from numba_symm.collectives.islands.pipeline import (
 )
 from numba_symm.collectives.islands.site import (
     ALIGNED,
-    Carried,
     Site,
     StagingRanges,
     fitting,
 )
 from numba_symm.collectives.operations import ALL_REDUCE, REDUCE, REDUCE_SCATTER
-from numba_symm.collectives.protocols.binding import Call, Enqueue
+from numba_symm.collectives.protocols.binding import Call, Carried, Enqueue
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.engines.protocol import Parcel

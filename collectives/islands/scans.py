@@ -5,7 +5,6 @@ from numba_symm.collectives.islands.gaps import copied
 from numba_symm.collectives.islands.pipeline import Stages, overlapped, several
 from numba_symm.collectives.islands.site import (
     ALIGNED,
-    Carried,
     Site,
     StagingRanges,
     fitting,
@@ -17,7 +16,7 @@ from numba_symm.collectives.operations import (
     SCAN,
     Operation,
 )
-from numba_symm.collectives.protocols.binding import Call, Enqueue
+from numba_symm.collectives.protocols.binding import Call, Carried, Enqueue
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.dtypes import UserOperator
 from numba_symm.engines.protocol import Parcel

@@ -13,14 +13,13 @@ from numba_symm.collectives.islands.pipeline import (
 from numba_symm.collectives.islands.reductions import reduce
 from numba_symm.collectives.islands.site import (
     ALIGNED,
-    Carried,
     Site,
     StagingRanges,
     fitting,
     padded,
 )
 from numba_symm.collectives.operations import ALL_REDUCE, REDUCE, REDUCE_SCATTER
-from numba_symm.collectives.protocols.binding import Call, Enqueue
+from numba_symm.collectives.protocols.binding import Call, Carried, Enqueue
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.engines.protocol import Parcel
 

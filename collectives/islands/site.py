@@ -5,15 +5,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from numba_symm import dtypes, streams
+from numba_symm import streams
 from numba_symm.collectives.islands.sizes import DEFAULT, Sizes
 from numba_symm.collectives.kernels import barrier as barriers
 from numba_symm.collectives.kernels import convert, pack, reduce_shards, transfer
 from numba_symm.collectives.operations import ALL_GATHER, BROADCAST, Operation
-from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
+from numba_symm.collectives.protocols.binding import (
+    Call,
+    Carried,
+    Endpoint,
+    Enqueue,
+    Series,
+)
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import HELD, VECTOR, divide_up
-from numba_symm.dtypes import Element, Op, UserOperator
+from numba_symm.dtypes import Element
 from numba_symm.engines.protocol import Collective, Parcel
 from numba_symm.errors import ArgumentError, CollectiveError
 from numba_symm.islands import Islands
@@ -268,7 +274,7 @@ class Site:
         return [barriers.bind(self.end)]
 
     def combined(
-        self, carried: "Carried", first: int, stride: int, own: int, number: int
+        self, carried: Carried, first: int, stride: int, own: int, number: int
     ) -> list[Enqueue]:
         """Return the reduction of several shards by their tree, into one of them.
 
@@ -287,7 +293,7 @@ class Site:
 
     def finished(
         self,
-        carried: "Carried",
+        carried: Carried,
         source: int,
         target: int,
         count: int,
@@ -302,7 +308,7 @@ class Site:
         return [convert.bind(self.end, kinds, source, target, count, op, self.size)]
 
     def widened(
-        self, carried: "Carried", source: int, target: int, count: int
+        self, carried: Carried, source: int, target: int, count: int
     ) -> tuple[list[Enqueue], int]:
         """Return the step from elements to carried ones, and their address.
 
@@ -312,35 +318,6 @@ class Site:
         if kinds[0] == kinds[1]:
             return [], source
         return [convert.bind(self.end, kinds, source, target, count)], target
-
-
-class Carried:
-    """How a reduction's elements are carried between the steps of a call.
-
-    Attributes:
-        call: the call.
-        element: the type of partial results: that in which the call's elements
-            accumulate, unless a narrower one gives the same bits.
-        op: the operator of the steps; an average is a sum until it is finished.
-    """
-
-    def __init__(self, call: Call):
-        self.call = call
-        element, op = call.element, call.op
-        wide = element.floating or op == "avg" or isinstance(op, UserOperator)
-        self.element = element
-        if wide and element.accumulate != element.dtype:
-            self.element = dtypes.element(element.accumulate, "islands")
-        self.op: Op = "sum" if op == "avg" else op
-
-    @property
-    def width(self) -> int:
-        """Bytes of a carried element."""
-        return self.element.itemsize
-
-    def step(self, source: int, target: int, count: int, root: int = 0) -> Call:
-        """Return the call of a step that reduces carried elements."""
-        return Call(source, target, count, self.element, self.op, root)
 
 
 class StagingRanges:

@@ -1,4 +1,4 @@
-"""The reduction of several shards in this rank's memory into one of them.
+"""The reduction of several shards or leaves in this rank's memory.
 
 In calls over several islands, ranks receive the shards from other islands, and reduce
 them by the tree of the islands. Each thread reads and writes vectors of its own. No
@@ -70,6 +70,70 @@ def make_reduce_shards(number: int, more: bool, element: Element, op: Op) -> Any
     return reduce_shards
 
 
+def make_reduce_leaves(
+    number: int, more: bool, element: Element, carried: Element, op: Op
+) -> Any:
+    """Return the kernel; of more than ``number`` leaves, each group has a result.
+
+    Args:
+        number: of how many leaves a thread loads a vector at a time.
+        more: whether there are more leaves.
+        element: their type.
+        carried: the type of results.
+        op: the operator.
+    """
+    access = lanes.make_lanes(carried, op, True, number)
+    pack, of_first = access.pack, order.make_of_first(number, access)
+    load = access.load if element == carried else _make_widening(element, carried)
+
+    def reduce_leaves(
+        grid: int, leaves: int, result: int, count: int, total: int
+    ) -> None:
+        block = intrinsics.block_index()
+        if block >= grid:
+            return
+        low = cuda.local.array(number, types.int64)
+        high = cuda.local.array(number, types.int64)
+        vectors, taken = (count + carried.lanes - 1) // carried.lanes, number
+        vector = block * THREADS + cuda.threadIdx.x
+        while vector < vectors:
+            at = result + VECTOR * vector
+            for first in range(0, total, number):
+                if more:
+                    taken = min(number, total - first)
+                for i in range(number):
+                    if i < taken:
+                        leaf = leaves + (first + i) * count * element.itemsize
+                        low[i], high[i] = load(leaf, vector, count)
+                words = pack(of_first(low, high, 0, taken))
+                intrinsics.st_v2_u64(at, words)
+                at += VECTOR * vectors
+            vector += grid * THREADS
+
+    return reduce_leaves
+
+
+def _make_widening(element: Element, carried: Element) -> Any:
+    """Return ``Lanes.load`` for narrower elements, whose vectors become wide ones."""
+    widen = lanes.make_conversion(element, carried, "sum", 1)
+    load_one, _ = lanes.make_access(element.itemsize)
+    in_word, width = carried.lanes // 2, 8 * carried.itemsize
+
+    @intrinsics.device_function
+    def load(array: int, vector: int, count: int) -> Any:
+        low, high, first = 0, 0, 2 * in_word * vector
+        for i in range(in_word):
+            if first + i < count:
+                bits = load_one(array + (first + i) * element.itemsize)
+                low |= intrinsics.word_of(widen(bits)) << width * i
+            if first + in_word + i < count:
+                bits = load_one(array + (first + in_word + i) * element.itemsize)
+                high |= intrinsics.word_of(widen(bits)) << width * i
+        return intrinsics.word_of(low), intrinsics.word_of(high)
+
+    return load
+
+
 def kernel(number: int, element: Element, op: Op) -> Kernel:
     """Return the kernel for a number of shards, compiled when first bound."""
     return _kernel(min(number, MOST), number > MOST, element, op)
@@ -107,3 +171,46 @@ def bind(
     result = shards + own * VECTOR * vectors
     of_call = kernel(number, element, op)
     return of_call.bind(grid, grid, shards, result, vectors, number, held=held)
+
+
+@functools.cache
+def leaves_kernel(number: int, element: Element, carried: Element, op: Op) -> Kernel:
+    """Return the kernel for a number of leaves, compiled when first bound."""
+    signature = types.int64, *(binding.ADDRESS,) * 2, *(types.int64,) * 2
+    constants = min(number, MOST), number > MOST, element, carried, op
+    return Kernel(make_reduce_leaves, constants, signature, THREADS, workspace.HELD)
+
+
+def bind_leaves(
+    end: binding.Endpoint,
+    call: binding.Carried,
+    number: int,
+    leaves: int,
+    result: int,
+    count: int,
+) -> binding.Series:
+    """Return the launches that reduce leaves to carried elements.
+
+    Args:
+        end: this rank's end of its island.
+        call: has the types and the operator.
+        number: how many leaves there are.
+        leaves: address of the first one; the others follow, without gaps.
+        result: address of the result, on a 16-byte boundary; ``leaves_room`` bytes.
+        count: the elements of a leaf.
+    """
+    carried, groups = call.element, workspace.divide_up(number, MOST)
+    vectors = workspace.divide_up(count, carried.lanes)
+    grid = min(workspace.divide_up(vectors, THREADS), end.max_blocks)
+    held = workspace.divide_up(grid, end.multiprocessors)
+    found = leaves_kernel(number, call.call.element, carried, call.op)
+    steps = [found.bind(grid, grid, leaves, result, count, number, held=held)]
+    if groups > 1:
+        steps.append(bind(end, result, vectors, 0, groups, carried, call.op))
+    return binding.Series(*steps)
+
+
+def leaves_room(call: binding.Carried, number: int, count: int) -> int:
+    """Return the bytes that ``bind_leaves`` needs for its result."""
+    vectors = workspace.divide_up(count, call.element.lanes)
+    return workspace.divide_up(number, MOST) * vectors * VECTOR

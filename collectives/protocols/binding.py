@@ -14,7 +14,7 @@ from numba_symm.collectives.protocols.workspace import (
     THREADS,
     divide_up,
 )
-from numba_symm.dtypes import Element, Op
+from numba_symm.dtypes import Element, Op, UserOperator, element
 from numba_symm.kernels import GUARD, Kernel, Launch
 
 P = ParamSpec("P")
@@ -111,6 +111,37 @@ BindFallback = Callable[[Endpoint, Call, int], Enqueue]
 
 The third argument is the number in ``waits.py`` of what the ranks wait for.
 """
+
+
+class Carried:
+    """How a reduction's elements are carried between the steps of a call.
+
+    Steps are within islands and between them, or over leaves and over ranks.
+
+    Attributes:
+        call: the call.
+        element: the type of partial results: that in which the call's elements
+            accumulate, unless a narrower one gives the same bits.
+        op: the operator of the steps; an average is a sum until it is finished.
+    """
+
+    def __init__(self, call: Call):
+        self.call = call
+        kind, op = call.element, call.op
+        wide = kind.floating or op == "avg" or isinstance(op, UserOperator)
+        self.element = kind
+        if wide and kind.accumulate != kind.dtype:
+            self.element = element(kind.accumulate, "carried")
+        self.op: Op = "sum" if op == "avg" else op
+
+    @property
+    def width(self) -> int:
+        """Bytes of a carried element."""
+        return self.element.itemsize
+
+    def step(self, source: int, target: int, count: int, root: int = 0) -> Call:
+        """Return the call of a step that reduces carried elements."""
+        return Call(source, target, count, self.element, self.op, root)
 
 
 class Series:

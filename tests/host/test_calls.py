@@ -77,8 +77,8 @@ def calls(monkeypatch, bound, launched):
         (
             lambda comm: comm.all_reduce(1, "sum"),
             "Communicator.all_reduce(x, op='sum', out=None, stream=None, "
-            "algorithm=None, wire=None, epilogue=None, args=(), row_sum=None), by "
-            "keyword after x: all_reduce() takes 2 ",
+            "algorithm=None, wire=None, epilogue=None, args=(), row_sum=None, "
+            "leaves=False), by keyword after x: all_reduce() takes 2 ",
         ),
         (
             lambda comm: comm.send(1, 1, stream=2),
@@ -96,7 +96,7 @@ def calls(monkeypatch, bound, launched):
             lambda comm: comm.scatter_v_init(1, 2),
             "Communicator.scatter_v_init(x, counts=None, displs=None, root=0, out=None",
         ),
-        (lambda comm: comm.all_reduce(1, ops="sum"), "row_sum=None), by keyword"),
+        (lambda comm: comm.all_reduce(1, ops="sum"), "leaves=False), by keyword"),
         (lambda comm: comm.send(1), "send() missing 1 required keyword-only argument"),
         (lambda comm: comm.split(1, 2, 3), "Communicator.split() takes from 2 to 3 "),
     ],

@@ -240,7 +240,7 @@ def test_all_names_together_are_all_kernels_of_the_package():
     # A call has to name their algorithms, which are never chosen. Epilogues are a
     # user's.
     others = every_kernel() - found - bound_kernels(2).keys() - bound_kernels(3).keys()
-    islands = {"make_convert", "make_mark", "make_reduce_shards"}
+    islands = {"make_convert", "make_mark"}
     finishing = {"make_apply", "make_apply_to_rows", "make_mailed_epilogue"}
     messages = {"make_message_copy"}
     expected = islands | finishing | messages

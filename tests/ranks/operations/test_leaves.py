@@ -1,0 +1,94 @@
+"""Reductions of leaves: equal bits however many ranks share the leaves."""
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import numba_symm as ns
+from tests import operators
+from tests.ranks.helpers import array_of, check_works, get, refused
+
+ALL = 16  # leaves, if the ranks divide them
+
+
+def leaves_of(comm, name, count, each):
+    """Return all leaves, and a device array of this rank's."""
+    every = [
+        operators.random(name, count, [11, leaf, count])
+        for leaf in range(comm.size * each)
+    ]
+    mine = np.array(every[comm.rank * each :][:each])
+    return every, array_of(comm, mine.ravel(), False).reshape(each, count)
+
+
+def subtracted(a, b):
+    return a - b
+
+
+@pytest.mark.parametrize("each", [1, 2, None])
+@pytest.mark.parametrize("op", ["sum", "avg", "min", subtracted])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float64", "int8"])
+def test_the_bits_are_those_of_the_tree_of_all_leaves(comm, name, op, each):
+    each = each or (ALL // comm.size if ALL % comm.size == 0 else 32)
+    for count in (1, 21, 64):
+        every, x = leaves_of(comm, name, count * comm.size, each)
+        total = comm.all_reduce(x, op=op, leaves=True)
+        shard = comm.reduce_scatter(x, op=op, leaves=True)
+        comm.synchronize()
+        if op is subtracted:
+            kept = operators.ELEMENTS[name].accumulate
+            wide = {number: leaf.astype(kept) for number, leaf in enumerate(every)}
+            with np.errstate(all="ignore"):
+                expected = operators.in_tree(subtracted, wide).astype(x.dtype)
+        else:
+            expected = operators.wanted(every, op)
+        assert total.shape == x.shape[1:]
+        assert operators.same(get(total), expected).all()
+        mine = expected[comm.rank * count :][:count]
+        assert operators.same(get(shard), mine).all()
+        # The input is as it was.
+        own = np.array(every[comm.rank * each :][:each])
+        assert operators.same(get(x.reshape(x.size)), own.ravel()).all()
+
+
+def test_a_plan_and_an_output(comm):
+    every, x = leaves_of(comm, "bfloat16", 40, 4)
+    out = comm.empty((40,), x.dtype)
+    plan = comm.all_reduce_init(x, out=out, leaves=True)
+    for _ in range(2):
+        plan()
+    comm.synchronize()
+    assert operators.same(get(out), operators.wanted(every, "sum")).all()
+
+
+def test_several_islands(world, monkeypatch):
+    if world.size == 1:
+        pytest.skip("needs several ranks")
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    with ns.Communicator(world) as comm:
+        every, x = leaves_of(comm, "float32", 40, 2)
+        total = comm.all_reduce(x, op="avg", leaves=True)
+        comm.synchronize()
+        monkeypatch.delenv("NUMBA_SYMM_ISLAND_SIZE")
+        assert operators.same(get(total), operators.wanted(every, "avg")).all()
+
+
+def test_wrong_leaves_are_refused_on_every_rank(comm, world):
+    zeros = cuda.to_device(np.zeros((3, 4), "f4"))
+    turned = cuda.to_device(np.asfortranarray(np.zeros((2, 4), "f4")))
+    good = cuda.to_device(np.zeros((2, 4), "f4"))
+    for x, options, text in (
+        (zeros, {}, "expected x with 1, 2, 4, 8"),
+        (cuda.to_device(np.zeros((0, 4), "f4")), {}, "got shape"),
+        (turned, {}, "expected x in C order with leaves=True"),
+        (good, {"wire": "int8"}, "expected wire, epilogue and algorithm to be None"),
+        (good, {"algorithm": "chunked"}, "expected wire, epilogue and algorithm"),
+        (good, {"out": good}, "expected out"),
+    ):
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda x=x, o=options: comm.all_reduce(x, leaves=True, **o),
+            text,
+        )
+    check_works(comm)
