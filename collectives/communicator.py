@@ -870,6 +870,80 @@ class Communicator(OthersNames):
         given = Invocation(REDUCE_SCATTER_V, x, out, stream, op=op, tables=tables)
         return self._calls.call(given)
 
+    def sum(self, x: Any, *, out: Any = None, stream: Any = None) -> Any:
+        """Return the sum of all elements of all ranks' ``x``, the same bits always.
+
+        The bits depend on the elements and their type only. They do not depend on the
+        order of the elements, the number of ranks, or which rank has which elements.
+        Collective: every rank passes an array of the same dtype, of any number of
+        elements, or none. Asynchronous.
+
+        Each element is rounded to a multiple of one unit, which follows from the
+        largest magnitude M of all elements. These multiples are added exactly, and the
+        total is rounded once, to nearest even. So the error is at most half a unit in
+        the last place of the result, plus n * M * 2**-94 for n elements. There may be
+        2**30 elements for each thread of a grid, which is more than a GPU's memory
+        holds.
+
+        As in exact arithmetic, only the result itself may overflow, to an infinity.
+        It is NaN if there is a NaN, or infinities of both signs; else an infinity if
+        there is one. A sum of no elements, or of 0, is 0.0.
+
+        Args:
+            x: a device array of any shape, strided or not, of float64, float32,
+                bfloat16 or float16. The last two are converted to float32, which is
+                exact.
+            out: an array of one element for the result: of x's dtype, or of float32
+                if x has fewer bits. None: a new array of shape ``()``.
+            stream: as for :meth:`all_reduce`.
+
+        Returns:
+            ``out``, or the new array.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        from numba_symm.collectives import exact_sums
+
+        return self._calls.call(Invocation(exact_sums.SUM, x, out, stream))
+
+    def dot(self, x: Any, y: Any, *, out: Any = None, stream: Any = None) -> Any:
+        """Return the sum of products of elements of ``x`` and ``y``, the same always.
+
+        The sum is that of :meth:`sum`, where M is the largest magnitude of a product.
+        Products are exact, and neither overflow nor underflow. A product of 0 and an
+        infinity is NaN. A result that underflows to 0 keeps its sign.
+
+        Args:
+            x: as for :meth:`sum`.
+            y: an array of x's shape and dtype.
+            out: as for :meth:`sum`.
+            stream: as for :meth:`all_reduce`.
+
+        Returns:
+            ``out``, or the new array.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        from numba_symm.collectives import exact_sums
+
+        return self._calls.call(Invocation(exact_sums.DOT, x, out, stream, args=(y,)))
+
+    def norm(self, x: Any, *, out: Any = None, stream: Any = None) -> Any:
+        """Return the square root of the sum of all squares, the same bits always.
+
+        The total of :meth:`dot` of x and x is not rounded, but its root is, once. It
+        may overflow only if the result does. The arguments, and what holds of the bits,
+        are those of :meth:`sum`.
+
+        Returns:
+            ``out``, or the new array.
+        """
+        from numba_symm.collectives import exact_sums
+
+        return self._calls.call(Invocation(exact_sums.NORM, x, out, stream))
+
     def gather(
         self,
         x: Any,
@@ -1353,6 +1427,9 @@ class Communicator(OthersNames):
     reduce_init = init_of(reduce)
     broadcast_init = init_of(broadcast)
     reduce_scatter_v_init = init_of(reduce_scatter_v)
+    sum_init = init_of(sum)
+    dot_init = init_of(dot)
+    norm_init = init_of(norm)
     gather_init = init_of(gather)
     gather_v_init = init_of(gather_v)
     scatter_init = init_of(scatter)

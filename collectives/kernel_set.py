@@ -80,13 +80,16 @@ CODED = {"wire_int8": "int8", "wire_fp8": "fp8"}
 LEAVES = "leaves"
 """Reductions of leaves, up to 64 of a rank, or any number of more."""
 
+EXACT = "sum", "dot", "norm"
+"""Sums that do not depend on the ranks, of the dtypes that they can have."""
+
 SIGNALS = "signals"
 """The methods of ``SymmetricMemory`` that launch kernels."""
 
 _OPERATIONS = {**OPERATIONS, REDUCE_SHARD.name: REDUCE_SHARD}
 
 NAMES = (
-    *(*_OPERATIONS, *MESSAGES, *REQUESTS, *DIGESTS),
+    *(*_OPERATIONS, *MESSAGES, *REQUESTS, *DIGESTS, *EXACT),
     *("barrier", GAPS, COUNTS, EXPERTS, *CODED, LEAVES, SIGNALS),
 )
 """What kernels can be listed for."""
@@ -189,6 +192,8 @@ def kernels(
                 _bind_coded(CODED[name], numpy_dtypes, end, binder)
             elif name == LEAVES:
                 _bind_leaves(numpy_dtypes, operators, end, binder)
+            elif name in EXACT:
+                _bind_exact(name, numpy_dtypes, end, binder)
             elif name == SIGNALS:
                 _bind_signals(binder.end.size)
             elif binder.end.size > 1:
@@ -473,6 +478,22 @@ def _bind_leaves(
             for number in (1, 2, 4, 8, 16, 32, 64, 128):
                 calls = Invocation(operation, leaves=number)
                 leaves.bind(end, binder, calls, call, VECTOR)
+
+
+def _bind_exact(
+    name: str, given: list[np.dtype[Any]], end: Endpoint, binder: Binder
+) -> None:
+    """Bind exact sums of one block and of several, of the dtypes that have them."""
+    from numba_symm.collectives import exact_sums
+
+    for dtype in given:
+        if dtype.name not in exact_sums.ELEMENTS:
+            continue
+        element = dtypes.element(dtype, name)
+        for count in (element.lanes, 3 * element.lanes * MAX_BLOCKS, 1 << 40):
+            for off, _ in _alignments(element):
+                addresses = VECTOR + off, VECTOR + off, _FAR
+                exact_sums.bind(end, binder, name, element, addresses, count, VECTOR)
 
 
 def _bind_gaps() -> None:

@@ -131,8 +131,10 @@ def bind(end: Endpoint, binder: Binder, wire: str, call: Call, room: int) -> Enq
 def exchanging(end: Endpoint, binder: Binder) -> Callable[..., Enqueue]:
     """Return what binds an exchange between memory that is not symmetric."""
 
-    def bound(operation: Operation, source: int, target: int, nbytes: int) -> Enqueue:
-        call = Call(source, target, nbytes // WORDS.itemsize, WORDS, "sum")
+    def bound(
+        operation: Operation, source: int, target: int, nbytes: int, op: str = "sum"
+    ) -> Enqueue:
+        call = Call(source, target, nbytes // WORDS.itemsize, WORDS, op)
         return binder.staged(end, operation, call)
 
     return bound

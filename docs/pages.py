@@ -30,7 +30,7 @@ if __name__ == "__main__":  # device functions are plain Python then
 import numba_symm
 from numba_symm import dtypes
 from numba_symm.bench import options
-from numba_symm.collectives import operations, select
+from numba_symm.collectives import kernel_set, operations, select
 from numba_symm.collectives.algorithms import Arrays
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.command import cli
@@ -315,7 +315,7 @@ def _group_of(name, value):
     takes = set(inspect.signature(value).parameters) if callable(value) else set()
     if name == "prepare" or name.endswith("_init"):
         return "Plans"
-    if "op" in takes:
+    if "op" in takes or name in kernel_set.EXACT:
         return "Reductions"
     if name == "group" or takes & {"dst", "src"}:
         return "Messages"

@@ -27,6 +27,7 @@ from numba_symm.collectives.kernels import (
     direct_reduce,
     direct_shards,
     epilogue,
+    exact_sum,
     expert_combine,
     expert_dispatch,
     mailed_combine,
@@ -110,6 +111,10 @@ ALGORITHMS = {
     "stage": lambda n, e, op: expert_combine.stage_kernel(n, e, False),
     "stage_weighted": lambda n, e, op: expert_combine.stage_kernel(n, e, True),
     "mailed": lambda n, e, op: mailed_combine.kernel(n, e, n > 2),
+    "largest": lambda n, e, op: exact_sum.reduce_kernel(n, op, e, True, False),
+    "add_exactly": lambda n, e, op: exact_sum.reduce_kernel(n, op, e, True, True),
+    "add_whole": lambda n, e, op: exact_sum.reduce_kernel(n, op, e, False, True),
+    "round": lambda n, e, op: exact_sum.round_kernel(n, op, 8 * e.itemsize),
     "store_copied": lambda n, e, op: copied_reductions.store_kernel(n, e, False),
 }
 
@@ -237,7 +242,11 @@ CODED += [("decode_rows", 8, "bfloat16", "fp8")]
 FINISHED = [("apply", 2, "float32", "affine"), ("apply", 2, "bfloat16", "norm")]
 FINISHED += [("mailed_apply", 2, "float32", "affine")]
 FINISHED += [("mailed_apply", 4, "bfloat16", "norm")]
-COLLECTIVE += EXPERTS + CODED + FINISHED
+EXACT = [("largest", 2, "float32", "sum"), ("largest", 8, "float32", "dot")]
+EXACT += [("add_exactly", 2, "bfloat16", "sum"), ("add_exactly", 8, "float64", "dot")]
+EXACT += [("add_whole", 8, "float32", "norm")]
+EXACT += [("round", 2, "float32", "dot"), ("round", 8, "float64", "norm")]
+COLLECTIVE += EXPERTS + CODED + FINISHED + EXACT
 GAPS = [("pack", 2), ("pack", 3)]
 DIGEST = ("digest", 2)
 OWN = [("counted_copy", 2), ("message_copy", 2)]

@@ -85,6 +85,7 @@ def make_reduce_leaves(
     access = lanes.make_lanes(carried, op, True, number)
     pack, of_first = access.pack, order.make_of_first(number, access)
     load = access.load if element == carried else _make_widening(element, carried)
+    itemsize, in_vector = element.itemsize, carried.lanes
 
     def reduce_leaves(
         grid: int, leaves: int, result: int, count: int, total: int
@@ -94,7 +95,7 @@ def make_reduce_leaves(
             return
         low = cuda.local.array(number, types.int64)
         high = cuda.local.array(number, types.int64)
-        vectors, taken = (count + carried.lanes - 1) // carried.lanes, number
+        vectors, taken = (count + in_vector - 1) // in_vector, number
         vector = block * THREADS + cuda.threadIdx.x
         while vector < vectors:
             at = result + VECTOR * vector
@@ -103,7 +104,7 @@ def make_reduce_leaves(
                     taken = min(number, total - first)
                 for i in range(number):
                     if i < taken:
-                        leaf = leaves + (first + i) * count * element.itemsize
+                        leaf = leaves + (first + i) * count * itemsize
                         low[i], high[i] = load(leaf, vector, count)
                 words = pack(of_first(low, high, 0, taken))
                 intrinsics.st_v2_u64(at, words)
@@ -117,17 +118,21 @@ def _make_widening(element: Element, carried: Element) -> Any:
     """Return ``Lanes.load`` for narrower elements, whose vectors become wide ones."""
     widen = lanes.make_conversion(element, carried, "sum", 1)
     load_one, _ = lanes.make_access(element.itemsize)
-    in_word, width = carried.lanes // 2, 8 * carried.itemsize
+    in_word, width, itemsize = (
+        carried.lanes // 2,
+        8 * carried.itemsize,
+        element.itemsize,
+    )
 
     @intrinsics.device_function
     def load(array: int, vector: int, count: int) -> Any:
         low, high, first = 0, 0, 2 * in_word * vector
         for i in range(in_word):
             if first + i < count:
-                bits = load_one(array + (first + i) * element.itemsize)
+                bits = load_one(array + (first + i) * itemsize)
                 low |= intrinsics.word_of(widen(bits)) << width * i
             if first + in_word + i < count:
-                bits = load_one(array + (first + in_word + i) * element.itemsize)
+                bits = load_one(array + (first + in_word + i) * itemsize)
                 high |= intrinsics.word_of(widen(bits)) << width * i
         return intrinsics.word_of(low), intrinsics.word_of(high)
 

@@ -200,6 +200,8 @@ for _kind in ("e4m3", "e5m2"):
 # compiler makes a fused multiply-add of them, which might differ between kernels.
 _add("mul_rn_f32", "mul.rn.f32 $0, $1, $2;", "f32 = f32, f32")
 _add("mul_rn_f64", "mul.rn.f64 $0, $1, $2;", "f64 = f64, f64")
+# A product and a sum that are rounded once.
+_add("fma_rn_f64", "fma.rn.f64 $0, $1, $2, $3;", "f64 = f64, f64, f64")
 
 # How many bits are ones.
 _add("ones_of", "popc.b32 $0, $1;", "u32 = u32")

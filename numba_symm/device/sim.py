@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar
 
@@ -224,8 +225,18 @@ def mul_rn_f32(a: Any, b: Any) -> Any:
     return a * b
 
 
-mul_rn_f64 = mul_rn_f32
+def mul_rn_f64(a: Any, b: Any) -> Any:
+    with np.errstate(over="ignore", invalid="ignore"):  # as on a GPU
+        return a * b
+
+
 ones_of = int.bit_count
+
+
+def fma_rn_f64(a: Any, b: Any, c: Any) -> Any:
+    """Return a * b + c of finite numbers, rounded once."""
+    total = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+    return np.float64(total.numerator / total.denominator)
 
 
 def _thread() -> Any:

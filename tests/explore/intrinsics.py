@@ -29,6 +29,7 @@ from numba_symm.device.sim import (  # noqa: F401
     f32x2_of_e4m3x2,
     f32x2_of_e5m2x2,
     f64_of_bits,
+    fma_rn_f64,
     mul_rn_f32,
     mul_rn_f64,
     ones_of,

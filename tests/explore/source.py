@@ -62,6 +62,7 @@ _MODULES = (
     "numba_symm.device.lanes",
     "numba_symm.device.runs",
     "numba_symm.device.digests",
+    "numba_symm.device.exact",
     "numba_symm.device.groups",
     "numba_symm.device.order",
     "numba_symm.device.packets",

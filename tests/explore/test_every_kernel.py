@@ -14,6 +14,7 @@ from explore.scenarios import (
 )
 from explore.scheduler import Machine
 from explore.source import device_code
+from explore.summing import exact_sums
 from explore.test_copies import calls_by_copies
 from explore.test_expert_calls import calls_of_experts, calls_of_few_tokens
 from explore.test_failures import CALLS
@@ -140,6 +141,7 @@ SCENARIOS = [
     reductions_of_shards,
     sums_by_codes,
     epilogues,
+    exact_sums,
     tokens_by_codes,
     fused,
     *CALLS.values(),
@@ -161,7 +163,7 @@ def test_the_source_names_kernels():
     assert "numba_symm.pads.make_fence" in every_kernel()
 
 
-OF_ONE_BLOCK = {"make_barrier", "make_handshake"}
+OF_ONE_BLOCK = {"make_barrier", "make_handshake", "make_round"}
 
 
 def test_every_kernel_is_explored(monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives import kernel_set, select, wires
+from numba_symm.collectives import exact_sums, kernel_set, select, wires
 from numba_symm.collectives.algorithms import GENERAL
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.invocation import Invocation
@@ -187,6 +187,25 @@ def test_sums_by_codes_bind_kernels_that_are_listed():
         bound |= found
     assert len(bound) > 6
     assert bound.keys() <= known
+
+
+@pytest.mark.parametrize("name", kernel_set.EXACT)
+def test_exact_sums_of_any_size_and_alignment_bind_kernels_that_are_listed(name):
+    chance, bound = random.Random(name), {}
+    end = endpoint(3)
+    known = kernel_set.kernels([name], ["float16", "float64"], ["sum"], end, "test")
+    for dtype in (np.float16, np.float64):
+        element = dtypes.element(dtype, "test")
+        with listed() as found:
+            for _ in range(CALLS):
+                count = int(2 ** chance.uniform(0, 30)) - 1
+                x, y = (an_array(chance, count, element.dtype, k << 40) for k in (1, 2))
+                places = x.address, y.address if name == "dot" else x.address, 1 << 45
+                given = name, element, places, count, 1 << 46
+                exact_sums.bind(end, Binder(end), *given)
+        bound |= found
+    assert len(bound) > 10
+    assert bound.keys() <= set(known)
 
 
 def test_pairs_may_be_two_columns():

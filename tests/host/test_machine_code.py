@@ -20,6 +20,7 @@ from tests.kernel_cases import (
     COLLECTIVE,
     DIGEST,
     EVERY,
+    EXACT,
     EXPERTS,
     FENCE,
     FINISHED,
@@ -127,7 +128,10 @@ def test_nothing_is_called(case, cc):
 
 
 # These read many words before they store: those of a digest, counts to add up, codes.
-@on([case for case in EVERY if case not in (DIGEST, *OWN, *EXPERTS, *CODED, *FINISHED)])
+BY_ONE = DIGEST, *OWN, *EXPERTS, *CODED, *FINISHED, *EXACT
+
+
+@on([case for case in EVERY if case not in BY_ONE])
 def test_no_plain_load_is_polled(case, cc):
     # A loop that loads data stores some, or is that of epochs; one that waits does not.
     code = compiled(case, cc)

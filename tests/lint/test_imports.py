@@ -17,6 +17,7 @@ LAZY = {
     ("collectives.calls", "collectives.wires"): "few quantize",
     ("collectives.communicator", "collectives.counted_forms"): "few have such counts",
     ("collectives.communicator", "collectives.equality"): "few compare their arrays",
+    ("collectives.communicator", "collectives.exact_sums"): "few sum divided arrays",
     ("collectives.communicator", "collectives.experts"): "few have experts",
     ("collectives.communicator", "collectives.islands.rebuilding"): "few rebuild",
     ("collectives.communicator", "trace"): "few write one",
@@ -26,6 +27,7 @@ LAZY = {
     ("collectives.islands.construction", "collectives.warm_up"): "needs a communicator",
     ("collectives.kernel_set", "collectives.kernels.coded_sum"): "few quantize",
     ("collectives.kernel_set", "collectives.kernels.digest"): "few compare arrays",
+    ("collectives.kernel_set", "collectives.exact_sums"): "few sum divided arrays",
     (
         "collectives.kernel_set",
         "collectives.kernels.expert_combine",

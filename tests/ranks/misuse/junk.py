@@ -184,6 +184,9 @@ def misuses(comm, world):
         "open_shared": {"handle": handle},
         "StoreExchange": {"timeout": 1},
     }
+    for name in ("sum", "dot", "norm"):
+        one = {"out": good["out"][:1]} | ({"y": good["x"]} if name == "dot" else {})
+        special |= {f"Communicator.{name}{form}": one for form in ("", "_init")}
     for name, call in calls(comm, world).items():
         names = inspect.signature(call).parameters
         given = {each: good.get(each) for each in names} | special.get(name, {})
