@@ -65,6 +65,25 @@ def test_an_example_ends_on_every_rank(job, program):
         assert f"rank {rank} " in (job / f"{program.stem}.{rank}").read_text()
 
 
+def test_exact_sums_give_the_same_residuals_on_any_number_of_ranks(tmp_path):
+    program = ROOT / "examples/conjugate_gradient.py"
+    found = {}
+    for ranks in range(1, RANKS + 1):
+        runner = ["-m", "mpi4py", str(program), "--residuals"]
+        command = launcher.mpirun_command(ranks, runner, launcher.find_mpirun())
+        log = tmp_path / f"{ranks}.txt"
+        assert run(command, environment(ranks), log) == 0, log.read_text()
+        for line in log.read_text().splitlines():
+            name, _, values = line.partition(": ")
+            if name.startswith("residuals"):
+                found.setdefault(name, []).append(values)
+    exact, summed = found["residuals with comm.dot"], found.popitem()[1]
+    assert len(exact) == len(summed) == RANKS
+    assert len(set(exact)) == 1
+    assert exact[0].count("0x1.") == 9
+    assert len(set(summed)) > 1
+
+
 def test_an_example_draws_its_field(tmp_path):
     pytest.importorskip("matplotlib")
     draw = runpy.run_path(str(ROOT / "examples/jacobi.py"))["draw"]
