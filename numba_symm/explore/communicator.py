@@ -159,9 +159,10 @@ class ExploredCommunicator(Rank):
         epilogue: Any = None,
         args: Sequence[Any] = (),
         row_sum: Any = None,
+        leaves: bool = False,
     ) -> Any:
         """Reduce over all ranks."""
-        _check_unused("all_reduce", wire=wire, epilogue=epilogue)
+        _check_unused("all_reduce", wire=wire, epilogue=epilogue, leaves=leaves or None)
         reduced = self._reducing("all_reduce", op, x)
         out = host().new(x.shape, x.dtype, unset=True) if out is None else out
         return self._enqueue(
@@ -179,9 +180,10 @@ class ExploredCommunicator(Rank):
         epilogue: Any = None,
         args: Sequence[Any] = (),
         row_sum: Any = None,
+        leaves: bool = False,
     ) -> Any:
         """Reduce over all ranks; each gets its shard."""
-        _check_unused("reduce_scatter", epilogue=epilogue)
+        _check_unused("reduce_scatter", epilogue=epilogue, leaves=leaves or None)
         reduced, size = self._reducing("reduce_scatter", op, x), self.size
         if out is None:
             out = host().new((x.shape[0] // size, *x.shape[1:]), x.dtype, unset=True)

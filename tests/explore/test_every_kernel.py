@@ -20,7 +20,7 @@ from explore.test_expert_calls import calls_of_experts, calls_of_few_tokens
 from explore.test_failures import CALLS
 from explore.test_message_copies import messages_through_a_room
 from explore.test_operations import PAIRS, calls_of_pairs
-from explore.world import INT64, World, add, an_integer
+from explore.world import ALL_ONES, INT64, World, add, an_integer
 from tests import kernel_cases
 from tests.digests import hashes
 from tests.host import test_machine_code_types
@@ -63,6 +63,28 @@ def reductions_of_shards(code):
             add(code.reduce_shards.bind(end, *given), world.streams[rank])
             total = [sum(words[i :: 2 * vectors]) for i in range(2 * vectors)]
             world.expect(shards[rank] + 16 * vectors * own, total)
+        world.run()
+
+    return scenario
+
+
+def reductions_of_leaves(code):
+    """Each rank reduces leaves of its own memory, and leaves them as they are."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=some_blocks(machine, code))
+        number, count = machine.random.choice([2, 4, 16]), a_count(world)
+        shards, binding = code.reduce_shards, code.binding
+        carried = binding.Carried(binding.Call(0, 0, count, INT64, "sum"))
+        inputs, words = world.inputs(number * count)
+        results = world.map("output", shards.leaves_room(carried, number, count))
+        for rank, end in enumerate(world.ends):
+            given = number, inputs[rank], results[rank], count
+            add(shards.bind_leaves(end, carried, *given), world.streams[rank])
+            leaves = [words[rank][i * count :][:count] for i in range(number)]
+            total = [sum(column) & ALL_ONES for column in zip(*leaves, strict=True)]
+            world.expect(results[rank], total)
+            world.expect(inputs[rank], words[rank])
         world.run()
 
     return scenario
@@ -137,6 +159,7 @@ SCENARIOS = [
     conversions,
     digests,
     messages_to_itself,
+    reductions_of_leaves,
     marks,
     reductions_of_shards,
     sums_by_codes,
