@@ -20,14 +20,12 @@ from typing import Any
 from mpi4py.run import set_abort_status
 
 import numba_symm as ns
-from numba_symm.bench import cold, facts, options, plot, traffic
+from numba_symm.bench import cold, measure, options, report
+from numba_symm.bench.cold import Overlap, Product, Shuffle, new_product
 from numba_symm.bench.contenders import Contender, load
 from numba_symm.bench.contenders.ours import Ours
-from numba_symm.bench.measure import Timer
+from numba_symm.bench.measure import Timer, new_stream
 from numba_symm.bench.operations import OPERATIONS
-from numba_symm.bench.overlap import Overlap
-from numba_symm.bench.product import Product, new_product
-from numba_symm.bench.progress import bar, hidden
 from numba_symm.bench.report import (
     EagerReport,
     OverlapReport,
@@ -36,9 +34,7 @@ from numba_symm.bench.report import (
     written,
     wrong_elements,
 )
-from numba_symm.bench.shuffle import Shuffle
-from numba_symm.bench.streams import new_stream
-from numba_symm.bench.sweep import Sweep
+from numba_symm.bench.sweep import Sweep, bar, hidden
 from numba_symm.errors import SymmError
 
 
@@ -69,9 +65,9 @@ def main(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
 
     ranks = MPI.COMM_WORLD
     asked = options.same_on_all(ranks, lambda: options.parse(argv, name))
-    os.environ.update(facts.NVLS_OFF)  # before any library that reads them loads
+    os.environ.update(report.NVLS_OFF)  # before any library that reads them loads
     if asked.islands:
-        traffic.pretend(asked.islands, ranks)
+        measure.pretend(asked.islands, ranks)
     if not asked.cold:
         return _measured(asked, ranks, shlex.join(argv))
     with cold.kernel_cache(asked.cache, ranks) as kernels:
@@ -135,7 +131,7 @@ class _Benchmark:
         self._operation = OPERATIONS[asked.command]
         self._stream = new_stream()
         self._ours = Ours(comm, asked.algorithms, asked.plain)
-        self._facts = facts.facts(comm, ranks)
+        self._facts = report.facts(comm, ranks)
 
     def sweep(self) -> int:
         """Measure all rows, show them, and return the number of wrong elements."""
@@ -174,14 +170,14 @@ class _Benchmark:
             return self._rows(sweep, EagerReport())
         several = asked.algorithms if len(asked.algorithms) > 1 else ()
         names = [each.name for each in contenders[1:]]
-        report = Report(self._operation, ranks.size, several, names)
-        rows = self._rows(sweep, report)
+        table = Report(self._operation, ranks.size, several, names)
+        rows = self._rows(sweep, table)
         if self._operation.windowed:
-            _say(ranks, *report.messages(rows))
-        _say(ranks, *report.eager(rows))
-        _say(ranks, *report.launches(rows))
+            _say(ranks, *table.messages(rows))
+        _say(ranks, *table.eager(rows))
+        _say(ranks, *table.launches(rows))
         if len(self._comm.islands) > 1:
-            _say(ranks, *report.between(rows, self._comm.islands))
+            _say(ranks, *table.between(rows, self._comm.islands))
         return rows
 
     def _overlap(self, contenders: Sequence[Contender], product: Product) -> list[Any]:
@@ -201,19 +197,19 @@ class _Benchmark:
         )
         return self._rows(overlap, OverlapReport(product.name))
 
-    def _rows(self, sweep: Sweep, report: Report | WaysReport) -> list[Any]:
+    def _rows(self, sweep: Sweep, table: Report | WaysReport) -> list[Any]:
         rows = []
-        _say(self._ranks, *report.header())
+        _say(self._ranks, *table.header())
         with bar(shown=self._ranks.rank == 0) as progress:
             task = progress.add_task(self._operation.name, total=len(sweep.rows))
             for row in sweep.rows:
-                what = f"{plot.human(row.nbytes)} {row.type} {row.op}"
+                what = f"{report.human(row.nbytes)} {row.type} {row.op}"
                 progress.update(task, description=what, refresh=True)
                 rows.append(sweep.measure(row))
                 progress.advance(task)
                 with hidden(progress):
-                    _say(self._ranks, report.row(rows[-1]))
-        _say(self._ranks, *report.footer(rows))
+                    _say(self._ranks, table.row(rows[-1]))
+        _say(self._ranks, *table.footer(rows))
         return rows
 
     def shuffle(self) -> int:
@@ -308,7 +304,7 @@ def _save(run: dict[str, Any], file: Path | None, image: Path | None) -> None:
         file.write_text(json.dumps(run, indent=1) + "\n")
         print(written(file))
     if image:
-        plot.draw(run, image)
+        report.draw(run, image)
         print(written(image))
 
 

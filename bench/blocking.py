@@ -23,7 +23,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import mpi
-from numba_symm.bench import facts, options
+from numba_symm.bench import options, report
 from numba_symm.environment import SIMULATED
 
 OURS, SPELLED, STAGED = "ours", "mpi4py's spelling", "through the host"
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = options.same_on_all(MPI.COMM_WORLD, lambda: parse(argv))
     spelled = mpi.Comm(MPI.COMM_WORLD)
     comm = spelled.communicator
-    known = facts.facts(comm, spelled.host)
+    known = report.facts(comm, spelled.host)
     if comm.rank == 0:
         print("#", ", ".join(f"{a} {b}" for a, b in known["versions"].items()))
         print(f"# {comm.size} ranks, {comm.device.name}")

@@ -1,8 +1,27 @@
-"""What a program's first calls cost, where kernels are compiled or loaded.
+"""Single measurements: first calls, calls beside a product, and random calls.
+
+What a program's first calls cost, where kernels are compiled or loaded.
 
 The ranks share a kernel cache, which is new and empty unless ``--cache`` names one.
 Every process loads each kernel once, so a second run with the same ``--cache`` shows
 the cost of loading without compiling.
+
+The matrix product that runs beside a collective: torch's, or a kernel of our own.
+
+CuPy's products are not used: CuPy refuses calls of cuBLAS in a capture (cupy#6290).
+The elements are -1, 0 and 1, so the result is exact in any order of additions.
+
+Times a collective beside a matrix product: each alone, and both together.
+
+The collective's stream has the highest priority, the product's stream the lowest. The
+product is launched first, and repeated until it takes about as long as the calls. Each
+time is that of the slowest rank, until the last of the graphs is done.
+
+Random calls: sizes, types, reductions and algorithms are drawn for each.
+
+The host enqueues a batch without waiting between the calls. Hosts do not synchronize
+with each other, so a rank may begin its next batch while a peer checks the last one.
+Each call has its own buffers, so that every result can be checked.
 """
 
 import argparse
@@ -12,24 +31,32 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numba import cuda
 
-from numba_symm.bench import data
+from numba_symm.bench import operations
+from numba_symm.bench.contenders import Contender
+from numba_symm.bench.measure import Lane, Summary, Timer, calls_per_graph
 from numba_symm.bench.operations import (
     NO_REDUCTION,
     OPERATIONS,
+    PERIOD,
     TYPES,
     BenchOperation,
     Contents,
+    EnqueueOn,
 )
+from numba_symm.bench.options import torch_multiplies
 from numba_symm.bench.report import Record, table, verdict
-from numba_symm.bench.sweep import stride
+from numba_symm.bench.sweep import Measurement, Row, Sweep, fill, record_of, stride
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
 
 CALLS = 400
 
@@ -185,7 +212,7 @@ class ColdCalls:
         options: the command line.
         comm: our communicator.
         ranks: the mpi4py communicator.
-        stream: a stream of :mod:`numba_symm.bench.streams`.
+        stream: a stream of :mod:`numba_symm.bench.measure`.
         allocate: returns a new array of a number of bytes. Collective.
     """
 
@@ -222,9 +249,9 @@ class ColdCalls:
         op = _reduction(case.operation)
         given = case.operation, case.type, op, case.counts[0]
         contents, expected = self._contents.of(*given)
-        data.poison(target)
-        data.fill(source, contents)
-        data.arrived()
+        operations.poison(target)
+        operations.fill(source, contents)
+        operations.arrived()
         x, out = source.view(case.dtype), target.view(case.dtype)
         call = case.operation.call(self._comm, x, out, op, None)
         self._ranks.Barrier()
@@ -233,7 +260,7 @@ class ColdCalls:
         self._stream.synchronize()
         milliseconds = (time.perf_counter() - start) * 1e3
         self._comm.check()
-        wrong = data.count_wrong(target, expected) if self._check else 0
+        wrong = operations.count_wrong(target, expected) if self._check else 0
         everyone = self._ranks.allgather((milliseconds, wrong))
         times, wrongs = zip(*everyone, strict=True)
         total = int(sum(wrongs)) if self._check else None
@@ -281,3 +308,451 @@ def summary(calls: Sequence[Record]) -> dict[str, Any]:
         "slowest": slowest["milliseconds"],
         "which": call,
     }
+
+
+SIDE = 4096
+"""Rows and columns of torch's matrices: a product takes about 0.2 ms on an H200."""
+
+ROWS, INNER = (4, 4) if SIMULATED else (1024, 256)
+"""Rows of the left matrix, and its columns, for our kernel."""
+
+BLOCK = 2 if SIMULATED else 16
+"""Threads of our kernel's blocks, in each direction."""
+
+
+class Product(Protocol):
+    """A matrix product.
+
+    Attributes:
+        name: for the header.
+    """
+
+    name: str
+
+    def call(self, stream: int) -> None:
+        """Enqueue it on the stream with the given handle."""
+
+    def current(self, stream: int) -> AbstractContextManager[Any]:
+        """Return a context that makes a stream current, for libraries that need it."""
+
+    def clear(self) -> None:
+        """Fill the result with zeros, and wait."""
+
+    def result(self) -> np.ndarray[Any, Any]:
+        """Return the bits of the result."""
+
+
+def new_product(ordinal: int, leave: int) -> Product:
+    """Return torch's product if torch is installed, otherwise our kernel's.
+
+    Args:
+        ordinal: the number of the current GPU.
+        leave: the multiprocessors that torch's product leaves to other kernels. Ours
+            has so many blocks that it needs none.
+    """
+    return TorchProduct(ordinal, leave) if torch_multiplies() else OwnProduct()
+
+
+def _ternary(rows: int, columns: int) -> np.ndarray[Any, Any]:
+    random = np.random.default_rng(rows)
+    return random.integers(-1, 1, (rows, columns), endpoint=True).astype(np.float32)
+
+
+class TorchProduct:
+    """torch's product of square matrices of bfloat16, on tensor cores."""
+
+    def __init__(self, ordinal: int, leave: int):
+        import torch
+
+        if leave:
+            # cuBLAS launches one block for each multiprocessor. If some are occupied,
+            # the last blocks start after the first have ended, and it takes twice as
+            # long. Only cuBLASLt takes a number of multiprocessors.
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+            torch._C._set_sm_carveout_experimental(leave)
+        self._torch = torch
+        self._device = torch.device("cuda", ordinal)
+        torch.cuda.set_device(self._device)
+        matrix = torch.from_numpy(_ternary(SIDE, SIDE))
+        self._a = matrix.to(self._device, torch.bfloat16)
+        self._b = self._a.clone()
+        self._c = torch.zeros_like(self._a)
+        torch.cuda.synchronize()
+        self.name = f"{SIDE} x {SIDE} bfloat16, torch {torch.__version__}"
+        if leave:
+            self.name += f", which leaves {leave} multiprocessors free"
+
+    def call(self, stream: int) -> None:
+        """Enqueue it on the current stream."""
+        self._torch.mm(self._a, self._b, out=self._c)
+
+    def current(self, stream: int) -> AbstractContextManager[Any]:
+        """Return a context that makes a stream torch's current one."""
+        cuda = self._torch.cuda
+        context: AbstractContextManager[Any] = cuda.stream(
+            cuda.ExternalStream(stream, device=self._device)
+        )
+        return context
+
+    def clear(self) -> None:
+        """Fill the result with zeros, and wait."""
+        self._c.zero_()
+        self._torch.cuda.synchronize()
+
+    def result(self) -> np.ndarray[Any, Any]:
+        """Return the bits of the result."""
+        bits: np.ndarray[Any, Any] = self._c.view(self._torch.int16).cpu().numpy()
+        return bits
+
+
+class OwnProduct:
+    """A product of matrices of float32, by a kernel with a thread for each element."""
+
+    def __init__(self) -> None:
+        matrix = _ternary(ROWS, INNER)
+        self._a = cuda.to_device(matrix)
+        self._b = cuda.to_device(np.ascontiguousarray(matrix.T))
+        self._c = cuda.to_device(np.zeros((ROWS, ROWS), np.float32))
+        self.name = f"{ROWS} x {INNER} x {ROWS} float32, a kernel of the benchmark"
+
+    def call(self, stream: int) -> None:
+        """Enqueue it on the stream with the given handle."""
+        blocks = (ROWS // BLOCK,) * 2
+        on = 0 if SIMULATED else cuda.external_stream(stream)
+        _multiply[blocks, (BLOCK, BLOCK), on](self._a, self._b, self._c)
+
+    def current(self, stream: int) -> AbstractContextManager[Any]:
+        """Return an empty context."""
+        return nullcontext()
+
+    def clear(self) -> None:
+        """Fill the result with zeros, and wait."""
+        self._c.copy_to_device(np.zeros((ROWS, ROWS), np.float32))
+        cuda.synchronize()
+
+    def result(self) -> np.ndarray[Any, Any]:
+        """Return the bits of the result."""
+        bits: np.ndarray[Any, Any] = self._c.copy_to_host().view(np.uint32)
+        return bits
+
+
+@cuda.jit  # type: ignore[untyped-decorator]
+def _multiply(a: Any, b: Any, c: Any) -> None:
+    column, row = cuda.grid(2)
+    total = np.float32(0)
+    for k in range(a.shape[1]):
+        total += a[row, k] * b[k, column]
+    c[row, column] = total
+
+
+CALIBRATION = 5
+"""Times of a graph that determine how often the product is repeated."""
+
+PRODUCTS = 8
+"""Products in the graph whose time is that of one product, times this number."""
+
+
+class Overlap(Sweep):
+    """Measures the rows of a run with a product beside. Its methods are collective.
+
+    Args:
+        operation: the operation to measure.
+        options: the command line.
+        timer: captures lanes on the collectives' stream.
+        ranks: the mpi4py communicator.
+        contenders: ours first.
+        product: the product.
+        streams: the collectives' stream, which is the timer's, and the product's.
+        barrier: enqueues a barrier of all ranks on a stream.
+    """
+
+    def __init__(
+        self,
+        operation: BenchOperation,
+        options: argparse.Namespace,
+        timer: Timer,
+        ranks: Any,
+        contenders: Sequence[Contender],
+        product: Product,
+        streams: tuple[Any, Any],
+        barrier: Callable[[int], object],
+    ):
+        super().__init__(operation, options, timer, ranks, contenders)
+        self._product = product
+        self._stream, self._beside = streams
+        self._barrier = barrier
+        with product.current(self._beside.handle):
+            product.call(self._beside.handle)  # compiles, and allocates its workspace
+        self._beside.synchronize()
+        self._right = product.result()
+        several = self._repeated(PRODUCTS)
+        self._microseconds = self._typical([(self._beside, several)]) / PRODUCTS
+        several.close()
+
+    def measure(self, row: Row) -> list[Measurement]:
+        """Return the records of one row."""
+        inputs, results = self._contents(row)
+        lanes, records = self._lanes(row)
+        captured = []
+        for lane in lanes:
+            if lane.way == "call":
+                continue
+            if SIMULATED or not lane.eager:
+                captured.append(lane)
+            else:
+                why = {"skipped": "its calls cannot be captured"}
+                records.append(record_of(row, lane) | why)
+        for lane in captured:
+            fill(lane, inputs)
+        eager = max(self._timer.pace(lane) for lane in captured)
+        options, buffers = self._options, len(inputs)
+        count = calls_per_graph(row.nbytes, options.calls, buffers, eager)
+        with ExitStack() as open_graphs:
+            pairs, found = [], []
+            for lane in captured:
+                graph = self._timer.capture(lane, count)
+                open_graphs.callback(graph.close)
+                alone = self._typical([(self._stream, graph)])
+                repeats = max(1, round(alone / self._microseconds))
+                repeated = self._repeated(repeats)
+                open_graphs.callback(repeated.close)
+                pairs.append((graph, repeated))
+                found.append({"calls": count, "products": repeats})
+            times = self._times(pairs)
+            for lane, pair, facts, time in zip(
+                captured, pairs, found, times, strict=True
+            ):
+                wrong = self._wrong_together(lane, pair, inputs, results)
+                records.append(record_of(row, lane) | facts | time | {"wrong": wrong})
+        return records
+
+    def _repeated(self, count: int) -> Any:
+        """Return a graph of ``count`` products, replayed once."""
+        product = self._product
+        graph = self._beside.capture([product.call] * count, product.current)
+        self._beside.replay(graph)
+        return graph
+
+    def _times(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measurement]:
+        """Return the summaries of each collective and its product, all interleaved."""
+        replays = self._options.replays
+        samples = np.empty((len(pairs), 3, replays))
+        for turn in range(replays):
+            for index, (graph, repeated) in enumerate(pairs):
+                ours, beside = (self._stream, graph), (self._beside, repeated)
+                for way, graphs in enumerate(([ours], [beside], [beside, ours])):
+                    samples[index, way, turn] = self._time(graphs)
+        slowest = np.max(self._ranks.allgather(samples), axis=0)
+        names = ("collective", "product", "both")
+        found = []
+        for each in slowest:
+            times = {
+                name: Summary.of(values)
+                for name, values in zip(names, each, strict=True)
+            }
+            longer = max(times["collective"].median, times["product"].median)
+            ratio = times["both"].median / longer
+            record = {name: asdict(summary) for name, summary in times.items()}
+            found.append(record | {"both_by_longer": ratio})
+        return found
+
+    def _time(self, graphs: Sequence[tuple[Any, Any]]) -> float:
+        self._ranks.Barrier()
+        return float(self._stream.time_together(graphs, self._barrier))
+
+    def _typical(self, graphs: Sequence[tuple[Any, Any]]) -> float:
+        """Return the median of the slowest rank's times."""
+        samples = np.array([self._time(graphs) for _ in range(CALIBRATION)])
+        slowest = np.max(self._ranks.allgather(samples), axis=0)
+        return float(np.median(slowest))
+
+    def _wrong_together(
+        self,
+        lane: Lane,
+        pair: tuple[Any, Any],
+        inputs: Sequence[Any],
+        results: Sequence[Any],
+    ) -> int | None:
+        """Return the wrong elements of both results, after both ran together."""
+        if not (self._options.check and lane.checked):
+            return None
+        graph, repeated = pair
+        with ExitStack() as open_graphs:
+            if lane.output_only:  # a buffer's calls would reduce each other's results
+                graph = self._timer.capture(lane, len(lane.calls))
+                open_graphs.callback(graph.close)
+            self._product.clear()
+            fill(lane, inputs)
+            self._time([(self._beside, repeated), (self._stream, graph)])
+            self._stream.synchronize()
+            self._beside.synchronize()
+        wrong = int(np.count_nonzero(self._product.result() != self._right))
+        return self._wrong(lane, results) + int(sum(self._ranks.allgather(wrong)))
+
+
+BATCH = 8 if SIMULATED else 64
+"""The most calls that the host enqueues before it waits."""
+
+ROOM = (1 if SIMULATED else 256) << 20
+"""Bytes for the inputs of a batch, unless a single message needs more."""
+
+MISALIGNED = 4
+"""Arrays begin fewer than this many elements after an aligned address."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A call with random arguments, equal on all ranks.
+
+    Attributes:
+        counts: elements of a rank's input and output.
+        type: of the elements, by its name in nccl-tests.
+        op: the reduction.
+        in_place: whether input and output are the same array.
+        planned: whether a plan makes the call, instead of a plain call.
+        algorithm: its name, or None for the one chosen by size.
+        shifts: distance of input and output from an aligned address, in elements.
+        start: index in the pattern of the input's first element.
+    """
+
+    counts: tuple[int, int]
+    type: str
+    op: str
+    in_place: bool
+    planned: bool
+    algorithm: str | None
+    shifts: tuple[int, int]
+    start: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return int(TYPES[self.type].itemsize)
+
+    @property
+    def needs(self) -> tuple[int, int]:
+        """Bytes of the input buffer and of the output buffer."""
+        a, b = (
+            stride((count + shift) * self.itemsize)
+            for count, shift in zip(self.counts, self.shifts, strict=True)
+        )
+        return a, b
+
+    def __str__(self) -> str:
+        place = "in place" if self.in_place else "out of place"
+        how = "planned" if self.planned else "plain"
+        which = self.algorithm or "chosen by size"
+        return f"{max(self.counts)} {self.type} {self.op} {place}, {how}, {which}"
+
+
+class Shuffle:
+    """Makes random calls of one operation and checks every result.
+
+    Args:
+        comm: our communicator.
+        stream: a stream of :mod:`numba_symm.bench.measure`.
+        operation: the operation to call.
+        options: the command line.
+        allocate: returns a new array of a number of bytes. Collective.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        stream: Any,
+        operation: BenchOperation,
+        options: argparse.Namespace,
+        allocate: Callable[[int], Any],
+    ):
+        self._comm = comm
+        self._stream = stream
+        self._operation = operation
+        self._options = options
+        self._random = np.random.default_rng(options.seed)
+        self._algorithms = (None, *(options.algorithms or operation.algorithms))
+        self._contents = Contents(self._random, comm)
+        largest = max(
+            max(operation.shapes(options.last // itemsize + MISALIGNED, comm.size))
+            * itemsize
+            for itemsize in (TYPES[name].itemsize for name in options.types)
+        )
+        self._room = max(ROOM, stride(largest))
+        self._memory = allocate(self._room), allocate(self._room)
+
+    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield for each batch the number of calls and this rank's wrong results."""
+        left = self._options.shuffle
+        following = self._draw()
+        while left:
+            batch: list[Drawn] = []
+            while len(batch) < min(BATCH, left) and self._fits([*batch, following]):
+                batch.append(following)
+                following = self._draw()
+            left -= len(batch)
+            yield len(batch), self._run(batch)
+
+    def _draw(self) -> Drawn:
+        random, options = self._random, self._options
+        type_ = str(random.choice(options.types))
+        least, most = math.log(options.first), math.log(options.last)
+        nbytes = round(math.exp(random.uniform(least, most)))
+        count = max(1, nbytes // TYPES[type_].itemsize)
+        shifts = random.integers(0, 1 if self._operation.aligned else MISALIGNED, 2)
+        counts = self._operation.shapes(count, self._comm.size)
+        either = counts[0] == counts[1] and not self._operation.apart
+        return Drawn(
+            counts=counts,
+            type=type_,
+            op=str(random.choice(options.reductions)),
+            in_place=self._operation.in_place or (either and bool(random.integers(2))),
+            planned=bool(random.integers(2)),
+            algorithm=self._algorithms[random.integers(len(self._algorithms))],
+            shifts=(int(shifts[0]), int(shifts[1])),
+            start=int(random.integers(PERIOD)),
+        )
+
+    def _fits(self, batch: Sequence[Drawn]) -> bool:
+        totals = (
+            sum(side) for side in zip(*(each.needs for each in batch), strict=True)
+        )
+        return all(total <= self._room for total in totals)
+
+    def _run(self, batch: Sequence[Drawn]) -> list[str]:
+        """Enqueue a batch, wait, and describe the calls whose results are wrong."""
+        calls, checks = [], []
+        starts = [0, 0]
+        for drawn in batch:
+            source, target = (self._view(drawn, side, starts[side]) for side in (0, 1))
+            starts = [a + b for a, b in zip(starts, drawn.needs, strict=True)]
+            given = drawn.type, drawn.op, drawn.counts[0], drawn.start
+            contents, expected = self._contents.of(self._operation, *given)
+            if drawn.in_place:
+                source = target
+            else:
+                operations.poison(target)
+            operations.fill(source, contents)
+            calls.append(self._call(drawn, source, target))
+            checks.append((drawn, target, expected))
+        operations.arrived()
+        for call in calls:
+            call(self._stream.handle)
+        self._stream.synchronize()
+        self._comm.check()
+        wrong = ((drawn, operations.count_wrong(*check)) for drawn, *check in checks)
+        return [f"{count} wrong of {drawn}" for drawn, count in wrong if count]
+
+    def _view(self, drawn: Drawn, side: int, start: int) -> Any:
+        first = start + drawn.shifts[side] * drawn.itemsize
+        return self._memory[side][first : first + drawn.counts[side] * drawn.itemsize]
+
+    def _call(self, drawn: Drawn, source: Any, target: Any) -> EnqueueOn:
+        dtype = TYPES[drawn.type]
+        out = target.view(dtype)
+        x = out if source is target else source.view(dtype)
+        make = self._operation.plan if drawn.planned else self._operation.call
+        try:
+            # A plan refuses its arguments here; a plain call would refuse them later.
+            self._operation.plan(self._comm, x, out, drawn.op, drawn.algorithm)
+        except ArgumentError:  # this algorithm does not support the dtype
+            return make(self._comm, x, out, drawn.op, None)
+        return make(self._comm, x, out, drawn.op, drawn.algorithm)

@@ -20,13 +20,12 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
-from numba_symm import driver_table
 from numba_symm.bench.contenders import no_context
-from numba_symm.bench.facts import facts
-from numba_symm.bench.measure import Summary
+from numba_symm.bench.measure import Summary, new_stream
 from numba_symm.bench.options import nbytes
-from numba_symm.bench.streams import new_stream
+from numba_symm.bench.report import facts
 from numba_symm.environment import SIMULATED
+from numba_symm.gpu import compiled
 
 THREADS, ITEMS = 8 if SIMULATED else 128, 4
 CALLS = (2, 4) if SIMULATED else (200, 1200)
@@ -53,14 +52,14 @@ def repeat(ws: Any, x: Any, out: Any, times: int) -> None:
 @contextmanager
 def without_early_launches() -> Iterator[None]:
     """Let no launch that is packed meanwhile start before the one before it ends."""
-    config = driver_table.launch_config
-    driver_table.launch_config = lambda blocks, threads, held, early: config(
+    config = compiled.launch_config
+    compiled.launch_config = lambda blocks, threads, held, early: config(
         blocks, threads, held, False
     )
     try:
         yield
     finally:
-        driver_table.launch_config = config
+        compiled.launch_config = config
 
 
 class InKernel:

@@ -1,5 +1,18 @@
-"""The operations that can be measured, one table entry each."""
+"""The operations that are measured, their buffers, and the checks of results.
 
+Filling buffers and checking their contents.
+
+The contents repeat a random pattern, so that a gigabyte is cheap to make. The period is
+prime, so it is not a multiple of any block or chunk of an algorithm, and misplaced data
+is always wrong. Arrays are bytes in Numba's or NumPy's arrays.
+
+What inference adds to an all-reduce: a residual and an RMS norm.
+
+They are an epilogue of the call, or a kernel of the benchmark's after a plain call.
+Residuals are zeros and weights ones, so that results are exact for inputs of ±1.
+"""
+
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,14 +20,428 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numba import cuda
 
 from numba_symm import dtypes
-from numba_symm.bench import calls, norm
-from numba_symm.bench.calls import ROOT, EnqueueOn
-from numba_symm.bench.data import PERIOD, Tiled
 from numba_symm.collectives import operations
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.exchanges import Output
+from numba_symm.environment import SIMULATED
+
+PERIOD = 65_521
+"""Elements of a pattern: a prime."""
+
+CHUNK = 64 * PERIOD
+"""Elements read back at a time, a multiple of the period."""
+
+POISON = 0xFF
+"""The byte that fills outputs before a call: a float is then NaN, an integer -1."""
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """A pattern of PERIOD elements, repeated.
+
+    Attributes:
+        pattern: the elements.
+        start: index in the pattern of the first element.
+        count: total number of elements.
+    """
+
+    pattern: np.ndarray[Any, Any]
+    start: int
+    count: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return int(self.pattern.dtype.itemsize)
+
+    def first(self, count: int) -> np.ndarray[Any, Any]:
+        """Return the first ``count`` elements, or all if there are fewer."""
+        rolled = np.roll(self.pattern, -self.start % PERIOD)
+        return np.resize(rolled, min(count, self.count))
+
+
+def fill(array: Any, contents: Tiled) -> None:
+    """Fill an array of ``contents.count * contents.itemsize`` bytes."""
+    head = contents.first(PERIOD).view(np.uint8)
+    _write(array[: head.size], head)
+    done, size = head.size, array.size
+    while done < size:  # copy what is filled: whole periods, so the pattern continues
+        more = min(done, size - done)
+        _write(array[done : done + more], array[:more])
+        done += more
+
+
+def poison(array: Any) -> None:
+    """Fill an array with bytes that are never a result."""
+    fill(array, Tiled(np.full(PERIOD, POISON, np.uint8), 0, array.size))
+
+
+def arrived() -> None:
+    """Wait until filled arrays are complete for every stream."""
+    cuda.synchronize()
+
+
+def count_wrong(array: Any, expected: Sequence[Tiled]) -> int:
+    """Return the number of elements of an array that differ in any bit.
+
+    Args:
+        array: bytes.
+        expected: the expected contents, concatenated, of one dtype; empty where a
+            rank has no output.
+    """
+    if not expected:
+        return 0
+    unsigned = _UNSIGNED[expected[0].itemsize]
+    itemsize = expected[0].itemsize
+    most = min(CHUNK, max(part.count for part in expected))
+    staging = np.empty(most, unsigned)
+    wrong, offset = 0, 0
+    for part in expected:
+        wanted = part.first(CHUNK).view(unsigned)
+        for first in range(0, part.count, CHUNK):
+            count = min(CHUNK, part.count - first)
+            begin = offset + first * itemsize
+            found = staging[:count]
+            _read(array[begin : begin + count * itemsize], found.view(np.uint8))
+            wrong += int(np.count_nonzero(found != wanted[:count]))
+        offset += part.count * itemsize
+    return wrong
+
+
+def _write(target: Any, source: Any) -> None:
+    if isinstance(target, np.ndarray):
+        target[:] = source
+    else:
+        target.copy_to_device(source)
+
+
+def _read(source: Any, target: np.ndarray[Any, Any]) -> None:
+    if isinstance(source, np.ndarray):
+        target[:] = source
+    else:
+        source.copy_to_host(target)
+
+
+EnqueueOn = Callable[[int], object]
+"""Enqueues one collective on the stream with the given handle."""
+
+ROOT = 0
+"""The root of rooted operations."""
+
+
+Arguments = Callable[[Communicator, Any, Any, str, str | None], dict[str, Any]]
+"""Returns the arguments of a call, but the stream, by name."""
+
+
+def factory(
+    name: str, arguments: Arguments, prepared: bool = False
+) -> Callable[..., EnqueueOn]:
+    """Return a factory of calls of our method of that name, or of its plans."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> EnqueueOn:
+        return made(comm, name, arguments(comm, x, out, op, algorithm), prepared)
+
+    return make
+
+
+def made(
+    comm: Communicator, name: str, given: dict[str, Any], prepared: bool
+) -> EnqueueOn:
+    """Return a call of our method of that name, or its plan."""
+    if prepared:
+        plan: EnqueueOn = getattr(comm, f"{name}_init")(**given)
+        return plan
+    call = functools.partial(getattr(comm, name), **given)
+    return lambda stream: call(stream=stream)
+
+
+def collective(operation: Operation, *, prepared: bool) -> Callable[..., EnqueueOn]:
+    """Return a factory of calls of an operation of the library's table."""
+
+    def arguments(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> dict[str, Any]:
+        given = {"x": out if operation.in_place else x, "algorithm": algorithm}
+        if operation.reduces:
+            given["op"] = op
+        if operation.rooted:
+            given["root"] = ROOT
+        if not operation.in_place:
+            given["out"] = _at_root(comm, out) if operation.at_root else out
+        return given
+
+    return factory(operation.name, arguments, prepared)
+
+
+def coded(wire: str, *, prepared: bool) -> Callable[..., EnqueueOn]:
+    """Return a factory of quantized all-reduces; its algorithm "plain" is without."""
+    return factory(
+        "all_reduce",
+        lambda comm, x, out, op, algorithm: {
+            "x": x,
+            "out": out,
+            "wire": None if algorithm == "plain" else wire,
+        },
+        prepared,
+    )
+
+
+def _at_root(comm: Communicator, array: Any) -> Any:
+    return array if comm.rank == ROOT else None
+
+
+def _equal(comm: Communicator, whole: Any) -> list[int]:
+    """Return the counts of equal ranges of an array, one for each rank."""
+    return [whole.size // comm.size] * comm.size
+
+
+gather = factory(
+    "gather",
+    lambda comm, x, out, op, _: {"x": x, "root": ROOT, "out": _at_root(comm, out)},
+)
+scatter = factory(
+    "scatter",
+    lambda comm, x, out, op, _: {"x": _at_root(comm, x), "root": ROOT, "out": out},
+)
+
+V_FORMS = {
+    "all_gather": factory(
+        "all_gather_v",
+        lambda comm, x, out, op, _: {"x": x, "counts": _equal(comm, out), "out": out},
+    ),
+    "reduce_scatter": factory(
+        "reduce_scatter_v",
+        lambda comm, x, out, op, _: {
+            "x": x,
+            "counts": _equal(comm, x),
+            "op": op,
+            "out": out,
+        },
+    ),
+    "all_to_all": factory(
+        "all_to_all_v",
+        lambda comm, x, out, op, _: {
+            "x": x,
+            "send_counts": _equal(comm, x),
+            "recv_counts": _equal(comm, x),
+            "out": out,
+        },
+    ),
+    "gather": factory(
+        "gather_v",
+        lambda comm, x, out, op, _: {
+            "x": x,
+            "counts": _equal(comm, out),
+            "root": ROOT,
+            "out": _at_root(comm, out),
+        },
+    ),
+    "scatter": factory(
+        "scatter_v",
+        lambda comm, x, out, op, _: {
+            "x": _at_root(comm, x),
+            "counts": _equal(comm, x),
+            "root": ROOT,
+            "out": out,
+        },
+    ),
+}
+"""Our calls of the v forms, by the operations that they generalize."""
+
+
+def messages(array: Any) -> list[Any]:
+    """Return the messages of an array: its rows, or the array if it has one axis."""
+    return [array] if array.ndim == 1 else [array[row] for row in range(len(array))]
+
+
+def sendrecv(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> EnqueueOn:
+    """Return a call of our sendrecv; its algorithm "group" is a group of both parts."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if algorithm == "group":
+        return _group(comm, messages(x), right, messages(out), left)
+    if x.ndim == 1:
+        return lambda stream: comm.sendrecv(
+            x, dst=right, out=out, src=left, stream=stream
+        )
+    pairs = list(zip(messages(x), messages(out), strict=True))
+
+    def call(stream: int) -> None:
+        with comm.group():
+            for message, into in pairs:
+                comm.sendrecv(message, dst=right, out=into, src=left, stream=stream)
+
+    return call
+
+
+def _group(
+    comm: Communicator, sent: list[Any], right: int, received: list[Any], left: int
+) -> EnqueueOn:
+    def call(stream: int) -> None:
+        with comm.group():
+            for message, into in zip(sent, received, strict=True):
+                comm.send(message, dst=right, stream=stream)
+                comm.recv(into, src=left, stream=stream)
+
+    return call
+
+
+barrier = factory("barrier", lambda *_: {})
+
+MOST_ROW = 16 << 10
+"""The most bytes of a token in the measurement of experts."""
+
+
+def experts(*, stored: bool) -> Callable[..., EnqueueOn]:
+    """Return a factory of dispatches, and combines of the received tokens as results.
+
+    Each rank has one expert, and the tokens of shard r of ``x`` are for rank r. So the
+    bytes are those of an all-to-all there, and one back, which the algorithm
+    ``all_to_all`` makes instead.
+
+    Args:
+        stored: whether the results are where ``combine`` need not copy them.
+    """
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> EnqueueOn:
+        if algorithm == "all_to_all":
+            return _there_and_back(comm, x, out)
+        made, given, into = _dispatch(comm, x, out)
+
+        def call(stream: int) -> None:
+            found = made.dispatch(*given, stream=stream)
+            made.combine(None if stored else found.tokens, out=into, stream=stream)
+
+        return call
+
+    return make
+
+
+def _dispatch(comm: Communicator, x: Any, out: Any) -> tuple[Any, Any, Any]:
+    """Return the experts, the arguments of a dispatch, and the output as tokens."""
+    part = x.size // comm.size
+    row = part * x.dtype.itemsize
+    while row > MOST_ROW and row % 32 == 0:
+        row //= 2
+    hidden = row // x.dtype.itemsize
+    each = part // hidden
+    made = comm.experts(
+        comm.size,
+        top_k=1,
+        hidden=hidden,
+        tokens=comm.size * each,
+        capacity=each,
+        dtype=x.dtype,
+    )
+    ids = np.repeat(np.arange(comm.size, dtype=np.int32), each)[:, None]
+    shape = comm.size * each, hidden
+    return made, (x.reshape(shape), cuda.to_device(ids)), out.reshape(shape)
+
+
+def _there_and_back(comm: Communicator, x: Any, out: Any) -> EnqueueOn:
+    between = comm.empty(x.shape, x.dtype)
+    there = comm.all_to_all_init(x, out=between)
+    back = comm.all_to_all_init(between, out=out)
+
+    def call(stream: int) -> None:
+        there(stream)
+        back(stream)
+
+    return call
+
+
+THREADS = 8 if SIMULATED else 512
+MOST_NORM_ROW = 8 << 10
+"""The most bytes of a row, if the message can be divided."""
+EPSILON = np.float32(1e-12)  # 1 + EPSILON is 1
+
+
+def squared(value: Any, residual: Any, weight: Any, width: Any) -> Any:
+    """Return what is summed over a row."""
+    return (value + residual) * (value + residual)
+
+
+def normalized(value: Any, total: Any, residual: Any, weight: Any, width: Any) -> Any:
+    """Return an element of the result, and one of the updated residual."""
+    kept = value + residual
+    mean = total / np.float32(width) + EPSILON
+    return kept * weight * (np.float32(1) / np.float32(math.sqrt(mean))), kept
+
+
+@cuda.jit  # type: ignore[untyped-decorator]
+def normalize_rows(out: Any, residual: Any, weight: Any, kept: Any) -> None:
+    """Do the same to a sum, in its place. A block takes a row."""
+    partial = cuda.shared.array(THREADS, np.float32)
+    row, thread, width = cuda.blockIdx.x, cuda.threadIdx.x, out.shape[1]
+    total = np.float32(0)
+    for at in range(thread, width, THREADS):
+        value = np.float32(out[row, at]) + np.float32(residual[row, at])
+        total += value * value
+    partial[thread] = total
+    cuda.syncthreads()
+    distance = THREADS // 2
+    while distance > 0:
+        if thread < distance:
+            partial[thread] += partial[thread + distance]
+        cuda.syncthreads()
+        distance //= 2
+    mean = partial[0] / np.float32(width) + EPSILON
+    scale = np.float32(1) / np.float32(math.sqrt(mean))
+    for at in range(thread, width, THREADS):
+        value = np.float32(out[row, at]) + np.float32(residual[row, at])
+        kept[row, at] = value
+        out[row, at] = value * scale * np.float32(weight[at])
+
+
+def rms_norm(*, prepared: bool) -> Callable[..., EnqueueOn]:
+    """Return a factory of calls; its algorithm "two_calls" has no epilogue."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> EnqueueOn:
+        width = x.size
+        while width * x.dtype.itemsize > MOST_NORM_ROW and width % 2 == 0:
+            width //= 2
+        rows = x.size // width, width
+        x, out = x.reshape(rows), out.reshape(rows)
+        residual, weight, kept = (
+            _filled(shape, x.dtype, value)
+            for shape, value in ((rows, 0), ((width,), 1), (rows, 0))
+        )
+        given: dict[str, Any] = {"x": x, "out": out}
+        if algorithm != "two_calls":
+            given |= {"out": (out, kept), "epilogue": normalized, "row_sum": squared}
+            given["args"] = residual, weight, width
+        reduce = made(comm, "all_reduce", given, prepared)
+        if algorithm != "two_calls":
+            return reduce
+
+        def both(handle: int) -> None:
+            reduce(handle)
+            stream = 0 if SIMULATED else cuda.external_stream(handle)
+            normalize_rows[rows[0], THREADS, stream](out, residual, weight, kept)
+
+        return both
+
+    return make
+
+
+def _filled(shape: tuple[int, ...], dtype: Any, value: int) -> Any:
+    """Return a new array of ordinary memory."""
+    host = np.full(math.prod(shape), value, dtype)
+    return cuda.to_device(host.view(np.uint8)).view(dtype).reshape(shape)
+
 
 Array = np.ndarray[Any, Any]
 
@@ -214,8 +641,8 @@ def _collective(ours: operations.Operation) -> BenchOperation:
         bus=bus,
         inputs=reducible,
         expected=expected,
-        plan=calls.collective(ours, prepared=True),
-        call=calls.collective(ours, prepared=False),
+        plan=collective(ours, prepared=True),
+        call=collective(ours, prepared=False),
         algorithms=tuple(ours.algorithms),
         in_place=ours.in_place,
         reductions=reductions if ours.reduces else (),
@@ -230,8 +657,8 @@ OPERATIONS = {
         bus=lambda ranks: (ranks - 1) / ranks,
         inputs=reducible,
         expected=lambda inputs, op, rank: list(inputs) if rank == ROOT else [],
-        plan=calls.gather,
-        call=calls.gather,
+        plan=gather,
+        call=gather,
         algorithms=(),
     ),
     "scatter": BenchOperation(
@@ -240,8 +667,8 @@ OPERATIONS = {
         bus=lambda ranks: (ranks - 1) / ranks,
         inputs=reducible,
         expected=lambda inputs, op, rank: [_part(inputs[ROOT], rank, len(inputs))],
-        plan=calls.scatter,
-        call=calls.scatter,
+        plan=scatter,
+        call=scatter,
         algorithms=(),
     ),
     "sendrecv": BenchOperation(
@@ -250,8 +677,8 @@ OPERATIONS = {
         bus=lambda ranks: 1,
         inputs=reducible,
         expected=lambda inputs, op, rank: [inputs[rank - 1]],
-        plan=calls.sendrecv,
-        call=calls.sendrecv,
+        plan=sendrecv,
+        call=sendrecv,
         algorithms=("sendrecv", "group"),
         apart=True,
         windowed=True,
@@ -262,8 +689,8 @@ OPERATIONS = {
         bus=lambda ranks: 1,
         inputs=reducible,
         expected=_nothing,
-        plan=calls.barrier,
-        call=calls.barrier,
+        plan=barrier,
+        call=barrier,
         algorithms=(),
         apart=True,
         sized=False,
@@ -276,8 +703,8 @@ _EXPERTS = BenchOperation(
     bus=lambda ranks: 2 * (ranks - 1) / ranks,
     inputs=reducible,
     expected=lambda inputs, op, rank: [inputs[rank]],
-    plan=calls.experts(stored=False),
-    call=calls.experts(stored=False),
+    plan=experts(stored=False),
+    call=experts(stored=False),
     algorithms=("experts", "all_to_all"),
     apart=True,
     types=("float", "half", "bfloat16"),
@@ -289,8 +716,8 @@ OPERATIONS |= {
         _EXPERTS,
         name="experts_stored",
         expected=_nothing,
-        plan=calls.experts(stored=True),
-        call=calls.experts(stored=True),
+        plan=experts(stored=True),
+        call=experts(stored=True),
     ),
 }
 
@@ -303,7 +730,7 @@ OPERATIONS |= {
         algorithms=(),
         apart=True,
     )
-    for name, call in calls.V_FORMS.items()
+    for name, call in V_FORMS.items()
 }
 
 
@@ -328,8 +755,8 @@ OPERATIONS |= {
         OPERATIONS["all_reduce"],
         name=f"all_reduce_{wire}",
         inputs=_largest(size),
-        plan=calls.coded(wire, prepared=True),
-        call=calls.coded(wire, prepared=False),
+        plan=coded(wire, prepared=True),
+        call=coded(wire, prepared=False),
         algorithms=("coded", "plain"),
         reductions=("sum",),
         types=("half", "bfloat16", "float"),
@@ -352,8 +779,8 @@ OPERATIONS["rms_norm"] = replace(
     OPERATIONS["all_reduce"],
     name="rms_norm",
     inputs=_signs_of_one,
-    plan=norm.rms_norm(prepared=True),
-    call=norm.rms_norm(prepared=False),
+    plan=rms_norm(prepared=True),
+    call=rms_norm(prepared=False),
     algorithms=("epilogue", "two_calls"),
     reductions=("sum",),
     types=("half", "bfloat16", "float"),

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from numba_symm import code_cache
 from numba_symm.bench.contenders import CONTENDERS, EAGER
 from numba_symm.bench.operations import (
     NO_REDUCTION,
     OPERATIONS,
     BenchOperation,
 )
-from numba_symm.bench.plot import NoRun, load
+from numba_symm.bench.report import NoRun, load
 from numba_symm.environment import SIMULATED
+from numba_symm.gpu import loads
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -331,7 +331,7 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         words = " and ".join(name for name in unused if name in options.given)
         if getattr(options, kind) and words:
             parser.error(f"--{kind} does not use {words}; omit {words}")
-    if options.cache and not code_cache.is_writable(options.cache):
+    if options.cache and not loads.is_writable(options.cache):
         parser.error(f"expected a folder that you can write, got {options.cache}")
     if options.json:
         _check_file(parser, options.json)

@@ -1,4 +1,4 @@
-"""One rank of ``numba-symm soak``: calls, cycles and failures, each with a deadline.
+"""One rank of ``numba-symm soak``: calls, cycles and failures, with deadlines.
 
     python -m numba_symm.bench.soak FOLDER JOB
 
@@ -10,22 +10,34 @@ and replays of a graph are between them. The host waits only at the end of a rou
 
 A failure ends all lanes on all ranks. Those that are left rebuild the communicator,
 make new lanes, and go on with the next round. An error without a failure is a fault.
+
+The calls of a soak: random ones on a communicator, each with its check.
+
+On the GPU, a kernel fills the arrays before a call, and another one compares the result
+after it. So the host waits only at the end of a round.
+
+The failures of a soak: what happens to a rank, when, and what it may cause.
+
+At most one failure is pending. All ranks know which one, because their random numbers
+are equal. A rank that is killed or stopped is hit at a moment that only time decides.
 """
 
 import faulthandler
 import gc
 import json
+import math
 import os
 import random
 import resource
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -33,15 +45,543 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import environment
-from numba_symm.bench import soak_failures
-from numba_symm.bench.operations import OPERATIONS, TYPES
-from numba_symm.bench.product import Product, new_product
-from numba_symm.bench.soak_calls import KINDS, Client
-from numba_symm.bench.soak_failures import Failures
+from numba_symm.bench.cold import MISALIGNED, Product, new_product
+from numba_symm.bench.measure import new_stream
+from numba_symm.bench.operations import (
+    NO_REDUCTION,
+    OPERATIONS,
+    PERIOD,
+    POISON,
+    TYPES,
+    EnqueueOn,
+    Tiled,
+)
 from numba_symm.bench.soak_marks import FAILURES, JobMarks, SoakJob, Watch
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.communicator import inside
 from numba_symm.environment import SIMULATED
+from numba_symm.errors import CollectiveError, ExchangeError, SymmError
+from numba_symm.gpu import driver
+
+CALLS, REPEATS = (4, 1) if SIMULATED else (40, 25)
+"""The calls that a lane draws for a round, and how often it makes each."""
+
+MOST = 1 << (10 if SIMULATED else 24)
+"""Bytes of the longest message."""
+
+ROOM = 4 * MOST
+"""Bytes of each array that contains inputs or outputs."""
+
+KINDS = (
+    ("float", "sum"),
+    ("float", "max"),
+    ("bfloat16", "sum"),
+    ("int32", "min"),
+    ("int64", "sum"),
+)
+"""Types with reductions. With more, compiling would take most of the time."""
+
+GRID, BLOCK = (1, 1) if SIMULATED else (512, 256)
+
+_WORDS: dict[int, np.dtype[Any]] = {
+    2: np.dtype(np.uint16),
+    4: np.dtype(np.uint32),
+    8: np.dtype(np.uint64),
+}
+
+
+NOT_DRAWN = "barrier", "experts", "experts_stored", "all_reduce_fp8", "rms_norm"
+"""Operations without a message of any length, that some GPUs lack, or whose functions
+each process compiles."""
+
+
+class SoakCall(NamedTuple):
+    """A call with its check.
+
+    Attributes:
+        words: describe it, for a report of wrong elements.
+        operation: its name.
+        stream: the number of its stream in the lane.
+        enqueue: fills the arrays, makes the call and compares them, on the stream
+            with the given handle.
+    """
+
+    words: str
+    operation: str
+    stream: int
+    enqueue: EnqueueOn
+
+
+class Client:
+    """A communicator with two streams, and arrays for its calls. Collective.
+
+    Args:
+        comm: the communicator.
+        seed: determines the calls; equal on all ranks of the communicator.
+        note: called before each call or wait, with what it is.
+    """
+
+    def __init__(
+        self,
+        comm: ns.Communicator,
+        seed: Sequence[int],
+        note: Callable[[str], object] = lambda words: None,
+    ):
+        self.comm, self._note = comm, note
+        self._random = np.random.default_rng(seed)  # the same on all ranks
+        self._own = np.random.default_rng((*seed, comm.rank))
+        self._streams = [new_stream() for _ in range(2)]
+        # For each stream, inputs and outputs: symmetric arrays and ordinary ones.
+        self._rooms = [
+            [
+                (comm.zeros(ROOM, np.uint8), cuda.device_array(ROOM, np.uint8))
+                for _ in range(2)
+            ]
+            for _ in self._streams
+        ]
+        self._patterns: dict[Any, Any] = {}
+        self._wrong = cuda.to_device(np.zeros(CALLS, np.uint32))
+        self._drawn: list[SoakCall] = []
+        self._graph: Any = None
+
+    def draw(self) -> None:
+        """Draw the calls of a round, make each once, and wait.
+
+        Those of the first stream are also captured in a graph.
+        """
+        self._graph = None
+        self._drawn = [self._call(number) for number in range(CALLS)]
+        for each in self._drawn:
+            self._make(each)
+        self.wait()
+        calls = [each.enqueue for each in self._drawn if not each.stream]
+        if calls:
+            self._note("a graph")
+            self._graph = self._streams[0].capture(calls, lambda _: nullcontext())
+            self._streams[0].launch(self._graph)  # its first launch may allocate
+            self.wait()
+
+    def _make(self, call: SoakCall) -> None:
+        self._note(call.operation)
+        call.enqueue(self._streams[call.stream].handle)
+
+    @property
+    def drawn(self) -> int:
+        """The number of calls that :meth:`draw` makes, with those of the graph."""
+        return len(self._drawn) + self._captured
+
+    @property
+    def _captured(self) -> int:
+        return sum(not each.stream for each in self._drawn)
+
+    def steps(self) -> Iterator[int]:
+        """Make the calls of a round, one or a graph's a step.
+
+        Lanes have equally many steps, because the simulator's ranks have one order.
+
+        Yields:
+            The number of calls in the step; minus that of a graph's.
+        """
+        indices = [*range(CALLS), -1] * REPEATS
+        for index in self._random.permutation(indices):
+            if index < 0 and self._graph is None:
+                yield 0
+            elif index < 0:
+                # The communicator does not notice replays.
+                first, second = self._streams
+                self._note("a replay")
+                first.follow(second)
+                first.launch(self._graph)
+                second.follow(first)
+                yield -self._captured
+            else:
+                self._make(self._drawn[index])
+                yield 1
+
+    def clear(self) -> None:
+        """Drop all arrays. The calls refer to this object, and it to them."""
+        self._graph = None
+        self._drawn.clear()
+        self._rooms.clear()
+        self._patterns.clear()
+
+    @property
+    def handle(self) -> int:
+        """The handle of the first stream."""
+        return int(self._streams[0].handle)
+
+    def wait(self) -> None:
+        """Wait for all calls, and raise if the communicator has failed."""
+        self._note("a wait")
+        for stream in self._streams:
+            stream.synchronize()
+        self.comm.check()
+
+    def wrong(self) -> list[str]:
+        """Describe this rank's wrong results of the round, after :meth:`wait`."""
+        counts = self._wrong.copy_to_host()
+        self._wrong.copy_to_device(np.zeros(CALLS, np.uint32))
+        pairs = zip(counts, self._drawn, strict=True)
+        return [f"{count} wrong of {each.words}" for count, each in pairs if count]
+
+    def _call(self, number: int) -> SoakCall:
+        draw, comm = self._random, self.comm
+        name = str(draw.choice([each for each in OPERATIONS if each not in NOT_DRAWN]))
+        operation = OPERATIONS[name]
+        kinds = [
+            (type_, op)
+            for type_, op in KINDS
+            if not operation.types or type_ in operation.types
+            if not operation.reductions or op in operation.reductions
+        ]
+        type_, op = kinds[draw.integers(len(kinds))]
+        if not operation.reductions:
+            op = NO_REDUCTION
+        dtype = TYPES[type_]
+        nbytes = math.exp(draw.uniform(0, math.log(MOST)))
+        counts = operation.shapes(max(1, int(nbytes) // dtype.itemsize), comm.size)
+        stream, planned, same = (int(each) for each in draw.integers(2, size=3))
+        equal = counts[0] == counts[1] and not operation.apart
+        in_place = operation.in_place or (equal and bool(same))
+        x, out = (
+            self._view(self._rooms[stream][side], counts[side], dtype)
+            for side in (0, 1)
+        )
+        if in_place:
+            x = out
+        start = int(draw.integers(PERIOD))
+        key = name, type_, op
+        if key not in self._patterns:
+            self._patterns[key] = operation.inputs(draw, comm.size, op, dtype)
+        everyone = [Tiled(each, start, counts[0]) for each in self._patterns[key]]
+        expected = operation.expected(everyone, op, comm.rank)
+        make = operation.plan if planned else operation.call
+        call = make(comm, x, out, op, None)
+        words = (
+            f"{name} of {counts[0]} {type_} ({op}), {'in' if in_place else 'out of'} "
+            f"place, {'planned' if planned else 'plain'}, {comm!r}"
+        )
+        source = x.view(_WORDS[dtype.itemsize])
+        target = out.view(_WORDS[dtype.itemsize])
+        given = self._on_device((*key, "input"), everyone[comm.rank])
+        ones = np.full(PERIOD, POISON, np.uint8).repeat(dtype.itemsize)
+        poison = self._on_device(
+            ("poison", dtype.itemsize), Tiled(ones.view(target.dtype), 0, PERIOD)
+        )
+        # An input must stay as it is.
+        wanted = [] if in_place else [(source, *given)]
+        first = 0
+        for index, part in enumerate(expected):
+            array = target[first : first + part.count]
+            wanted.append((array, *self._on_device((*key, index), part)))
+            first += part.count
+
+        def enqueue(handle: int) -> None:
+            on = 0 if SIMULATED else cuda.external_stream(handle)
+            if not in_place:
+                _fill[GRID, BLOCK, on](target, *poison)
+            _fill[GRID, BLOCK, on](source, *given)
+            call(handle)
+            for each in wanted:
+                _compare[GRID, BLOCK, on](*each, self._wrong, number)
+
+        return SoakCall(words, name, stream, enqueue)
+
+    def _view(self, rooms: Any, count: int, dtype: np.dtype[Any]) -> Any:
+        """Return elements anywhere in a symmetric or an ordinary array.
+
+        Each rank draws for itself, because no peer needs to know where its arrays are.
+        """
+        own, nbytes = self._own, count * dtype.itemsize
+        shift = int(own.integers(MISALIGNED)) * dtype.itemsize
+        first = int(own.integers((ROOM - nbytes - shift) // 16)) * 16 + shift
+        return rooms[own.integers(2)][first : first + nbytes].view(dtype)
+
+    def _on_device(self, key: Any, part: Tiled) -> tuple[Any, int]:
+        """Return a pattern on the GPU, and the index in it of the first element."""
+        if key not in self._patterns:
+            words = np.ascontiguousarray(part.pattern).view(_WORDS[part.itemsize])
+            self._patterns[key] = cuda.to_device(words)
+        return self._patterns[key], part.start % PERIOD
+
+
+@cuda.jit  # type: ignore[untyped-decorator]
+def _fill(array: Any, pattern: Any, start: Any) -> None:
+    for i in range(cuda.grid(1), array.size, cuda.gridsize(1)):
+        array[i] = pattern[(start + i) % PERIOD]
+
+
+@cuda.jit  # type: ignore[untyped-decorator]
+def _compare(array: Any, pattern: Any, start: Any, wrong: Any, number: Any) -> None:
+    for i in range(cuda.grid(1), array.size, cuda.gridsize(1)):
+        if array[i] != pattern[(start + i) % PERIOD]:
+            cuda.atomic.add(wrong, number, 1)
+
+
+EVERY = 3 if SIMULATED else 8
+"""Rounds from one failure to the next, if none is pending."""
+
+LATEST = 0.5
+"""Seconds after the beginning of a round in which a failure hits a rank."""
+
+_ARRAY = 256 << 20
+"""Bytes of an array that does not fit into the limited memory of a rank."""
+
+_SPARE = 64 << 20
+"""Bytes that remain for everything else."""
+
+_REFUSED = ("out of memory", "out of descriptors", "out of shared memory")
+
+
+class Planned(ValueError):
+    """The exception by which a rank leaves."""
+
+
+class PlannedFailure(NamedTuple):
+    """What happens to a rank.
+
+    Attributes:
+        kind: one of ``FAILURES``.
+        rank: the rank of the communicator.
+        at: where it happens, from 0 to 1 of what is possible.
+        seconds: for how long the rank is stopped.
+    """
+
+    kind: str
+    rank: int
+    at: float
+    seconds: float = 0
+
+
+class Failures:
+    """The failures of a job, and this rank's part in them.
+
+    Args:
+        job: the job.
+        marks: the files of all ranks.
+        world: this rank's number in the job.
+        timeout: the deadline of calls in seconds.
+
+    Attributes:
+        pending: the failure that ranks are expected to notice; None: there is none.
+        kills: the ranks that were killed, or will be.
+    """
+
+    def __init__(self, job: SoakJob, marks: JobMarks, world: int, timeout: float):
+        self._random = random.Random(f"{job.seed} {job.number}")
+        self._marks, self._world, self._timeout = marks, world, timeout
+        self._place = marks.places[world]
+        self._left: list[str] = []  # kinds that are drawn before any is drawn again
+        self._thread: threading.Thread | None = None
+        self._armed = self._owed = False
+        self._comm: ns.Communicator | None = None
+        self.pending: PlannedFailure | None = None
+        self.kills = 0
+        signal.signal(signal.SIGINT, self._on_interrupt)
+
+    def draw(self, size: int, number: int, kill: bool) -> PlannedFailure | None:
+        """Draw the failure of a round; equal on all ranks.
+
+        Args:
+            size: the number of ranks.
+            number: of the round.
+            kill: whether a rank is to be killed.
+        """
+        if not kill and (number % EVERY or size < 2):
+            return None
+        if not self._left:
+            self._left = list(FAILURES[1:])
+            self._random.shuffle(self._left)
+        kind = FAILURES[0] if kill else self._left.pop()
+        rank, at = self._random.randrange(size), self._random.random()
+        # A short stop ends in time, and a long one passes the deadline.
+        stops = (self._timeout / 5, self._timeout + 1)
+        seconds = self._random.choice(stops) if kind == "stopped" else 0
+        self.kills += kill
+        return PlannedFailure(kind, rank, at, seconds)
+
+    def begin(
+        self, failure: PlannedFailure, comm: ns.Communicator, world: list[int]
+    ) -> None:
+        """Let a failure happen during the next calls.
+
+        Args:
+            failure: the failure.
+            comm: the communicator.
+            world: by its ranks, their numbers in the job.
+        """
+        self.pending, self._comm, self._owed = failure, comm, False
+        mine = comm.rank == failure.rank
+        target: Callable[..., None] | None = None
+        arguments: tuple[Any, ...] = (failure.at * LATEST,)
+        if failure.kind == "stopped":
+            if comm.rank == (failure.rank + 1) % comm.size:
+                target = self._stop
+                arguments += world[failure.rank], failure.seconds
+        elif mine:
+            target = {
+                "killed": self._kill,
+                "aborted": self._abort,
+                "interrupted": self._interrupt,
+            }.get(failure.kind)
+        self._thread = None
+        if target is not None:
+            self._thread = threading.Thread(target=target, args=arguments, daemon=True)
+            self._thread.start()
+
+    def raise_at(self, comm: ns.Communicator, step: int, steps: int) -> None:
+        """Raise in this rank's step, if it is the one that raises there."""
+        failure = self.pending
+        if failure is None or failure.kind != "raised" or failure.rank != comm.rank:
+            return
+        if step >= int(failure.at * steps):
+            self._count("raised")
+            raise Planned("a rank of the soak raises")
+
+    def is_over(self) -> bool:
+        """Return whether this rank has done its part of a failure that may pass.
+
+        Only a stop passes without a failure of the communicator.
+        """
+        if self.pending is None:
+            return True
+        thread = self._thread
+        return self.pending.kind == "stopped" and not (thread and thread.is_alive())
+
+    def explains(self, error: BaseException) -> bool:
+        """Return whether the pending failure may have caused an error here."""
+        if self.pending is None:
+            return False
+        if type(error) is SymmError:  # of a set-up call that another rank has left
+            return "KeyboardInterrupt" in str(error)
+        kinds = CollectiveError, ExchangeError, Planned, KeyboardInterrupt
+        return isinstance(error, kinds)
+
+    def end(self) -> None:
+        """Forget the failure: all ranks have noticed it, or it has passed."""
+        self.pending = None
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = self._comm = None
+
+    @contextmanager
+    def armed(self) -> Iterator[None]:
+        """Let this rank be interrupted within the block, and nowhere else."""
+        try:
+            self._armed = True
+            if self._owed:
+                self._on_interrupt(signal.SIGINT, None)
+            yield
+        finally:
+            self._armed = False
+
+    def _count(self, kind: str) -> None:
+        self._place.failures[FAILURES.index(kind)] += 1
+
+    def _kill(self, delay: float) -> None:
+        time.sleep(delay)
+        self._count("killed")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _abort(self, delay: float) -> None:
+        time.sleep(delay)
+        self._count("aborted")
+        if self._comm is not None:
+            self._comm.abort("the soak aborts")
+
+    def _interrupt(self, delay: float) -> None:
+        # Again and again, because an exception in a finalizer is lost.
+        while self.pending is not None:
+            time.sleep(delay)
+            os.kill(os.getpid(), signal.SIGINT)
+            delay = LATEST
+
+    def _on_interrupt(self, number: int, frame: object) -> None:
+        if self.pending is None or self.pending.kind != "interrupted":
+            return
+        if not self._armed:
+            self._owed = True
+            return
+        self._armed = self._owed = False
+        self._count("interrupted")
+        raise KeyboardInterrupt
+
+    def _stop(self, delay: float, rank: int, seconds: float) -> None:
+        time.sleep(delay)
+        place = self._marks.places[rank]
+        os.kill(place.pid, signal.SIGSTOP)
+        place.failures[FAILURES.index("stopped")] += 1
+        place.stopped += seconds  # of its step; it writes neither while it is stopped
+        time.sleep(seconds)
+        os.kill(place.pid, signal.SIGCONT)
+
+
+def refuse(comm: ns.Communicator, failure: PlannedFailure) -> str:
+    """Let one rank run out of something. Return what is wrong, or "". Collective.
+
+    All ranks must raise the same error, and the communicator must work afterwards.
+    """
+    kind, rank = failure.kind, failure.rank
+    if kind == "out of shared memory" and not SIMULATED:
+        rank = 0  # it alone makes the board's file; other memory is the GPU's
+    make = (lambda: _allocate(comm)) if kind == "out of memory" else comm.dup
+    try:
+        with _limited(kind) if comm.rank == rank else nullcontext():
+            made = make()
+    except CollectiveError:
+        raise
+    except SymmError:
+        made = None
+    if made is not None:
+        _give_back(made)
+        return f"{kind}: expected an error on every rank, got none"
+    _give_back(comm.zeros(1024, "f4"))
+    _give_back(comm.dup())
+    return ""
+
+
+def refuses(failure: PlannedFailure) -> bool:
+    """Return whether a failure is a refused resource."""
+    return failure.kind in _REFUSED
+
+
+def _give_back(made: Any) -> None:
+    if isinstance(made, ns.Communicator):
+        made.close()
+
+
+def _allocate(comm: ns.Communicator) -> Any:
+    if SIMULATED:
+        return comm.zeros(_ARRAY, "u1")
+    from cuda.core import Device
+
+    Device().set_current()
+    _, total = driver.call("cuMemGetInfo")
+    return comm.zeros(2 * int(total), "u1")
+
+
+@contextmanager
+def _limited(kind: str) -> Iterator[None]:
+    """Limit this process, so that the kernel refuses what it needs next."""
+    if kind == "out of memory" and not SIMULATED:
+        yield  # the GPU refuses; a limit of addresses would break CUDA
+        return
+    if kind == "out of memory":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit, most = resource.RLIMIT_AS, pages * resource.getpagesize() + _SPARE
+    elif kind == "out of descriptors":
+        most = os.dup(0)  # every descriptor below it is in use
+        os.close(most)
+        limit = resource.RLIMIT_NOFILE
+    else:
+        limit, most = resource.RLIMIT_FSIZE, 4096  # of files in shared memory, too
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(limit, before)
+
 
 PRODUCTS, PAUSES = 0.1, 0.02
 """The probabilities of a product, and of a pause of the host, before a call."""
@@ -212,11 +752,11 @@ class Soak:
         failure = failures.draw(comm.size, self._round, failures.kills < due)
         if failure is None:
             return
-        if not soak_failures.refuses(failure):
+        if not refuses(failure):
             failures.begin(failure, comm, self._numbers)
             return
         self._watch.step(failure.kind, 4 * self._set_up)
-        wrong = soak_failures.refuse(comm, failure)
+        wrong = refuse(comm, failure)
         if wrong:
             self._marks.found(self._world.rank, "refusal", wrong)
         if comm.rank == failure.rank:

@@ -16,17 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba_symm as ns
-from numba_symm import code_cache
 from numba_symm.bench import options
 from numba_symm.bench.contenders import Ways
 from numba_symm.bench.contenders.ours import Ours
-from numba_symm.bench.measure import Timer
+from numba_symm.bench.measure import Timer, new_stream
 from numba_symm.bench.operations import OPERATIONS, TYPES, BenchOperation
-from numba_symm.bench.plot import COLORS, human
-from numba_symm.bench.progress import bar
-from numba_symm.bench.report import best, microseconds, written
-from numba_symm.bench.streams import new_stream
-from numba_symm.bench.sweep import Row, Sweep, rows
+from numba_symm.bench.report import COLORS, best, human, microseconds, written
+from numba_symm.bench.sweep import Row, Sweep, bar, rows
 from numba_symm.collectives import kernel_set, operations, select, tuned
 from numba_symm.collectives.communicator import inside
 from numba_symm.collectives.protocols.binding import Call
@@ -34,7 +30,8 @@ from numba_symm.collectives.select import ALL, CHOICES, Choice, Step
 from numba_symm.dtypes import Element, element, moved
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.kernels import Kernel, bound
+from numba_symm.gpu import loads
+from numba_symm.gpu.kernels import Kernel, bound
 from numba_symm.launch import devices
 
 LARGEST = "4K" if SIMULATED else "256M"
@@ -371,7 +368,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if asked.plot:
         options.check_image(made, asked.plot)
     place = tuned.file()
-    if place.is_dir() or not code_cache.is_writable(place.parent):
+    if place.is_dir() or not loads.is_writable(place.parent):
         made.error(
             f"expected a file that you can write, got {place}; set XDG_DATA_HOME to a "
             "folder that you can write"

@@ -11,26 +11,32 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from numba_symm import arrays, dtypes, entry, libraries, loads, own_arrays, streams
-from numba_symm.arrays import ArrayView, Fields
-from numba_symm.cache import UNKNOWN, Cache
+from numba_symm import dtypes
 from numba_symm.collectives import staging
-from numba_symm.collectives.binder import Binder
-from numba_symm.collectives.call_streams import CallStreams
-from numba_symm.collectives.checks import check_rank, check_writable
-from numba_symm.collectives.counts import agree_on_counts
-from numba_symm.collectives.descriptions import Descriptions
+from numba_symm.collectives.binder import Binder, Descriptions
 from numba_symm.collectives.enqueueing import Agreement, Enqueuer, PackedCall
-from numba_symm.collectives.invocation import NONE, OPTIONS, ROOT, Invocation
+from numba_symm.collectives.invocation import (
+    NONE,
+    OPTIONS,
+    ROOT,
+    UNKNOWN,
+    Cache,
+    CallStreams,
+    Invocation,
+    check_rank,
+    check_writable,
+)
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
 from numba_symm.collectives.requests import Requests
-from numba_symm.collectives.transfers import BoundCall, Prepared
+from numba_symm.collectives.staging import BoundCall, Prepared, agree_on_counts
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.members import Members
-from numba_symm.memory.heap import Heap
-from numba_symm.streams import StreamOrder
+from numba_symm.gpu import arrays, entry, loads, streams
+from numba_symm.gpu.arrays import ArrayView, Fields
+from numba_symm.gpu.streams import StreamOrder
+from numba_symm.launch.members import Members
+from numba_symm.memory.allocator import Heap
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
@@ -77,7 +83,7 @@ class Calls:
         end: Endpoint,
         stream: Any,
         debug: bool,
-        memory: own_arrays.Memory | None,
+        memory: arrays.Memory | None,
     ):
         self.rank, self.size, self.gpu = end.rank, end.size, members.gpu
         self.members = members
@@ -219,9 +225,9 @@ class Calls:
             return self._of_two(given)
         source = arrays.fields(x, what)
         if given.leaves:
-            from numba_symm.collectives import leaves
+            from numba_symm.collectives import composed
 
-            given, source = leaves.first_of(given, source)
+            given, source = composed.first_leaf(given, source)
         self.staging.stream = chosen = self.streams.of(stream, x)
         has_output = True
         if operation.rooted:
@@ -287,9 +293,9 @@ class Calls:
         if given.algorithm is not None:
             operation.check_algorithm(given.algorithm)
         if given.wire is not None:
-            from numba_symm.collectives import wires
+            from numba_symm.collectives import composed
 
-            wires.check_name(given.wire, what)
+            composed.check_name(given.wire, what)
         key = what, given[OPTIONS], source, target  # all that is checked below
         known: PackedCall = self.memory.get(key)
         if known is not UNKNOWN:
@@ -298,7 +304,7 @@ class Calls:
             dtypes.reduction(given.op, what)
         read = arrays.dense(ArrayView(*source), what)
         if given.wire is not None:
-            wires.check(given, read.dtype, self.gpu)
+            composed.check_codes(given, read.dtype, self.gpu)
         written = None if target is None else ArrayView(*target)
         name, call = operation.work(given, read, written, self.end, self.gpu)
         launch = None
@@ -321,15 +327,15 @@ class Calls:
     ) -> Enqueue:
         """Bind a checked call of these arrays."""
         if given.leaves:
-            from numba_symm.collectives import leaves
+            from numba_symm.collectives import composed
 
             shards = given.operation.shards(self.size)
-            needs = leaves.room_of(call, given.leaves, shards)
+            needs = composed.room_of_leaves(call, given.leaves, shards)
             room = self.staging.scratch(needs, f"{given.operation.name}: leaves=")
-            return leaves.bind(self.end, self.binder, given, call, room)
+            return composed.bind_leaves(self.end, self.binder, given, call, room)
         if given.wire is None and given.epilogue is None:
             return self.binder.operation(given.operation, algorithm, call)
-        from numba_symm.collectives import epilogues, wires
+        from numba_symm.collectives import composed, epilogues
 
         work, kept, coded = None, 0, 0
         if given.epilogue is not None:
@@ -341,7 +347,7 @@ class Calls:
                     return made
             kept = epilogues.room_of(work, given, out)
         if given.wire is not None:
-            coded = wires.room_of(call.count, self.size)
+            coded = composed.room_of_codes(call.count, self.size)
         room = 0
         if kept + coded:
             which = "epilogue=" if given.wire is None else "wire="
@@ -352,7 +358,7 @@ class Calls:
             launch = self.binder.operation(given.operation, algorithm, reduced)
         else:
             more = given.wire, reduced, room + kept
-            launch = wires.bind(self.end, self.binder, *more)
+            launch = composed.bind_codes(self.end, self.binder, *more)
         if work is None:
             return launch
         last = epilogues.bind(self.binder.end, work, reduced.target, call.target)
@@ -404,10 +410,8 @@ class Calls:
                 "graph; memory cannot be allocated then"
             )
         order = like.order or "C"
-        made = libraries.empty(x, shape, order, handle, what)
-        return (
-            own_arrays.empty(shape, like.dtype, what, order) if made is None else made
-        )
+        made = arrays.empty_like(x, shape, order, handle, what)
+        return arrays.empty(shape, like.dtype, what, order) if made is None else made
 
     def disown(self) -> None:
         """In a forked child, release nothing when the communicator is dropped."""

@@ -10,22 +10,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar, cas
 
 import numpy as np
 
-from numba_symm import arguments, arrays, environment, grids, streams
+from numba_symm import arguments, environment, simulator
 from numba_symm.arguments import shown
-from numba_symm.cache import Cache
 from numba_symm.collectives import (
     kernel_set,
     lifetime,
     messages,
+    vector_forms,
 )
 from numba_symm.collectives.calls import BARRIER, Calls
-from numba_symm.collectives.invocation import NO_ROOT, NO_WIRE, NONE, Invocation
+from numba_symm.collectives.enqueueing import Tag
+from numba_symm.collectives.invocation import (
+    NO_ROOT,
+    NO_WIRE,
+    NONE,
+    Cache,
+    Invocation,
+    OthersNames,
+    spelled,
+)
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.messages import IRECV, ISEND, RECV, SEND, SENDRECV
-from numba_symm.collectives.neighbors import (
-    NEIGHBOR_ALL_GATHER,
-    NEIGHBOR_ALL_TO_ALL,
-)
 from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -40,24 +45,24 @@ from numba_symm.collectives.operations import (
 )
 from numba_symm.collectives.plans import Plan, init_of, of_group
 from numba_symm.collectives.requests import Request
-from numba_symm.collectives.spelling import OthersNames, spelled
 from numba_symm.collectives.vector_forms import (
     GATHER,
     GATHER_V,
+    NEIGHBOR_ALL_GATHER,
+    NEIGHBOR_ALL_TO_ALL,
     REDUCE_SCATTER_V,
     SCATTER,
     SCATTER_V,
 )
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.launch import devices, ranks, tagged
+from numba_symm.gpu import arrays, streams
+from numba_symm.launch import call_records, devices, ranks
 from numba_symm.launch.devices import GPU
-from numba_symm.members import Members
-from numba_symm.memory import device_workspaces
-from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.memory.device_workspaces import DeviceWorkspace
+from numba_symm.launch.members import Members
+from numba_symm.memory import allocator
+from numba_symm.memory.allocator import DeviceWorkspace, SymmetricMemoryAllocator
 from numba_symm.memory.symmetric import SymmetricMemory
-from numba_symm.profiling import Tag
 
 if TYPE_CHECKING:
     from numba_symm.collectives.experts import Experts
@@ -337,7 +342,7 @@ class Communicator(OthersNames):
             BackendError: a rank does not have enough memory.
         """
         calls = self._calls
-        return device_workspaces.new(calls.heap, calls.members, blocks, threads, bytes)
+        return allocator.new(calls.heap, calls.members, blocks, threads, bytes)
 
     @by_one_thread
     def experts(
@@ -413,7 +418,7 @@ class Communicator(OthersNames):
         everyone = self._calls.members
         with everyone.set_up("split"):
             with everyone.exchange.agreed("split"):
-                number, order = tagged.checked_split(everyone.comm, color, key)
+                number, order = ranks.checked_split(everyone.comm, color, key)
             given = everyone.exchange.all_gather((number, order), "split: colors")
             ranked = sorted(range(self.size), key=lambda rank: given[rank][1])  # stable
             same = [rank for rank in ranked if given[rank][0] == number]
@@ -903,9 +908,9 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        from numba_symm.collectives import exact_sums
+        from numba_symm.collectives import composed
 
-        return self._calls.call(Invocation(exact_sums.SUM, x, out, stream))
+        return self._calls.call(Invocation(composed.SUM, x, out, stream))
 
     def dot(self, x: Any, y: Any, *, out: Any = None, stream: Any = None) -> Any:
         """Return the sum of products of elements of ``x`` and ``y``, the same always.
@@ -926,9 +931,9 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        from numba_symm.collectives import exact_sums
+        from numba_symm.collectives import composed
 
-        return self._calls.call(Invocation(exact_sums.DOT, x, out, stream, args=(y,)))
+        return self._calls.call(Invocation(composed.DOT, x, out, stream, args=(y,)))
 
     def norm(self, x: Any, *, out: Any = None, stream: Any = None) -> Any:
         """Return the square root of the sum of all squares, the same bits always.
@@ -940,9 +945,9 @@ class Communicator(OthersNames):
         Returns:
             ``out``, or the new array.
         """
-        from numba_symm.collectives import exact_sums
+        from numba_symm.collectives import composed
 
-        return self._calls.call(Invocation(exact_sums.NORM, x, out, stream))
+        return self._calls.call(Invocation(composed.NORM, x, out, stream))
 
     def gather(
         self,
@@ -1121,9 +1126,7 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        from numba_symm.collectives import counted_forms
-
-        form, tables = counted_forms.gathering(counts, displs, capacity)
+        form, tables = vector_forms.gathering(counts, displs, capacity)
         return self._calls.call(Invocation(form, x, out, stream, tables=tables))
 
     def all_to_all_v(
@@ -1173,10 +1176,8 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        from numba_symm.collectives import counted_forms
-
         sent, received = (send_counts, send_displs), (recv_counts, recv_displs)
-        form, tables = counted_forms.exchanging(sent, received, capacity)
+        form, tables = vector_forms.exchanging(sent, received, capacity)
         return self._calls.call(Invocation(form, x, out, stream, tables=tables))
 
     def neighbor_all_gather(
@@ -1493,7 +1494,7 @@ class Communicator(OthersNames):
             most=1024,
             do="pass the threads of a block",
         )
-        most = grids.most_blocks(kernel, threads)
+        most = simulator.most_blocks(kernel, threads)
         return most // devices.sharers(members.gpus)[members.gpu.uuid]
 
     @by_one_thread
@@ -1631,10 +1632,8 @@ class Communicator(OthersNames):
             raise ArgumentError(
                 "trace: expected a record of calls, got NUMBA_SYMM_RECORD=0; unset it"
             )
-        from numba_symm import trace
-
         try:
-            trace.write(Path(file), record)
+            call_records.write(Path(file), record)
         except (OSError, TypeError, ValueError) as error:
             raise ArgumentError(
                 f"trace: expected the path of a file that can be written, got "

@@ -1,23 +1,296 @@
-"""Packs calls, admits them, and enqueues them; handles what fails on the way.
+"""Packs and enqueues calls, and captures repeated ones into graphs.
 
-The compiled function (``numba_symm/entry.py``) does this for a call that was made
+Packs calls, admits them, and enqueues them; handles what fails on the way.
+
+The compiled function (``numba_symm/gpu/entry.py``) does this for a call that was made
 before. Python does here what that function leaves to it.
+
+Executable graphs of calls that are made often.
+
+The driver launches a graph of any number of steps in less time than one kernel. So the
+steps of a call that is repeated are captured into a graph, which its later calls
+launch. A graph has the addresses of the call's arrays, as the packed call does.
+
+When the driver's memory for graphs must grow, making a graph waits for the GPU. A
+kernel there may wait for another rank, whose host may wait for this one. So a
+communicator's construction makes graphs that are never launched. Later, each graph
+takes the place of one that is at least as large, which is destroyed immediately before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import ctypes
+import functools
+import importlib.util
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from ctypes import addressof
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from numba_symm import driver, driver_table, entry, profiling, streams
-from numba_symm.collectives.graphs import Graphs
+from numba_symm import process
 from numba_symm.collectives.protocols.binding import Enqueue, Series
-from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError, ClosedError, CollectiveError, DriverError
+from numba_symm.gpu import compiled, driver, entry, streams
+from numba_symm.gpu.streams import SideStream, StreamOrder
 from numba_symm.launch import devices
-from numba_symm.members import Members
-from numba_symm.record import Description
-from numba_symm.streams import StreamOrder
+from numba_symm.launch.call_records import Description
+from numba_symm.launch.members import Members
+
+DOMAIN = "numba_symm"
+"""The domain of the ranges, by which a profiler groups them."""
+
+ATTACHED = "NVTX_INJECTION64_PATH"
+"""The variable by which a profiler attaches itself to NVTX."""
+
+
+class Marks:
+    """Begins and ends ranges.
+
+    Args:
+        nvtx: the package of that name.
+    """
+
+    def __init__(self, nvtx: Any):
+        self._nvtx = nvtx
+
+    def push(self, text: str) -> None:
+        """Begin a range."""
+        self._nvtx.push_range(text, domain=DOMAIN)
+
+    def pop(self) -> None:
+        """End the latest range."""
+        self._nvtx.pop_range(domain=DOMAIN)
+
+
+class Tag(AbstractContextManager[None]):
+    """Labels the calls within ``with`` blocks. It may be entered again, and nested.
+
+    Args:
+        begin: returns what labels the calls of one block.
+    """
+
+    def __init__(self, begin: Callable[[], AbstractContextManager[None]]):
+        self._begin = begin
+        self._open: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        block = self._begin()
+        block.__enter__()
+        self._open.append(block)
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.pop().__exit__(*error)
+
+
+def marks() -> Marks | None:
+    """Return what marks ranges; None without a profiler, or without ``nvtx``."""
+    if ATTACHED not in os.environ or importlib.util.find_spec("nvtx") is None:
+        return None
+    return Marks(importlib.import_module("nvtx"))
+
+
+PLACES = ((1, False, 128), (4, False, 64), (8, True, 32), (64, True, 16))
+"""The graphs of a process for all communicators on a GPU: how many nodes they have,
+whether they fork, as calls do that use copy engines, and how many such graphs."""
+
+FIRST = 3
+"""Before which call of the same arguments the graph is made."""
+
+AGAIN = 64
+"""How many calls later the next attempt is made if there was no place."""
+
+
+class _Graph(NamedTuple):
+    """An executable graph.
+
+    Attributes:
+        nodes: how many it has.
+        forked: whether some of them are beside others.
+        handle: the driver's.
+    """
+
+    nodes: int
+    forked: bool
+    handle: Any
+
+    def fits(self, other: "_Graph") -> bool:
+        """Return whether the other one has room in its place."""
+        return self.nodes >= other.nodes and self.forked >= other.forked
+
+
+class _Places:
+    """The graphs of a context that no call has, of which each may be replaced."""
+
+    def __init__(self) -> None:
+        self._unused: list[_Graph] = []
+        self._lock = threading.Lock()  # of communicators in several threads
+        process.watch(self)
+        stream = int(driver.call("cuStreamCreate", _NON_BLOCKING))
+        side = SideStream(1)
+        module = driver.call("cuModuleLoadData", _NOTHING)
+        function = int(driver.call("cuModuleGetFunction", module, b"nothing"))
+        for nodes, forked, number in PLACES:
+            enqueue = partial(_launch, function, nodes, side if forked else None)
+            graph = _captured(stream, enqueue)
+            for _ in range(number):
+                made = driver.call("cuGraphInstantiate", graph, 0)
+                self._unused.append(_Graph(nodes, forked, made))
+            driver.call("cuGraphDestroy", graph)
+        side.close()
+        driver.call("cuStreamDestroy", stream)
+
+    def disown(self) -> None:
+        """Use nothing that a forked child has inherited."""
+        self._unused.clear()
+        self._lock = threading.Lock()
+
+    def replaced(self, graph: Any) -> _Graph | None:
+        """Instantiate a graph in the place of one that is at least as large.
+
+        Return None if there is none.
+        """
+        _, nodes = driver.call("cuGraphGetNodes", graph, 0)
+        *_, edges = driver.call("cuGraphGetEdges", graph, 0)
+        wanted = _Graph(nodes, edges >= nodes, None)
+        with self._lock:
+            fitting = [each for each in self._unused if each.fits(wanted)]
+            if not fitting:
+                return None
+            found = min(fitting, key=lambda each: (each.forked, each.nodes))
+            self._unused.remove(found)
+            driver.call("cuGraphExecDestroy", found.handle)
+            made = driver.call("cuGraphInstantiate", graph, 0)
+            return wanted._replace(handle=made)
+
+    def give_back(self, graphs: Iterable[_Graph]) -> None:
+        """Let graphs be replaced that no call has any more."""
+        with self._lock:
+            self._unused += graphs
+
+
+@functools.cache
+def _of_context(context: int) -> _Places:
+    return _Places()
+
+
+def places() -> _Places:
+    """Return those of the current context."""
+    return _of_context(int(streams.current_context()))
+
+
+class Graphs:
+    """The graphs of one communicator.
+
+    Args:
+        order: orders its calls.
+        possible: whether its calls consist of steps that a graph can have.
+
+    Attributes:
+        countdown: that of a new call.
+    """
+
+    def __init__(self, order: StreamOrder, possible: bool):
+        self._order = order
+        self._made: dict[weakref.ref[Any], _Graph] = {}
+        self._dropped: list[weakref.ref[Any]] = []  # finalizers append to it
+        self.countdown = entry.NEVER
+        if not SIMULATED:  # before anything waits, for later communicators, too
+            self._places = places()
+        if possible and not SIMULATED:
+            self.countdown = FIRST
+            self._stream = int(driver.call("cuStreamCreate", _NON_BLOCKING))
+
+    def make(self, call: Any, enqueue: Callable[[int], None]) -> None:
+        """Make the graph of a call, if there is a place.
+
+        Args:
+            call: the packed call; its ``block`` gets the graph.
+            enqueue: enqueues its steps on a stream.
+        """
+        head = entry.Head.from_buffer(call.block)
+        head.countdown = AGAIN
+        # The stream may be beside one that is being captured. If there is too little
+        # memory, for example, the steps are enqueued one by one.
+        with streams.relaxed(), suppress(DriverError), ExitStack() as steps:
+            with self._order.apart():
+                graph = _captured(self._stream, enqueue)
+            steps.callback(driver.call, "cuGraphDestroy", graph)
+            self._give_back()
+            made = self._places.replaced(graph)
+            if made is not None:
+                self._made[weakref.ref(call, self._dropped.append)] = made
+                driver.call("cuGraphUpload", made.handle, self._stream)
+                head.graph = int(made.handle)
+
+    def _give_back(self) -> None:
+        """Let others have the graphs of dropped calls, if all calls are done."""
+        if self._dropped and self._order.is_done():
+            number = len(self._dropped)  # others may be dropped meanwhile
+            dropped = [self._dropped.pop() for _ in range(number)]
+            self._places.give_back(self._made.pop(each) for each in dropped)
+
+    def close(self) -> None:
+        """Release the graphs, and close the order. No call may follow."""
+        if self.countdown != entry.NEVER:
+            self.countdown = entry.NEVER
+            made = [*self._made.values()]
+            self._made.clear()
+            if self._order.is_done():
+                self._places.give_back(made)
+            else:  # after a failure; what replaced them could not have their memory
+                for each in made:
+                    driver.call("cuGraphExecDestroy", each.handle)
+            driver.call("cuStreamDestroy", self._stream)
+        self._order.close()
+
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+
+
+def _captured(stream: int, enqueue: Callable[[int], None]) -> Any:
+    """Return the graph of what a function enqueues on a stream."""
+    from cuda.bindings import driver as bindings
+
+    mode = bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    driver.call("cuStreamBeginCapture", stream, mode)
+    try:
+        enqueue(stream)
+    except BaseException:
+        with suppress(DriverError):
+            driver.call("cuGraphDestroy", driver.call("cuStreamEndCapture", stream))
+        raise
+    return driver.call("cuStreamEndCapture", stream)
+
+
+_NOTHING = b".version 7.0\n.target sm_70\n.address_size 64\n.entry nothing() { ret; }\0"
+
+
+def _launch(function: int, times: int, side: SideStream | None, stream: int) -> None:
+    """Launch a kernel without arguments several times, half of them beside others."""
+    config = compiled.Config(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
+
+    def launch(times: int) -> None:
+        for _ in range(times):
+            status = compiled.launch()(ctypes.addressof(config), function, 0, 0)
+            if status:
+                raise driver.failure("cuLaunchKernelEx", status)
+
+    if side is None:
+        launch(times)
+        return
+    launch(1)
+    side.follow(stream, 0)
+    launch(times // 2)
+    config.stream = side.stream
+    launch(times - times // 2 - 2)
+    side.mark(1)
+    side.lead(stream, 1)
+    config.stream = stream
+    launch(1)
+
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -160,7 +433,7 @@ class Enqueuer:
         self.gate = order.gate
         self.thread = ThreadGuard(members.gpu.ordinal, order.gate)
         self.record = members.board.record
-        self.marks = profiling.marks()
+        self.marks = marks()
         self.group: Any = None
         self.graphs = Graphs(order, possible=members.engine is None)
         self._members = members
@@ -296,8 +569,8 @@ class Enqueuer:
 
 def _failure(status: int) -> BaseException:
     """Return the error for a step that has failed."""
-    own = driver_table.raised()
-    return own or driver.failure(driver_table.WHERE[status >> 16], status & 0xFFFF)
+    own = compiled.raised()
+    return own or driver.failure(compiled.WHERE[status >> 16], status & 0xFFFF)
 
 
 class Agreement:

@@ -18,20 +18,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.core.errors import NumbaError
 
-from numba_symm import arrays, dtypes
+from numba_symm import dtypes
 from numba_symm.arguments import shown
-from numba_symm.arrays import ArrayView, Fields
-from numba_symm.collectives.checks import are_apart, check_writable
-from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.invocation import Invocation, are_apart, check_writable
 from numba_symm.collectives.kernels import epilogue, mailed_epilogue
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue
 from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.protocols.finishing import Work
-from numba_symm.device.runs import COLUMNS, EACH, NUMBER, ONE, ROWS, Operand
+from numba_symm.device.puts import COLUMNS, EACH, NUMBER, ONE, ROWS, Operand
 from numba_symm.dtypes import Element, UserEpilogue
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays
+from numba_symm.gpu.arrays import ArrayView, Fields
 from numba_symm.launch.devices import GPU
 
 MOST = 8

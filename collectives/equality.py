@@ -5,17 +5,17 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm import arrays, own_arrays, streams
-from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.kernels import digest as kernel
+from numba_symm.collectives.kernels import pack as kernel
 from numba_symm.collectives.protocols import workspace
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.protocols.workspace import THREADS
-from numba_symm.device.digests import VECTOR
+from numba_symm.device.groups import VECTOR
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ArraysDiffer
+from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.arrays import ArrayView
 from numba_symm.launch.ranks import name_ranks, sentence
 
 
@@ -68,10 +68,10 @@ class Digests:
         blocks = min(workspace.divide_up(count, THREADS), workspace.MAX_BLOCKS)
         span = workspace.divide_up(count, blocks)
         blocks = workspace.divide_up(count, span)
-        made = own_arrays.empty((blocks, THREADS), np.dtype(np.int64), self._what)
+        made = arrays.empty((blocks, THREADS), np.dtype(np.int64), self._what)
         address, nbytes = self.view.address, self.view.nbytes
         sums = arrays.view(made, self._what).address
-        launch = kernel.bind(address, nbytes, first, end, span, sums)
+        launch = kernel.bind_digest(address, nbytes, first, end, span, sums)
         self._run(launch, made, self._keep)
         if not SIMULATED:
             streams.synchronize(self._stream)
@@ -83,7 +83,7 @@ class Digests:
         """Return the bytes of vectors."""
         first *= VECTOR
         count = min(end * VECTOR, self.view.nbytes) - first
-        memory = own_arrays.Memory(self.view.address + first, count, self._keep)
+        memory = arrays.Memory(self.view.address + first, count, self._keep)
         return bytes(memory.array(count, np.uint8).copy_to_host())
 
 

@@ -1,46 +1,263 @@
-"""Mixtures of experts: send tokens to the ranks of their experts, and results back.
+"""Mixtures of experts: their calls, checked sizes, and tokens as codes.
+
+Mixtures of experts: send tokens to the ranks of their experts, and results back.
 
 ``expert_dispatch.py`` and ``expert_combine.py`` contain the kernels; for few tokens,
 ``mailed_dispatch.py`` and ``mailed_combine.py``. Received data has fixed addresses, and
 all counts stay on the GPU. So no kernel waits for the host, and each replay of a graph
 may have another routing.
+
+Tokens that cross the links as codes of one byte: ``dispatch(wire=…)``.
+
+The sender encodes its tokens as ``collectives/composed.py`` does, in groups of 128
+elements. A dispatch sends these codes and scales instead of the tokens, in either form.
+The receiver decodes them into the dtype of the tokens. The order of memory accesses:
+
+1. The sender's first kernel stores codes in memory that only the sender uses.
+2. The dispatch loads them, and stores them in the receivers' memory for results. No
+   rank loads results there meanwhile: every earlier combine has ended on all ranks that
+   load (``expert_combine.py``), or other ranks do not load its results.
+3. The receiver's last kernel loads them, and stores tokens in its own memory. This
+   kernel follows the dispatch on the rank's stream, so all codes have been stored.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import arrays, dtypes, libraries, loads, own_arrays
+from numba_symm import arguments, dtypes
 from numba_symm.arguments import shown
-from numba_symm.arrays import ArrayView, Fields
-from numba_symm.cache import UNKNOWN
-from numba_symm.collectives import expert_wires, kernel_set, wires
+from numba_symm.collectives import composed, kernel_set
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.checks import (
+from numba_symm.collectives.enqueueing import PackedCall
+from numba_symm.collectives.invocation import (
+    UNKNOWN,
     are_apart,
     check_apart,
     check_order,
     check_writable,
 )
-from numba_symm.collectives.enqueueing import PackedCall
-from numba_symm.collectives.expert_sizes import ExpertSizes, Mailed, checked
 from numba_symm.collectives.kernels import (
+    coded_sum,
     expert_combine,
     expert_dispatch,
     mailed_combine,
     mailed_dispatch,
 )
 from numba_symm.collectives.protocols import few_tokens
-from numba_symm.collectives.protocols.binding import Enqueue, Series
+from numba_symm.collectives.protocols.binding import Endpoint, Enqueue, Series
 from numba_symm.collectives.protocols.tokens import (
+    MOST_EXPERTS,
+    MOST_TOKENS,
     Routing,
     Rows,
     TokenRoom,
     inverse_of,
 )
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
+from numba_symm.device.groups import GROUP
+from numba_symm.dtypes import Element
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays, loads
+from numba_symm.gpu.arrays import ArrayView, Fields
+from numba_symm.launch.devices import GPU
+
+_WHOLE = coded_sum.IN_RECORD * GROUP
+
+
+def vectors_of(hidden: int) -> int:
+    """Return the vectors of a token's codes and scales; 0: it cannot have codes."""
+    return 0 if hidden % _WHOLE else hidden // _WHOLE * coded_sum.RECORD // VECTOR
+
+
+def check_token_codes(wire: Any, hidden: int, gpu: GPU, what: str) -> None:
+    """Refuse codes that tokens of so many elements cannot have, or that have no name.
+
+    Args:
+        wire: the argument of that name, not None.
+        hidden: the elements of a token.
+        gpu: the rank's GPU.
+        what: the call, for the error.
+    """
+    composed.check_name(wire, what)
+    if not vectors_of(hidden):
+        raise ArgumentError(
+            f"{what}: expected tokens of a multiple of {_WHOLE} elements with "
+            f"wire={shown(wire)}, got hidden {hidden}; dispatch without wire="
+        )
+    if not SIMULATED:
+        composed.check_capability(wire, gpu, what)
+
+
+def bind_encode(
+    end: Endpoint, wire: str, kind: Element, x: int, codes: int, elements: int
+) -> Enqueue:
+    """Return the launch that encodes tokens.
+
+    Args:
+        end: this rank's end.
+        wire: the name of the codes.
+        kind: the type of the tokens.
+        x: the address of the tokens.
+        codes: where their codes are stored.
+        elements: those of all tokens, at least one.
+    """
+    kernel = coded_sum.encode_kernel(end.size, composed.WIRES[wire], kind, False)
+    number = elements // GROUP
+    return coded_sum.bind(kernel, end, number, x, codes, elements, number)
+
+
+def bind_decode(
+    end: Endpoint,
+    wire: str,
+    kind: Element,
+    codes: int,
+    target: int,
+    counts: int,
+    capacity: int,
+    hidden: int,
+) -> Enqueue:
+    """Return the launch that decodes what a rank has received.
+
+    Args:
+        end: this rank's end.
+        wire: the name of the codes.
+        kind: the type of the tokens.
+        codes: the address of the codes, with room for ``capacity`` tokens of each rank.
+        target: the same, of the tokens.
+        counts: the address of how many tokens each rank has sent.
+        capacity: for how many tokens of each rank there is room.
+        hidden: the elements of a token.
+    """
+    kernel = coded_sum.decode_rows_kernel(end.size, composed.WIRES[wire], kind)
+    width = hidden // GROUP
+    arguments = codes, target, counts, capacity, width
+    return coded_sum.bind(kernel, end, end.size * capacity * width, *arguments)
+
+
+_MOST_CHOICES, _MOST_HIDDEN = 64, 1 << 20
+_LINE = 128
+
+
+class Mailed(NamedTuple):
+    """The grid and the share of each kernel for few tokens (``few_tokens.py``)."""
+
+    dispatch: tuple[int, few_tokens.Share]
+    combine: tuple[int, few_tokens.Share]
+
+
+class ExpertSizes(NamedTuple):
+    """The checked sizes of an object, equal on all ranks.
+
+    Attributes:
+        experts: experts of all ranks together.
+        top_k: experts of a token.
+        tokens: the most tokens of a rank.
+        capacity: the most tokens of a rank that are for another one.
+        hidden: elements of a token.
+        dtype: the type of tokens and results.
+    """
+
+    experts: int
+    top_k: int
+    tokens: int
+    capacity: int
+    hidden: int
+    dtype: np.dtype[Any]
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a token."""
+        return self.hidden * self.dtype.itemsize // VECTOR
+
+    @property
+    def codes(self) -> int:
+        """Vectors of a token as codes; 0: it cannot have codes."""
+        return vectors_of(self.hidden)
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """The vectors of a token, and the shift by which threads share it."""
+        return self.vectors, expert_dispatch.shift_of(self.vectors)
+
+    def mailed(self, end: Endpoint, vectors: int) -> Mailed | None:
+        """Return the grids and shares of calls of few tokens; None: there are many.
+
+        Args:
+            end: this rank's end.
+            vectors: those of a token as it is sent.
+        """
+        sent = mailed_dispatch.vectors_of(self.top_k, vectors)
+        there = few_tokens.share_of(end, self.tokens, sent)
+        back = few_tokens.share_of(end, self.tokens, self.vectors)
+        return Mailed(there, back) if there and back else None
+
+    @property
+    def words(self) -> str:
+        """The sizes as errors show them."""
+        return ", ".join(f"{name} {value}" for name, value in self._asdict().items())
+
+    def places(self, size: int) -> tuple[dict[str, int], int]:
+        """Return where each part of a rank's memory begins, and its bytes."""
+        room = size * self.capacity
+        parts = {
+            "counts": 8 * size,
+            "tokens": VECTOR * self.vectors * room,
+            "ids": 4 * self.top_k * room,
+            "weights": 4 * self.top_k * room,
+            "sources": 4 * room,
+            "results": VECTOR * self.vectors * room,
+        }
+        found, end = {}, 0
+        for name, nbytes in parts.items():
+            found[name] = end
+            end += divide_up(nbytes, _LINE) * _LINE
+        return found, end
+
+
+def checked(
+    experts: Any,
+    top_k: Any,
+    hidden: Any,
+    tokens: Any,
+    capacity: Any,
+    dtype: Any,
+    size: int,
+) -> ExpertSizes:
+    """Return the sizes, or refuse one."""
+    what = "experts"
+
+    def integer(value: Any, name: str, most: int, do: str) -> int:
+        words = f"{name} to be an integer from 1 to {most}"
+        return arguments.integer(value, what, words, least=1, most=most, do=do)
+
+    kind = dtypes.checked(dtype, what)
+    if kind.name not in expert_combine.DTYPES:
+        known = ", ".join(expert_combine.DTYPES)
+        raise ArgumentError(
+            f"{what}: expected dtype {known}, got {kind.name}; convert the tokens"
+        )
+    found = integer(experts, "experts", MOST_EXPERTS, "pass those of all ranks")
+    if found % size:
+        raise ArgumentError(
+            f"{what}: expected a multiple of the {size} ranks, got {found} experts; "
+            "every rank has the same number"
+        )
+    most = integer(tokens, "tokens", MOST_TOKENS, "pass the most tokens of a rank")
+    room = most
+    if capacity is not None:
+        do = "pass the most tokens of a rank for another one"
+        room = integer(capacity, "capacity", most, do)
+    choices = integer(top_k, "top_k", _MOST_CHOICES, "pass the experts of a token")
+    length = integer(hidden, "hidden", _MOST_HIDDEN, "pass the elements of a token")
+    if length * kind.itemsize % VECTOR:
+        raise ArgumentError(
+            f"{what}: expected tokens of a multiple of {VECTOR} bytes, got hidden "
+            f"{length} of {kind.name}; pad the tokens"
+        )
+    return ExpertSizes(found, choices, most, room, length, kind)
+
 
 _INT32, _INT64, _FLOAT32 = map(np.dtype, (np.int32, np.int64, np.float32))
 
@@ -86,7 +303,7 @@ class Experts:
     def __init__(self, calls: Calls, sizes: ExpertSizes, like: Any, array: Any):
         what = "experts"
         self._calls, self._sizes, self._array = calls, sizes, array
-        library = libraries.named(like, what)
+        library = arrays.named(like, what)
         size, end = calls.size, calls.end
         address = arrays.view(array, what).address
         offsets, _ = sizes.places(size)
@@ -94,7 +311,7 @@ class Experts:
         def over(shape: tuple[int, ...], name: str, dtype: Any) -> Any:
             dtype = np.dtype(dtype)
             nbytes = int(np.prod(shape)) * dtype.itemsize
-            there = own_arrays.Memory(address + offsets[name], nbytes, array)
+            there = arrays.Memory(address + offsets[name], nbytes, array)
             if library is None:
                 return there.array(shape, dtype)
             return library.over(there, shape, dtype)
@@ -132,7 +349,7 @@ class Experts:
             nbytes, no_place = 4 * few_tokens.table_words(size), 0
         nbytes = divide_up(nbytes, VECTOR) * VECTOR
         of_codes = VECTOR * sizes.codes * sizes.tokens
-        self._kept = kept = own_arrays.empty((nbytes + of_codes,), np.dtype("u1"), what)
+        self._kept = kept = arrays.empty((nbytes + of_codes,), np.dtype("u1"), what)
         self._scratch = arrays.view(kept, what).address
         # A combine may precede its dispatch, if that one was captured in a graph.
         calls.members.backend.fill(self._scratch, nbytes, no_place)
@@ -269,7 +486,7 @@ class Experts:
         calls, factors = self._calls, None
         calls.enqueuer.refuse_in_group(what)
         if wire is not None:
-            wires.check_name(wire, what)
+            composed.check_name(wire, what)
         rows = arrays.fields(x, "dispatch: x")
         ids = arrays.fields(expert_ids, "dispatch: expert_ids")
         if weights is not None:
@@ -288,7 +505,7 @@ class Experts:
         """Check the arguments of a dispatch, and bind it."""
         what, sizes = "dispatch", self._sizes
         if wire is not None:
-            expert_wires.check(wire, sizes.hidden, self._calls.gpu, what)
+            check_token_codes(wire, sizes.hidden, self._calls.gpu, what)
         shape = x[1]
         tokens = shape[0] if shape else 0
         if len(shape) != 2 or tokens > sizes.tokens:
@@ -335,11 +552,11 @@ class Experts:
         here = self._everywhere("counts")[calls.rank]
         given = calls.end, wire, dtypes.element(sizes.dtype, "dispatch")
         places = here + there.tokens, here + room.tokens, here
-        decode = expert_wires.bind_decode(*given, *places, sizes.capacity, sizes.hidden)
+        decode = bind_decode(*given, *places, sizes.capacity, sizes.hidden)
         if tokens == 0:
             return Series(send, decode)
         elements = tokens * sizes.hidden
-        encode = expert_wires.bind_encode(*given, x, self._codes, elements)
+        encode = bind_encode(*given, x, self._codes, elements)
         return Series(encode, send, decode)
 
     def _sending(
@@ -480,7 +697,7 @@ def new(
                     "all_to_all_v with counts of the host"
                 )
             sizes = checked(experts, top_k, hidden, tokens, capacity, dtype, calls.size)
-            libraries.check_type(libraries.named(like, what), sizes.dtype, what)
+            arrays.check_type(arrays.named(like, what), sizes.dtype, what)
         members.exchange.agree_equal(sizes.words, what)
         calls.experts_made += 1  # on all ranks, whatever fails from here on
         array = calls.heap.array(sizes.places(calls.size)[1], np.uint8, what)

@@ -1,6 +1,14 @@
-"""A call as one value: the arguments of a public method."""
+"""A call as one value: its arguments, their checks, and the call's stream."""
 
+import inspect
+import sys
+from collections.abc import Hashable
 from typing import Any, Generic, NamedTuple, TypeVar
+
+from numba_symm.arguments import is_integer, shown
+from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.arrays import ArrayView
 
 Kind = TypeVar("Kind")
 
@@ -65,3 +73,267 @@ NO_WIRE = NO_ROOT[1:]
 
 ROOT = 2
 """Which of the options is the root."""
+
+
+def check_rank(rank: Any, size: int, what: str, also: str = "") -> int:
+    """Return a rank as a Python int, or refuse a value that is not a rank."""
+    if not is_integer(rank) or not 0 <= rank < size:
+        raise ArgumentError(
+            f"{what}: expected a rank from 0 to {size - 1}{also}, got {shown(rank)}"
+        )
+    return int(rank)
+
+
+def check_peer(peer: Any, size: int, what: str) -> int | None:
+    """Return the other rank of a message, or None for no rank, or refuse the value."""
+    if peer is None:
+        return None
+    # Without this import, no caller has MPI's constant.
+    null = getattr(sys.modules.get("mpi4py.MPI"), "PROC_NULL", None)
+    if is_integer(peer) and peer == null:
+        return None
+    return check_rank(peer, size, what, ", or None or MPI.PROC_NULL for no rank")
+
+
+def check_writable(view: ArrayView, what: str) -> None:
+    """Refuse a read-only array."""
+    if view.readonly:
+        raise ArgumentError(f"{what}: expected a writable array, got a read-only one")
+
+
+def check_order(view: ArrayView, what: str) -> None:
+    """Refuse an array whose elements are not in C order."""
+    if view.order != "C":
+        raise ArgumentError(
+            f"{what}: expected an array in C order, got one in Fortran order, in which "
+            "a rank's shard is not contiguous; pass its transpose, or a copy"
+        )
+
+
+def check_shards(x: ArrayView, size: int, what: str) -> None:
+    """Refuse an array whose first axis is not a multiple of the number of ranks."""
+    check_order(x, f"{what}: x")
+    if not x.shape or x.shape[0] % size:
+        raise ArgumentError(
+            f"{what}: expected x with a multiple of {size} along its first axis, of "
+            f"which each rank has a shard, got shape {x.shape}; use {what}_v"
+        )
+
+
+def check_type(target: ArrayView, source: ArrayView, what: str) -> None:
+    """Refuse an output of another dtype than the input."""
+    if target.dtype != source.dtype:
+        raise ArgumentError(
+            f"{what}: expected out of x's dtype, {source.dtype.name}, got "
+            f"{target.dtype.name}"
+        )
+
+
+def check_length(view: ArrayView, count: int, what: str, name: str) -> None:
+    """Refuse an array of another number of elements."""
+    if view.size != count:
+        raise ArgumentError(
+            f"{what}: expected {count} elements, which is {name}, got {view.size}"
+        )
+
+
+def are_apart(source: ArrayView, target: ArrayView) -> bool:
+    """Return whether two arrays share no memory."""
+    return (
+        source.address >= target.address + target.nbytes
+        or target.address >= source.address + source.nbytes
+    )
+
+
+def check_apart(source: ArrayView, target: ArrayView, what: str) -> None:
+    """Refuse arrays that share memory."""
+    if not are_apart(source, target):
+        raise ArgumentError(
+            f"{what}: expected out apart from x, got arrays that overlap"
+        )
+
+
+class CallStreams:
+    """Chooses the streams of a communicator's calls, and returns their handles.
+
+    Args:
+        given: the stream of calls whose array names none; None: the legacy default
+            stream.
+
+    Attributes:
+        given: the same.
+    """
+
+    def __init__(self, given: Any):
+        self.given = given
+        self._own = streams.handle_or_default(given)
+
+    def of(self, stream: Any, array: Any) -> int:
+        """Return the stream that was passed; for None, that of work on an array."""
+        if stream is not None:
+            return streams.handle_or_default(stream)
+        named = arrays.stream_of(array)
+        return self._own if named is None else named
+
+    def handle(self, stream: Any, kind: Any, array: Any) -> int:
+        """Do as :meth:`of`, for an array of a known one of ``arrays.KINDS``."""
+        if stream is not None:
+            return streams.handle_or_default(stream)
+        named = None if kind.stream is None else kind.stream(array)
+        return self._own if named is None else named
+
+    def default(self, stream: Any) -> int:
+        """Return the stream that was passed; for None, the communicator's."""
+        return self._own if stream is None else streams.handle_or_default(stream)
+
+
+def spelled(methods: type) -> type:
+    """Return the class; have Python's errors for a method's arguments begin with these.
+
+    Python raises them before a method runs, with its qualified name. A parameter that
+    takes what is misplaced would cost every call 6 ns.
+    """
+    for name, method in vars(methods).items():
+        if inspect.isfunction(method) and not name.startswith("_"):
+            function = inspect.unwrap(method)
+            first, named = _parameters(function)
+            if named:
+                given = ", ".join((*first, *named))
+                after = f" after {first[-1]}" if first else ""
+                words = f"Communicator.{name}({given}), by keyword{after}: {name}"
+                function.__qualname__ = words
+    return methods
+
+
+def _parameters(function: Any) -> tuple[list[str], list[str]]:
+    """Return a method's parameters, then those by keyword: ``x``, ``op='sum'``."""
+    _, *found = inspect.signature(function).parameters.values()  # without self
+    first = [each.name for each in found if each.kind is each.POSITIONAL_OR_KEYWORD]
+    named = [
+        f"{each.name}={'…' if each.default is each.empty else repr(each.default)}"
+        for each in found
+        if each.kind is each.KEYWORD_ONLY
+    ]
+    return first, named
+
+
+class _Misspelled:
+    """An attribute that a communicator lacks; the error has the library's name of it.
+
+    In Python 3.11, a ``__getattr__`` would make every call 50 ns slower.
+    """
+
+    def __init__(self, name: str, right: str):
+        self._name = name
+        self._right = right
+
+    def __get__(self, instance: Any, kind: type) -> Any:
+        right, given = getattr(kind, self._right, None), ""
+        if inspect.isfunction(right):
+            first, named = _parameters(right)
+            given = f"({', '.join((*first, *named))})"
+        raise AttributeError(
+            f"Communicator.{self._name}: expected a name of this library, got "
+            f"another's; write comm.{self._right}{given}, or make the call of a "
+            "numba_symm.mpi.Comm, which has mpi4py's names"
+        )
+
+
+class OthersNames:
+    """A base of communicators: the names that other libraries have for attributes."""
+
+    def __dir__(self) -> list[str]:
+        """Return the names of attributes without those of others."""
+        others = vars(OthersNames)
+        names = super().__dir__()
+        return [n for n in names if not isinstance(others.get(n), _Misspelled)]
+
+
+_CALLS = {
+    "barrier": "barrier",
+    "broadcast": "bcast",
+    "reduce": "reduce",
+    "all_reduce": "allreduce",
+    "scan": "scan",
+    "exscan": "exscan",
+    "gather": "gather",
+    "gather_v": "gatherv",
+    "scatter": "scatter",
+    "scatter_v": "scatterv",
+    "all_gather": "allgather",
+    "all_gather_v": "allgatherv",
+    "all_to_all": "alltoall",
+    "all_to_all_v": "alltoallv",
+    "reduce_scatter": "reduce_scatter_block",
+    "reduce_scatter_v": "reduce_scatter",
+    "neighbor_all_gather": "neighbor_allgather",
+    "neighbor_all_to_all": "neighbor_alltoall",
+    "send": "send",
+    "recv": "recv",
+    "sendrecv": "sendrecv",
+    "isend": "isend",
+    "irecv": "irecv",
+}
+"""By method, mpi4py's name of it in lower case."""
+
+_NAMES = {"split": "split", "dup": "dup", "close": "free"}
+_NAMES |= {"rank": "get_rank", "size": "get_size"}
+
+
+def _others(right: str) -> list[str]:
+    """Return the names that mpi4py and NCCL have for an attribute."""
+    first, *rest = right.split("_")
+    camel = first + "".join(map(str.capitalize, rest))
+    name = _CALLS.get(right) or _NAMES[right]
+    nonblocking = [f"I{name}"] if right in _CALLS and name[0] != "i" else []
+    return [*nonblocking, name, name.capitalize(), camel]
+
+
+for _right in (*_CALLS, *_NAMES):
+    for _name in set(_others(_right)) - {*_CALLS, *_NAMES}:
+        setattr(OthersNames, _name, _Misspelled(_name, _right))
+
+
+UNKNOWN: Any = object()
+"""The result of ``Cache.get`` for a missing key."""
+
+
+class Cache:
+    """Values by key: those of the ``most`` keys used last, and at most as many more.
+
+    There are two generations. A lookup moves a value to the younger one. When that is
+    full, it replaces the older one. So a lookup of a recently used key hashes the key
+    once, as in a dictionary.
+
+    Attributes:
+        young: the values of the younger generation, for lookups that may miss others.
+    """
+
+    def __init__(self, most: int):
+        self._most = most
+        self.young: dict[Hashable, Any] = {}
+        self._old: dict[Hashable, Any] = {}
+
+    def get(self, key: Hashable) -> Any:
+        """Return a key's value, or ``UNKNOWN``."""
+        found = self.young.get(key, UNKNOWN)
+        if found is UNKNOWN:
+            found = self._old.pop(key, UNKNOWN)
+            if found is not UNKNOWN:
+                self.put(key, found)
+        return found
+
+    def put(self, key: Hashable, value: Any) -> None:
+        """Store a value."""
+        if len(self.young) >= self._most:
+            self._old = self.young
+            self.young = {}
+        self.young[key] = value
+
+    def clear(self) -> None:
+        """Remove all values."""
+        self.young.clear()
+        self._old.clear()
+
+    def __len__(self) -> int:
+        return len(self.young) + len(self._old)

@@ -1,19 +1,34 @@
-"""The kernels that calls need, of all sizes.
+"""The kernels that calls need, and their compiling during construction.
+
+The kernels that calls need, of all sizes.
 
 The module binds calls, as ``calls.py`` does, with arrays of many sizes and alignments.
 So the kernels follow from the table of operations, the limits of ``select.py`` and the
 algorithms. It compiles and loads nothing, and needs no GPU.
+
+Compiling while a communicator is constructed.
+
+The construction waits for the driver and for other ranks. Meanwhile, a thread imports
+Numba's compiler, and compiles device functions that most kernels share. The first call
+compiles what is still missing. The construction waits for the thread, which ends after
+the imports or the next device function. So it never runs beside the user's code.
+
+If kernels of this version have been compiled before, the first call probably finds its
+kernel in the disk cache, and the thread compiles nothing.
 """
 
 import itertools
+import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import code_cache, dtypes, loads, pads
-from numba_symm.arrays import ArrayView
-from numba_symm.collectives import pairs, select
+from numba_symm import dtypes
+from numba_symm.collectives import operations, select
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import pack, transfer
@@ -38,8 +53,11 @@ from numba_symm.collectives.protocols.workspace import (
 )
 from numba_symm.collectives.select import Choices
 from numba_symm.dtypes import Element, Op
+from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.kernels import (
+from numba_symm.gpu import loads
+from numba_symm.gpu.arrays import ArrayView
+from numba_symm.gpu.kernels import (
     Kernel,
     bound,
     capability,
@@ -47,7 +65,10 @@ from numba_symm.kernels import (
     key_on_this_gpu,
     load_cached,
     were_compiled,
+    without_collecting,
 )
+from numba_symm.launch.ranks import MOST_RANKS
+from numba_symm.memory import pads
 
 DTYPES = "float32", "bfloat16"
 """The element types of the default set."""
@@ -259,7 +280,7 @@ def _reduced(operation: Operation, dtype: np.dtype[Any], op: Op) -> tuple[Elemen
     """Return the type and the operator for elements of a dtype, or refuse them."""
     if isinstance(op, str) and op in dtypes.LOCATED:
         pair = ArrayView(0, (1,) if dtype.names else (1, 2), dtype, "C", False)
-        return pairs.reduced(pair, op, operation.name)[:2]
+        return operations.reduced(pair, op, operation.name)[:2]
     element = dtypes.element(dtype, operation.name)
     dtypes.check(op, element, operation.name)
     return element, op
@@ -304,12 +325,12 @@ def load_default(end: Endpoint) -> None:
         return
     limits = end.max_blocks, end.multiprocessors, sorted(end.choices.items())
     key = key_of(f"default set of {capability()}, {end.size} ranks, {limits}")
-    known = code_cache.load(key)
+    known = loads.load(key)
     if known is None:
         names = [name for name in NAMES if name not in (*REQUESTS, EXPERTS, LEAVES)]
         found = kernels(names, DTYPES, ("sum",), end, "Communicator")
         known = "\n".join(map(key_on_this_gpu, found)).encode()
-        code_cache.store(key, known)
+        loads.store(key, known)
     load_cached(known.decode().split())
 
 
@@ -397,9 +418,7 @@ def _bind_counts(given: list[np.dtype[Any]], binder: Binder) -> None:
 
 def _bind_digest() -> None:
     """Bind the digest of an array."""
-    from numba_symm.collectives.kernels import digest
-
-    digest.bind(0, VECTOR, 0, 1, 1, 0)
+    pack.bind_digest(0, VECTOR, 0, 1, 1, 0)
 
 
 def _bind_experts(given: list[np.dtype[Any]], end: Endpoint) -> None:
@@ -439,24 +458,24 @@ def _bind_coded(
     wire: str, given: list[np.dtype[Any]], end: Endpoint, binder: Binder
 ) -> None:
     """Bind quantized sums, of all sizes, of the dtypes that have codes."""
-    from numba_symm.collectives import wires
+    from numba_symm.collectives import composed
     from numba_symm.collectives.kernels import coded_sum
 
     for dtype in given:
-        if dtype.name not in wires.ELEMENTS:
+        if dtype.name not in composed.CODED_ELEMENTS:
             continue
         element = dtypes.element(dtype, wire)
         # Of a dispatch, which encodes as a sum does.
-        rows = coded_sum.decode_rows_kernel(end.size, wires.WIRES[wire], element)
+        rows = coded_sum.decode_rows_kernel(end.size, composed.WIRES[wire], element)
         coded_sum.bind(rows, end, 1, 0, 0, 0, 1, 1)
         for off, target_off in _alignments(element):
             source, target = VECTOR + off, _FAR + target_off
             call = Call(source, target, element.lanes, element, "sum")
-            wires.bind(end, binder, wire, call, VECTOR)
+            composed.bind_codes(end, binder, wire, call, VECTOR)
     for operation in (ALL_TO_ALL, ALL_GATHER):
-        for count in _counts(operation, wires.WORDS, end.size, end.choices):
-            wires.exchanging(end, binder)(
-                operation, VECTOR, _FAR, count * wires.WORDS.itemsize
+        for count in _counts(operation, composed.WORDS, end.size, end.choices):
+            composed.exchanging(end, binder)(
+                operation, VECTOR, _FAR, count * composed.WORDS.itemsize
             )
 
 
@@ -464,7 +483,7 @@ def _bind_leaves(
     given: list[np.dtype[Any]], ops: list[Op], end: Endpoint, binder: Binder
 ) -> None:
     """Bind reductions of leaves, of all sizes."""
-    from numba_symm.collectives import leaves
+    from numba_symm.collectives import composed
 
     reductions = ALL_REDUCE, REDUCE_SCATTER
     for operation, dtype, each in itertools.product(reductions, given, ops):
@@ -477,23 +496,25 @@ def _bind_leaves(
             call = Call(VECTOR, _FAR, count, element, op)
             for number in (1, 2, 4, 8, 16, 32, 64, 128):
                 calls = Invocation(operation, leaves=number)
-                leaves.bind(end, binder, calls, call, VECTOR)
+                composed.bind_leaves(end, binder, calls, call, VECTOR)
 
 
 def _bind_exact(
     name: str, given: list[np.dtype[Any]], end: Endpoint, binder: Binder
 ) -> None:
     """Bind exact sums of one block and of several, of the dtypes that have them."""
-    from numba_symm.collectives import exact_sums
+    from numba_symm.collectives import composed
 
     for dtype in given:
-        if dtype.name not in exact_sums.ELEMENTS:
+        if dtype.name not in composed.EXACT_ELEMENTS:
             continue
         element = dtypes.element(dtype, name)
         for count in (element.lanes, 3 * element.lanes * MAX_BLOCKS, 1 << 40):
             for off, _ in _alignments(element):
                 addresses = VECTOR + off, VECTOR + off, _FAR
-                exact_sums.bind(end, binder, name, element, addresses, count, VECTOR)
+                composed.bind_exact_sum(
+                    end, binder, name, element, addresses, count, VECTOR
+                )
 
 
 def _bind_gaps() -> None:
@@ -512,3 +533,67 @@ def _bind_signals(size: int) -> None:
     for kernel in made:
         kernel(size).bind(1)
     pads.fence_kernel().bind(1)
+
+
+_INTERVAL = 1e-4
+"""Seconds after which the construction gets Python's lock back from the thread.
+
+The default is 5 ms, and the construction gives the lock away some hundred times.
+"""
+
+_alone = threading.Lock()
+
+
+@contextmanager
+def while_constructing(size: int) -> Iterator[None]:
+    """Compile device functions in a thread until the block ends.
+
+    Args:
+        size: the number of ranks.
+    """
+    if SIMULATED or size == 1 or not _alone.acquire(blocking=False):
+        yield
+        return
+    stop = threading.Event()
+    errors: list[Exception] = []
+    thread = threading.Thread(target=_compile, args=(size, stop, errors))
+    with ExitStack() as undo:  # run in reverse order
+        undo.callback(_alone.release)
+        undo.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(_INTERVAL)
+        with suppress(RuntimeError):  # no thread is left; other ranks need this one
+            thread.start()
+            undo.callback(thread.join)
+            undo.callback(stop.set)
+        yield
+    for error in errors:
+        warnings.warn(
+            f"numba_symm: kernels cannot be compiled: {error!r}",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+
+def _compile(size: int, stop: threading.Event, errors: list[Exception]) -> None:
+    """Compile the device functions of the first kernel of many programs.
+
+    It runs without the garbage collector. That would call finalizers of the program's
+    objects in this thread, which has no CUDA context, and may not use MPI.
+    """
+    try:
+        with without_collecting():
+            if not were_compiled():
+                first_kernel(min(size, MOST_RANKS)).compile_functions(stop.is_set)
+    except Exception as error:  # Numba's error; the first call raises it again
+        errors.append(error)
+
+
+def first_kernel(size: int) -> Kernel:
+    """Return the kernel of a small all-reduce of float32 between so many ranks."""
+    end = endpoint(size)
+    element = dtypes.element(np.float32, "all_reduce")
+    call = Call(0, 0, element.lanes, element, "sum")
+    name = ALL_REDUCE.chosen(None, call.nbytes, size, element, end.choices)
+    with bound() as found:
+        ALL_REDUCE.bind(name, end, call)
+    return found[0].kernel

@@ -8,17 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
-from numba_symm import (
-    arguments,
-    deferred,
-    environment,
-    forks,
-    loads,
-    own_arrays,
-    reserve,
-    streams,
-)
-from numba_symm.collectives import graphs, kernel_set
+from numba_symm import arguments, environment, process
+from numba_symm.collectives import enqueueing, kernel_set
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.kernels import copied_reductions
 from numba_symm.collectives.protocols.binding import Endpoint
@@ -38,15 +29,15 @@ from numba_symm.errors import (
     RankLeft,
     SymmError,
 )
-from numba_symm.failures import DROPPED
-from numba_symm.island import Island
-from numba_symm.kernels import load_listed
-from numba_symm.launch import devices, ranks, tagged, waiting
-from numba_symm.launch.tagged import TaggedComm
-from numba_symm.launch.undo import Undo
-from numba_symm.members import Members
-from numba_symm.memory.heap import Heap
-from numba_symm.streams import StreamOrder
+from numba_symm.gpu import arrays, loads, streams
+from numba_symm.gpu.kernels import load_listed
+from numba_symm.gpu.streams import StreamOrder
+from numba_symm.launch import devices, ranks, waiting
+from numba_symm.launch.failures import DROPPED
+from numba_symm.launch.members import Island, Members
+from numba_symm.launch.ranks import TaggedComm
+from numba_symm.launch.store import Undo
+from numba_symm.memory.allocator import Heap
 
 _open: "weakref.WeakSet[Calls]" = weakref.WeakSet()
 _in_use: dict[Members, str] = {}  # the backends of open communicators, in order
@@ -148,7 +139,7 @@ def agreed_settings(members: Members, options: Options) -> Settings:
 
 def joined(
     heap: Heap, limit: int, undo: ExitStack, more: int = 0
-) -> tuple[StreamOrder, Endpoint, own_arrays.Memory]:
+) -> tuple[StreamOrder, Endpoint, arrays.Memory]:
     """Return an island's order of streams, this rank's end, and its workspace.
 
     Collective within the island.
@@ -169,7 +160,7 @@ def joined(
     with island.exchange.agreed("preparing the workspace"):
         _fill_sentinels(island, workspace.addresses[rank])
         if not SIMULATED:  # here, where a failure is an error on all ranks
-            graphs.places()
+            enqueueing.places()
     end = Endpoint(
         rank=rank,
         size=size,
@@ -194,7 +185,7 @@ def opened(calls: Calls) -> None:
     calls.when_dropped.atexit = False  # the end of the process frees it
     _in_use[members] = members.backend.name
     _open.add(calls)
-    forks.watch(calls)
+    process.watch(calls)
 
 
 def _load_ahead(calls: Calls) -> None:
@@ -202,7 +193,7 @@ def _load_ahead(calls: Calls) -> None:
     if calls.size == 1 or not environment.loads_ahead():
         return
     with loads.ahead():
-        load_listed(tagged.of_job(calls.members.comm))
+        load_listed(ranks.of_job(calls.members.comm))
         if len(calls.members.parts) == 1:  # ``end`` has all ranks' workspaces
             kernel_set.load_default(calls.end)
 
@@ -231,7 +222,7 @@ def child(
     part: ranks.Comm | TaggedComm | None
     exchange, step = calls.members.exchange, f"{what}: all ranks have arrived"
     with exchange.agreed(what):
-        comm = tagged.checked(calls.members.comm)
+        comm = ranks.checked_tagged(calls.members.comm)
         if not isinstance(comm, TaggedComm):
             part = exchange.together(step, divided)
     if isinstance(comm, TaggedComm):
@@ -342,7 +333,7 @@ def _close(calls: Calls) -> None:
     calls.heap.close()
     calls.members.close()
     if not _open:  # no kernel of this process waits for another rank
-        reserve.release()
+        loads.release()
 
 
 def close_locally(calls: Calls, cause: BaseException, operation: str = "") -> None:
@@ -445,14 +436,14 @@ def _drop(name: str, members: Members, *held: Any) -> None:
         steps.callback(warnings.warn, f"{name} was not closed", ResourceWarning)
         steps.callback(_in_use.pop, members, None)
         steps.callback(setattr, members, "closed", True)
-        steps.callback(deferred.defer, _undo, members, *held)
+        steps.callback(streams.defer, _undo, members, *held)
         steps.callback(members.abandon, DROPPED)
 
 
 def _undo(
     members: Members,
     heap: Heap,
-    made: graphs.Graphs,
+    made: enqueueing.Graphs,
     requests: Requests | None,
     context: Any,
 ) -> None:
@@ -469,7 +460,7 @@ def _undo(
 @atexit.register  # before what it must follow: the last registered runs first
 def _end_islands() -> None:
     # Both are imported for several islands only.
-    watchdog = sys.modules.get("numba_symm.watchdog")
+    watchdog = sys.modules.get("numba_symm.launch.watchdog")
     if watchdog is not None:
         watchdog.fall_silent_at_exit()
     nccl = sys.modules.get("numba_symm.engines.nccl")

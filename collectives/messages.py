@@ -11,23 +11,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import arrays, entry, streams
-from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.checks import are_apart, check_apart, check_peer
 from numba_symm.collectives.enqueueing import PackedCall
-from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.invocation import (
+    Invocation,
+    are_apart,
+    check_apart,
+    check_peer,
+)
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.requests import Request, Requests, end_of
-from numba_symm.collectives.transfers import (
-    Pending,
-    Prepared,
-    Transfers,
-)
+from numba_symm.collectives.staging import Pending, Prepared, Transfers
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays, entry, streams
+from numba_symm.gpu.arrays import ArrayView
 from numba_symm.launch.ranks import name_ranks
 
 

@@ -1,19 +1,30 @@
-"""The collective operations: their arguments, their results and their algorithms."""
+"""The collective operations, and reductions of pairs of value and index.
 
+Reductions of pairs of a value and an index, which find the place of an extreme.
+
+A pair of 8 bytes is reduced as one integer, and one of 16 bytes as two words, so all
+algorithms apply to them. The operator takes the pairs apart.
+"""
+
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 from numba.core.errors import NumbaError
 
-from numba_symm import arrays, dtypes, waits
-from numba_symm.arrays import ArrayView
-from numba_symm.collectives import pairs, select
-from numba_symm.collectives.algorithms import GENERAL, Algorithm, Arrays, fill_in
-from numba_symm.collectives.checks import are_apart, check_order, check_shards
-from numba_symm.collectives.invocation import Invocation
+from numba_symm import dtypes
+from numba_symm.collectives import select
+from numba_symm.collectives.invocation import (
+    Invocation,
+    are_apart,
+    check_order,
+    check_shards,
+)
 from numba_symm.collectives.kernels import (
     barrier,
     chunked_all_reduce,
@@ -42,11 +53,121 @@ from numba_symm.collectives.protocols.exchanges import Exchange, Output
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.collectives.protocols.partition import chunks_of
 from numba_symm.collectives.protocols.workspace import COPYING, TWO_SHOT
-from numba_symm.collectives.select import Choices
-from numba_symm.dtypes import Element, Op
+from numba_symm.collectives.select import GENERAL, Algorithm, Arrays, Choices, fill_in
+from numba_symm.device.arithmetic import CODECS
+from numba_symm.device.intrinsics import bits_of_f64, device_function, word_of
+from numba_symm.dtypes import Element, Op, UserOperator
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays
+from numba_symm.gpu.arrays import ArrayView
+from numba_symm.launch import failures
 from numba_symm.launch.devices import GPU
+
+_VALUES = (
+    "float32",
+    "float64",
+    *(f"{kind}{n}" for kind in ("int", "uint") for n in (16, 32, 64)),
+)
+
+
+class _Words(Element):
+    """Two words, which may have any bits."""
+
+    @property
+    def floating(self) -> bool:
+        """Whether all ones may stand for an empty mailbox; not of an index."""
+        return False
+
+
+_ELEMENTS = {
+    8: Element(np.dtype(np.int64), np.dtype(np.int64)),
+    16: _Words(np.dtype(np.complex128), np.dtype(np.complex128)),
+}
+
+
+def reduced(x: ArrayView, op: str, what: str) -> tuple[Element, UserOperator, int]:
+    """Return the type and the operator for pairs, and the number of pairs.
+
+    Args:
+        x: an array of pairs, or whose last axis has a value and an index.
+        op: ``"minloc"`` or ``"maxloc"``.
+        what: the call.
+
+    Raises:
+        ArgumentError: its elements are not pairs.
+    """
+    fields = x.dtype.fields
+    size, count = x.dtype.itemsize, x.size
+    kinds: list[np.dtype[Any]] = []
+    if fields is None and x.shape and x.shape[-1] == 2 and x.order == "C":
+        kinds, size, count = [x.dtype] * 2, 2 * size, count // 2
+    elif fields is not None and len(fields) == 2 and size in _ELEMENTS:
+        places = [fields[name][1] for name in x.dtype.names or ()]
+        if places == [0, size // 2]:
+            kinds = [fields[name][0] for name in x.dtype.names or ()]
+    if size not in _ELEMENTS or not kinds or any(k.name not in _VALUES for k in kinds):
+        raise ArgumentError(
+            f"{what}: expected pairs of a value and an index for op={op!r}, got "
+            f"{x.dtype} of shape {x.shape}; pass 8 or 16 bytes a pair, such as "
+            "np.dtype([('value', 'f4'), ('index', 'i4')]), or two columns of a type "
+            "of 4 or 8 bytes"
+        )
+    value, index = (kind.name for kind in kinds)
+    return _ELEMENTS[size], _operator(op, value, index, size), count
+
+
+@functools.cache
+def _operator(op: str, value: str, index: str, size: int) -> UserOperator:
+    """Return the operator for pairs of ``size`` bytes of these types."""
+    replaces = _replacing(op == "minloc")
+    value_of, index_of = _reader(value), _reader(index)
+
+    def of_word(a: Any, b: Any) -> Any:
+        first, second = value_of(a), value_of(b)
+        later = replaces(first, index_of(a >> 32), second, index_of(b >> 32))
+        return b if later else a
+
+    def of_words(a: Any, b: Any) -> Any:
+        first, second = value_of(bits_of_f64(a.real)), value_of(bits_of_f64(b.real))
+        here, there = index_of(bits_of_f64(a.imag)), index_of(bits_of_f64(b.imag))
+        return b if replaces(first, here, second, there) else a
+
+    function = cast(FunctionType, of_word if size == 8 else of_words)
+    # The ranks compare it; the digest of the body has only the types of what it calls.
+    function.__qualname__ = f"{op} of {value} and {index}"
+    return UserOperator(function, commutative=True)
+
+
+def _reader(kind: str) -> Callable[[int], Any]:
+    """Return a device function that returns the number in a word's lowest bits."""
+    number, _ = CODECS[kind]
+    width = 8 * np.dtype(kind).itemsize
+    mask = (1 << width) - 1 if width < 64 else -1
+
+    @device_function
+    def read(word: int) -> Any:
+        return number(word_of(word) & mask)
+
+    return read
+
+
+def _replacing(lowest: bool) -> Callable[..., bool]:
+    """Return a device function that checks whether the second pair wins.
+
+    NaN is less, and greater, than all numbers, as in NumPy's argmin and argmax. Of
+    equal values, the one with the lower index remains.
+    """
+
+    @device_function
+    def replaces(value: Any, index: Any, other: Any, place: Any) -> bool:
+        beats = other < value if lowest else other > value
+        if value != value or other != other:
+            beats = value == value  # only the other one is NaN
+        equal = other == value or (other != other and value != value)
+        return bool(beats or (equal and place < index))
+
+    return replaces
 
 
 class Operation(NamedTuple):
@@ -149,7 +270,7 @@ class Operation(NamedTuple):
         if self.reduces:
             self.check(op)
             if isinstance(op, str) and op in dtypes.LOCATED:
-                element, op, count = pairs.reduced(source, op, self.name)
+                element, op, count = reduced(source, op, self.name)
             else:
                 element, count = dtypes.element(source.dtype, self.name), source.size
                 dtypes.check(op, element, self.name)
@@ -286,7 +407,7 @@ def _operation(
         limits_of: as in ``Operation``; "": ``name``.
         without: as in ``Operation``.
     """
-    kind = Exchange(sends_shards, output, waits.of_operation(words or name))
+    kind = Exchange(sends_shards, output, failures.of_operation(words or name))
     found = {
         f"one_shot_{transport}": _mailed(
             "one_shot",
@@ -318,7 +439,7 @@ def _copied(
     name: str, kind: Exchange, chunked: BindFallback, most: float = math.inf
 ) -> Algorithm:
     """Return the algorithm by copy engines; ``chunked`` binds what they refuse."""
-    number = waits.of_operation(f"{name} (copy_engine)")
+    number = failures.of_operation(f"{name} (copy_engine)")
     gathers = kind.output is Output.SHARDS and not kind.sends_shards
     return Algorithm(
         partial(copied_exchange.bind, kind, number, chunked),
@@ -358,7 +479,7 @@ def _exchanged_directly(kind: Exchange) -> Algorithm:
 
 _TWO_SHOT = {
     f"two_shot_{transport}": _mailed(
-        "two_shot", transport, waits.TWO_SHOT, partial(two_shot.bind, transport)
+        "two_shot", transport, failures.TWO_SHOT, partial(two_shot.bind, transport)
     )
     for transport in TWO_SHOT
 }
@@ -382,17 +503,17 @@ ALL_REDUCE = _operation(
     _same_shape,
     {
         **_TWO_SHOT,
-        GENERAL: Algorithm(chunked_all_reduce.bind, (waits.CHUNKED,), "chunked"),
+        GENERAL: Algorithm(chunked_all_reduce.bind, (failures.CHUNKED,), "chunked"),
         "copy_engine": Algorithm(
             partial(copied_reductions.bind_all_reduce, barrier.bind),
-            (waits.ALL_REDUCE_COPIES,),
+            (failures.ALL_REDUCE_COPIES,),
             "copied",
             most=COPYING,
             copies=True,
         ),
         "direct": _direct(
             partial(direct_shards.bind_all_reduce, chunked_all_reduce.bind),
-            waits.ALL_REDUCE_DIRECT,
+            failures.ALL_REDUCE_DIRECT,
             out=Arrays.SYMMETRIC,
         ),
     },
@@ -408,7 +529,7 @@ REDUCE_SCATTER.algorithms["direct"] = _direct(
         direct_shards.bind_reduce_scatter,
         partial(chunked_exchange.bind, REDUCE_SCATTER.exchange),
     ),
-    waits.REDUCE_SCATTER,
+    failures.REDUCE_SCATTER,
 )
 SCAN = _operation("scan", False, Output.UP_TO_THIS, _same_shape, without=("avg",))
 EXSCAN, REVERSE_SCAN = (
@@ -427,20 +548,24 @@ REDUCE = _operation(
         **_TWO_SHOT,
         GENERAL: Algorithm(
             _chunked_reduce,
-            (waits.CHUNKED_REDUCE, waits.CHUNKED, waits.of_operation("reduce")),
+            (
+                failures.CHUNKED_REDUCE,
+                failures.CHUNKED,
+                failures.of_operation("reduce"),
+            ),
             "chunked",
         ),
         # More ranks would all copy to the root, over one link.
         "copy_engine": Algorithm(
             partial(copied_reductions.bind_reduce, barrier.bind),
-            (waits.REDUCE_COPIES,),
+            (failures.REDUCE_COPIES,),
             "copied",
             most=2,
             copies=True,
         ),
         "direct": _direct(
             partial(direct_reduce.bind, _chunked_reduce),
-            waits.REDUCE_DIRECT,
+            failures.REDUCE_DIRECT,
             out=Arrays.SYMMETRIC,
         ),
     },
@@ -456,16 +581,16 @@ BROADCAST = _operation(
         "two_shot_marked": _mailed(
             "two_shot",
             "marked",
-            waits.TWO_SHOT_BROADCAST,
+            failures.TWO_SHOT_BROADCAST,
             two_shot_broadcast.bind,
             fewest=3,
         ),
         GENERAL: Algorithm(
-            chunked_broadcast.bind, (waits.CHUNKED_BROADCAST,), "chunked"
+            chunked_broadcast.bind, (failures.CHUNKED_BROADCAST,), "chunked"
         ),
         "direct": _direct(
             partial(direct_broadcast.bind, chunked_broadcast.bind),
-            waits.BROADCAST_DIRECT,
+            failures.BROADCAST_DIRECT,
             fewest=3,
         ),
     },

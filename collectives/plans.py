@@ -12,15 +12,14 @@ from functools import partial
 from types import FunctionType, SimpleNamespace
 from typing import Any, Concatenate, ParamSpec
 
-from numba_symm import entry, streams
-from numba_symm.cache import Cache
 from numba_symm.collectives import messages
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.enqueueing import PackedCall
-from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.invocation import Cache, Invocation
 from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.transfers import BoundCall, Pending
+from numba_symm.collectives.staging import BoundCall, Pending
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import entry, streams
 
 P = ParamSpec("P")
 

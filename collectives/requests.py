@@ -16,17 +16,18 @@ from typing import Any, Protocol
 
 from numba import cuda
 
-from numba_symm import streams, threads
+from numba_symm import process
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.events import Event
-from numba_symm.members import Members
-from numba_symm.own_arrays import Memory
-from numba_symm.streams import SideStream
+from numba_symm.gpu import streams
+from numba_symm.gpu.arrays import Memory
+from numba_symm.gpu.events import Event
+from numba_symm.gpu.streams import SideStream
+from numba_symm.launch.members import Members
 
 _PAUSE = 20e-6  # seconds between two looks at requests of which none is done
 
@@ -333,7 +334,7 @@ class _Worker(threading.Thread):
 
         super().__init__(name="numba_symm requests", daemon=True)
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threads.start(self, "requests=True")
+        process.start(self, "requests=True")
 
     def run(self) -> None:
         while (call := self._todo.get()) is not None:

@@ -1,4 +1,6 @@
-"""Strided arrays: a call works on contiguous memory instead.
+"""The memory of strided arrays, messages that start together, and counts.
+
+Strided arrays: a call works on contiguous memory instead.
 
 A kernel packs such an array before the call, and another one unpacks an output after
 it. An output is packed, too, because a call may not write all of it. A message may be
@@ -7,27 +9,258 @@ shorter, ranges may leave elements out, and a call may fail.
 The memory belongs to the communicator. Its calls follow one another, also on different
 streams, so all of them may use the same memory. It is kept until the communicator is
 closed, because graphs may contain its address.
+
+Messages that are enqueued together, and the calls of an open group.
+
+A message of a rank to itself is a copy on the stream. Such messages of one call or
+group match in the order of their calls.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from numba_symm import arrays, libraries, own_arrays, streams
-from numba_symm.arrays import ArrayView
-from numba_symm.collectives.call_streams import CallStreams
-from numba_symm.collectives.checks import are_apart, check_writable
-from numba_symm.collectives.enqueueing import Enqueuer
-from numba_symm.collectives.invocation import Invocation
+from numba_symm.arguments import is_integer
+from numba_symm.collectives.enqueueing import Enqueuer, PackedCall
+from numba_symm.collectives.invocation import (
+    CallStreams,
+    Invocation,
+    are_apart,
+    check_writable,
+)
 from numba_symm.collectives.kernels import pack
-from numba_symm.collectives.protocols.binding import Enqueue
-from numba_symm.collectives.transfers import BoundCall, Prepared
+from numba_symm.collectives.protocols.binding import Enqueue, Series
+from numba_symm.collectives.protocols.credit import Message
+from numba_symm.collectives.protocols.workspace import most_messages
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, GapsError
+from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.arrays import ArrayView, Memory
 from numba_symm.launch.devices import GPU
-from numba_symm.own_arrays import Memory
+from numba_symm.launch.store import StoreExchange
+
+OwnCopy = tuple[int, int, int]
+"""A copy within this rank: target, source, bytes."""
+
+Own = tuple[Sequence[Message], Sequence[Message]]
+"""What this rank sends itself, and what it receives from itself."""
+
+Fill = tuple[int, int]
+"""An integer of 8 bytes that a call stores: its address, its value."""
+
+
+BindMessages = Callable[[Sequence[Message], Sequence[Message]], Enqueue]
+"""Packs messages to other ranks, and messages from other ranks."""
+
+
+class Transfers:
+    """The messages of one call or group, which may be enqueued many times.
+
+    Attributes:
+        sends: to other ranks.
+        receives: from other ranks.
+        own: to and from this rank.
+        copies: within this rank.
+        fills: the counts that are known beforehand.
+        words: the arguments on which the ranks of a collective must agree.
+        itemsize: bytes of an element, if the ranks compare counts.
+        call: the packed call that was made of them, if one was.
+    """
+
+    call: PackedCall | None = None
+
+    def __init__(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        copies: Sequence[OwnCopy] = (),
+        words: str = "",
+        itemsize: int = 1,
+        fills: Sequence[Fill] = (),
+        own: Own = ((), ()),
+    ):
+        self.sends = tuple(sends)
+        self.receives = tuple(receives)
+        self.own = tuple(own[0]), tuple(own[1])
+        self.copies = tuple(each for each in copies if each[2] and each[0] != each[1])
+        self.fills = tuple(fills)
+        self.words = words
+        self.itemsize = itemsize
+
+    @property
+    def complete(self) -> bool:
+        """Whether they have both ends of each message of this rank to itself."""
+        return len(self.own[0]) == len(self.own[1])
+
+    def packed(self, bind: BindMessages, what: str) -> Enqueue | None:
+        """Return the launch of the messages, or None if there are none.
+
+        Args:
+            bind: packs messages between ranks.
+            what: the call.
+
+        Raises:
+            ArgumentError: the messages of this rank to itself do not match.
+        """
+        copies, fills = matched(*self.own, what) if any(self.own) else ([], [])
+        calls: list[Enqueue] = [streams.Copy(*each) for each in (*self.copies, *copies)]
+        calls += [streams.Fill(*each) for each in (*self.fills, *fills)]
+        if self.sends or self.receives:
+            calls.append(bind(self.sends, self.receives))
+        return Series(*calls) if len(calls) > 1 else calls[0] if calls else None
+
+
+def matched(
+    sends: Sequence[Message], receives: Sequence[Message], what: str
+) -> tuple[list[OwnCopy], list[Fill]]:
+    """Return the copies and counts of messages of a rank to itself, in order.
+
+    Raises:
+        ArgumentError: their numbers or sizes differ, or their arrays overlap.
+    """
+    if len(sends) != len(receives):
+        raise ArgumentError(
+            f"{what}: expected this rank to receive from itself what it sends itself, "
+            f"got {len(sends)} sent and {len(receives)} received; make both calls in "
+            "one group, or use sendrecv"
+        )
+    copies, fills = [], []
+    for sent, received in zip(sends, receives, strict=True):
+        if not received.count_at and sent.nbytes != received.nbytes:
+            raise ArgumentError(
+                f"{what}: expected x and out of equal size, got {sent.nbytes} and "
+                f"{received.nbytes} bytes; with count=, x may be smaller"
+            )
+        elements, rest = divmod(sent.nbytes, received.itemsize)
+        if sent.nbytes > received.nbytes or (received.count_at and rest):
+            raise ArgumentError(
+                f"{what}: expected x of at most {received.nbytes} bytes, and whole "
+                f"elements of out, got {sent.nbytes} bytes"
+            )
+        if max(sent.address, received.address) < min(
+            sent.address + sent.nbytes, received.address + received.nbytes
+        ):
+            raise ArgumentError(
+                f"{what}: expected out apart from x, which this rank sends itself, got "
+                "arrays that overlap"
+            )
+        if sent.nbytes:
+            copies.append((received.address, sent.address, sent.nbytes))
+        if received.count_at:
+            fills.append((received.count_at, elements))
+    return copies, fills
+
+
+class BoundCall(NamedTuple):
+    """A call that is not made of messages, ready to be enqueued.
+
+    Attributes:
+        call: the packed call.
+        stream: the handle of the stream to enqueue it on.
+        keep: what must live until then: arrays, and the stream.
+        result: the value that the call returns.
+    """
+
+    call: PackedCall
+    stream: int
+    keep: tuple[Any, ...]
+    result: Any
+
+    @property
+    def words(self) -> str:
+        """What must be equal on all ranks."""
+        return self.call.about.words
+
+
+class Prepared(NamedTuple):
+    """A call made of messages, ready to be enqueued.
+
+    Attributes:
+        transfers: this rank's messages.
+        stream: as in :class:`BoundCall`.
+        keep: as in :class:`BoundCall`.
+        result: as in :class:`BoundCall`.
+        before: what is enqueued before the messages.
+        after: what is enqueued after them.
+    """
+
+    transfers: Transfers
+    stream: int
+    keep: tuple[Any, ...]
+    result: Any
+    before: tuple[Enqueue, ...] = ()
+    after: tuple[Enqueue, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """What must be equal on all ranks; "" for messages of two ranks."""
+        return self.transfers.words
+
+
+class Pending:
+    """The calls of an open group: its messages, and its other calls in order.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.calls: list[Prepared] = []
+        self.stream: int | None = None
+        self.launches: list[tuple[PackedCall, int]] = []
+        self.kept: list[Any] = []
+        self._size = size
+        self._sent, self._received = [0] * size, [0] * size  # by peer
+
+    @property
+    def stream_handles(self) -> set[int]:
+        """Handles of all streams that the calls are on."""
+        own = {stream for _, stream in self.launches}
+        return own if self.stream is None else {self.stream, *own}
+
+    def check(self, more: Transfers, stream: int) -> tuple[int, list[int], list[int]]:
+        """Return the stream, and the numbers of messages of each peer with a call's.
+
+        Raises:
+            ArgumentError: another stream than before, or too many messages.
+        """
+        stream = streams.named(stream)
+        if self.stream is not None and stream != self.stream:
+            raise ArgumentError(
+                "group: expected one stream for its sends and receives, which start "
+                "together, got several; pass the same stream= to all of them"
+            )
+        several = *(call.transfers for call in self.calls), more
+        # One message that may be shorter makes all of them take more arguments.
+        counted = any(each.count_at for one in several for each in one.receives)
+        most = most_messages(self._size, counted)
+        sent = _counted(self._sent, more.sends, most)
+        return stream, sent, _counted(self._received, more.receives, most)
+
+    def add(self, call: Prepared) -> None:
+        """Add a call's messages; raise what :meth:`check` raises."""
+        checked = self.check(call.transfers, call.stream)
+        self.stream, self._sent, self._received = checked
+        self.calls.append(call)
+        self.kept += call.keep
+
+
+def _counted(before: list[int], messages: Sequence[Message], most: int) -> list[int]:
+    """Return each peer's number of messages with these, or refuse too many."""
+    numbers = before.copy()
+    for message in messages:
+        numbers[message.peer] += 1
+    for peer, number in enumerate(numbers):
+        if number > most:
+            raise ArgumentError(
+                f"group: expected at most {most} messages to or from one rank, got "
+                f"more for rank {peer}; use several groups, the same on both ranks"
+            )
+    return numbers
+
 
 _LINE = 256  # bytes: an array in the memory begins on a multiple
 
@@ -103,7 +336,7 @@ def _new(nbytes: int, stream: int, what: str, expected: str = _EXPECTED) -> Any:
         raise ArgumentError(
             f"{what}: expected {expected}; make such a call before the capture"
         )
-    return own_arrays.empty((nbytes,), np.dtype(np.uint8), what)
+    return arrays.empty((nbytes,), np.dtype(np.uint8), what)
 
 
 class Caller(Protocol):
@@ -227,7 +460,7 @@ class Replaced:
     def result(self, made: Any) -> Any:
         """Return what the call returns, of what it would with contiguous memory."""
         if self._out is None:  # it is of Numba's, because the contiguous input is
-            return made if self.x is self._x else libraries.as_that_of(self._x, made)
+            return made if self.x is self._x else arrays.as_that_of(self._x, made)
         return self._out if made is self.out else made
 
 
@@ -305,3 +538,121 @@ def prepared(
         before=(*dense.before, *call.before),
         after=(*call.after, *dense.after),
     )
+
+
+Counts = Sequence[int]
+
+Table = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""Checked counts and displacements; None: the ranges follow one another."""
+
+Lengths = tuple[int, ...]
+"""The elements of a rank's messages to, or from, one other rank, in order."""
+
+Range = tuple[int, int]
+"""A rank's range: its first element, and its number of elements."""
+
+
+_COUNTS = {
+    "gather_v": ("x.size", "counts[{}]"),
+    "scatter": ("x.size // size", "out.size"),
+    "scatter_v": ("counts[{}]", "out.size"),
+    "all_to_all_v": ("send_counts[{}]", "recv_counts[{}]"),
+    "neighbor_all_gather": ("destinations", "sources"),
+    "neighbor_all_to_all": ("destinations", "sources"),
+}
+"""The arguments that state how much a rank sends, and how much its peer expects."""
+
+_NAMED = 4  # pairs of ranks that an error names, at most
+
+
+def agree_on_counts(exchange: StoreExchange, what: str, transfers: Transfers) -> None:
+    """Check that every rank expects from each peer what that peer sends. Collective.
+
+    Raises:
+        ArgumentError: on all ranks, with the ranks and counts that differ.
+    """
+    if what not in _COUNTS:  # the ranks have agreed on all counts
+        return
+    mine = tuple(
+        _by_peer(messages, transfers.itemsize)
+        for messages in (transfers.sends, transfers.receives)
+    )
+    everyone = exchange.all_gather(mine, f"{what}: counts")
+    pairs = {(rank, peer) for rank, (sends, _) in enumerate(everyone) for peer in sends}
+    pairs |= {
+        (peer, rank) for rank, (_, found) in enumerate(everyone) for peer in found
+    }
+    sent_as, expected_as = _COUNTS[what]
+    wrong = [
+        f"rank {rank} sends {_in_words(sent, ' elements')} ({sent_as.format(peer)}) to "
+        f"rank {peer}, which expects {_in_words(expected)} ({expected_as.format(rank)})"
+        for rank, peer in sorted(pairs)
+        if (sent := everyone[rank][0].get(peer, ()))
+        != (expected := everyone[peer][1].get(rank, ()))
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise ArgumentError(
+            f"{what}: {'; '.join(wrong[:_NAMED])}{more}; pass counts that agree"
+        )
+
+
+def _by_peer(messages: Sequence[Message], itemsize: int) -> dict[int, Lengths]:
+    """Return the elements of the messages to or from each rank, in order."""
+    found: dict[int, Lengths] = {}
+    for message in messages:
+        length = message.nbytes // itemsize
+        found[message.peer] = *found.get(message.peer, ()), length
+    return found
+
+
+def _in_words(lengths: Lengths, unit: str = "") -> str:
+    """Return "3 elements", "4 + 4 elements" or "nothing"."""
+    return " + ".join(map(str, lengths)) + unit if lengths else "nothing"
+
+
+def table_of(
+    counts: Counts | None, displs: Counts | None, size: int, what: str
+) -> Table:
+    """Return the table of counts and displacements, or refuse wrong values."""
+    lengths = _integers(counts, size, what)
+    if displs is None:
+        return lengths, None
+    return lengths, _integers(displs, size, what.replace("counts", "displs"))
+
+
+def places_of(table: Table) -> list[Range]:
+    """Return every rank's range."""
+    lengths, starts = table
+    if starts is None:
+        starts = (0, *itertools.accumulate(lengths[:-1]))
+    return list(zip(starts, lengths, strict=True))
+
+
+def _integers(given: Counts | None, size: int, what: str) -> tuple[int, ...]:
+    try:
+        found = () if given is None else tuple(given)
+    except Exception:  # an object's own method may raise anything
+        found = ()
+    integers = len(found) == size and all(map(is_integer, found))
+    if not integers or min(found) < 0:
+        raise ArgumentError(
+            f"{what}: expected {size} integers from 0, one for each rank, got {given!r}"
+        )
+    return tuple(map(int, found))
+
+
+def end_of(places: list[Range]) -> int:
+    """Return the number of elements that an array with these ranges has at least."""
+    return max(first + count for first, count in places)
+
+
+def refuse_overlap(places: list[Range], what: str) -> None:
+    """Refuse ranges of an output that overlap."""
+    taken = sorted(place for place in places if place[1])
+    for (first, count), (following, _) in itertools.pairwise(taken):
+        if first + count > following:
+            raise ArgumentError(
+                f"{what}: expected ranges of out that do not overlap, got one of "
+                f"{count} elements from {first}, and one from {following}"
+            )

@@ -1,38 +1,61 @@
-"""Gather, scatter, and the v forms, in which ranks contribute different amounts.
+"""Gather, scatter, the v forms, and collectives between neighbours.
+
+Gather, scatter, and the v forms, in which ranks contribute different amounts.
 
 All but one consist of messages between pairs of ranks (``transfer.py``), so they may
 be grouped with other messages. Counts and displacements are those of MPI.
+
+The v forms whose counts are on the GPU, where the kernel reads them.
+
+The host knows only a capacity: the most elements that a rank sends to another one. So
+it does not wait for the GPU, and each replay of a graph may have other counts.
+
+Collectives between neighbours: each rank names its destinations and its sources.
+
+They consist of messages, as the v forms do. The messages of two ranks match in the
+order of the ranks' lists.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
-from numba_symm import arrays, dtypes
-from numba_symm.arrays import ArrayView
+import numpy as np
+
+from numba_symm import arguments, dtypes
 from numba_symm.collectives import staging
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.checks import (
+from numba_symm.collectives.invocation import (
+    Invocation,
+    are_apart,
     check_apart,
     check_length,
     check_order,
+    check_peer,
     check_rank,
     check_shards,
     check_type,
+    check_writable,
 )
-from numba_symm.collectives.counts import (
+from numba_symm.collectives.operations import REDUCE_SHARD
+from numba_symm.collectives.protocols.binding import Enqueue, Series
+from numba_symm.collectives.protocols.credit import Message, Span
+from numba_symm.collectives.protocols.workspace import most_messages
+from numba_symm.collectives.staging import (
+    BoundCall,
+    OwnCopy,
+    Prepared,
     Range,
+    Transfers,
     end_of,
     places_of,
     refuse_overlap,
     table_of,
 )
-from numba_symm.collectives.invocation import Invocation
-from numba_symm.collectives.operations import REDUCE_SHARD
-from numba_symm.collectives.protocols.binding import Enqueue, Series
-from numba_symm.collectives.protocols.credit import Message
-from numba_symm.collectives.transfers import BoundCall, OwnCopy, Prepared, Transfers
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays
+from numba_symm.gpu.arrays import ArrayView
 
 
 class Shard:
@@ -385,3 +408,283 @@ def check_room(view: ArrayView, places: list[Range], what: str) -> None:
             f"{what}: expected at least {end_of(places)} elements for these counts and "
             f"displacements, got {view.size}"
         )
+
+
+_MOST = 1 << 40
+_INT64 = np.dtype(np.int64)
+
+
+class OnGPU(NamedTuple):
+    """The checked arguments of a call.
+
+    Attributes:
+        capacity: the most elements of a rank for another one.
+        counts_at: the address of the counts of what this rank sends.
+        displs_at: the address of their displacements; 0: the ranges follow one another.
+        received_at: the address of the counts of what this rank receives.
+        displs: where in ``out`` the elements of each rank begin.
+    """
+
+    capacity: int
+    counts_at: int
+    displs_at: int
+    received_at: int
+    displs: tuple[int, ...]
+
+
+def _counts(calls: Calls, array: Any, what: str, written: bool) -> int:
+    """Return the address of counts or displacements, or refuse the array."""
+    view = calls.usable(arrays.view(array, what), what)
+    check_length(view, calls.size, what, "the number of ranks")
+    if view.dtype != _INT64:
+        raise ArgumentError(
+            f"{what}: expected a device array of int64, got {view.dtype.name}; convert "
+            "the counts on the GPU"
+        )
+    arrays.check_aligned(view, what)
+    if written:
+        check_writable(view, what)
+    return view.address
+
+
+def _counted_checked(calls: Calls, given: FormCall) -> FormCall:
+    """Check all arguments but arrays and stream, and return the call."""
+    what = given.operation.name
+    (counts, displs), (received, into), capacity = given.tables
+    if len(calls.members.parts) > 1:
+        raise ArgumentError(
+            f"{what}: expected ranks of one island for counts on the GPU, got "
+            f"{len(calls.members.parts)} islands; the host needs the sizes between "
+            "islands, so pass counts on the host"
+        )
+    most = arguments.integer(
+        capacity,
+        what,
+        f"capacity to be an integer from 1 to {_MOST}",
+        least=1,
+        most=_MOST,
+        do="pass the most elements of any rank for another one",
+    )
+    name, gathers = given.operation.counts[0], given.operation is ALL_GATHER_COUNTED
+    sent = _counts(calls, counts, f"{what}: {name}", written=gathers)
+    displaced, stored = 0, sent
+    if displs is not None:
+        displaced = _counts(calls, displs, f"{what}: send_displs", False)
+    if not gathers:
+        stored = _counts(calls, received, f"{what}: recv_counts", True)
+    others = filter(None, (sent, displaced))
+    if not gathers and any(abs(stored - each) < 8 * calls.size for each in others):
+        raise ArgumentError(
+            f"{what}: expected recv_counts apart from send_counts and send_displs, got "
+            "arrays that overlap"
+        )
+    table = table_of((most,) * calls.size, into, calls.size, f"{what}: recv_counts")
+    places = places_of(table)
+    refuse_overlap(places, f"{what}: displs")
+    found = OnGPU(most, sent, displaced, stored, tuple(first for first, _ in places))
+    return given._replace(tables=(found,))
+
+
+def _shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
+    (table,) = given.tables
+    flat(calls, given.x, given.operation.name)
+    return (max(table.displs) + table.capacity,)
+
+
+def _ends(calls: Calls, given: FormCall) -> tuple[ArrayView, OnGPU, list[Message]]:
+    """Return the input, the arguments, and the messages that this rank receives."""
+    what, (table,) = given.operation.name, given.tables
+    x, out = flat(calls, given.x, what), output(calls, given)
+    places = [(first, table.capacity) for first in table.displs]
+    check_room(out, places, f"{what}: out")
+    check_apart(x, out, what)
+    used = filter(None, (table.counts_at, table.displs_at, table.received_at))
+    for view in (ArrayView(each, (calls.size,), _INT64, "C", False) for each in used):
+        if not (are_apart(x, view) and are_apart(out, view)):
+            raise ArgumentError(
+                f"{what}: expected counts apart from x and out, got arrays that overlap"
+            )
+    itemsize = x.dtype.itemsize
+    receives = [
+        Message(
+            peer,
+            out.address + itemsize * first,
+            itemsize * table.capacity,
+            table.received_at + 8 * peer,
+            itemsize,
+        )
+        for peer, (first, _) in enumerate(places)
+    ]
+    return x, table, receives
+
+
+def _counted_exchanged(calls: Calls, given: FormCall) -> Transfers:
+    x, table, receives = _ends(calls, given)
+    itemsize = x.dtype.itemsize
+    sends = [
+        Message(
+            peer,
+            x.address,
+            itemsize * table.capacity,
+            table.counts_at + 8 * peer,
+            itemsize,
+            Span(peer, table.displs_at and table.displs_at + 8 * peer, x.size),
+        )
+        for peer in range(calls.size)
+    ]
+    words = f"capacity {table.capacity}, {x.dtype.name}"
+    return Transfers(sends, receives, (), words, itemsize)
+
+
+def _counted_gathered(calls: Calls, given: FormCall) -> Transfers:
+    x, table, receives = _ends(calls, given)
+    what, itemsize = given.operation.name, x.dtype.itemsize
+    check_length(x, table.capacity, f"{what}: x", "capacity")
+    mine = table.counts_at + 8 * calls.rank
+    sends = [
+        Message(peer, x.address, x.nbytes, mine, itemsize, Span(0, 0, x.size))
+        for peer in range(calls.size)
+    ]
+    words = f"capacity {table.capacity}, {x.dtype.name}"
+    return Transfers(sends, receives, (), words, itemsize)
+
+
+ALL_TO_ALL_COUNTED = Form(
+    "all_to_all_v",
+    _counted_checked,
+    _shape,
+    _counted_exchanged,
+    counts=("send_counts", "recv_counts"),
+    on_gpu=True,
+)
+ALL_GATHER_COUNTED = Form(
+    "all_gather_v",
+    _counted_checked,
+    _shape,
+    _counted_gathered,
+    counts=("counts",),
+    on_gpu=True,
+)
+
+
+def gathering(counts: Any, displs: Any, capacity: Any) -> tuple[Form, Any]:
+    """Return ``all_gather_v`` with counts on the host or on the GPU, and its tables."""
+    if capacity is None:
+        return ALL_GATHER_V, ((counts, displs),)
+    return ALL_GATHER_COUNTED, ((counts, None), (None, displs), capacity)
+
+
+def exchanging(sent: Any, received: Any, capacity: Any) -> tuple[Form, Any]:
+    """Return ``all_to_all_v`` with counts on the host or on the GPU, and its tables."""
+    if capacity is None:
+        return ALL_TO_ALL_V, (sent, received)
+    return ALL_TO_ALL_COUNTED, (sent, received, capacity)
+
+
+Neighbors = tuple[int | None, ...]
+"""Checked neighbours; None: nobody."""
+
+
+def _neighbors_checked(calls: Calls, given: FormCall) -> FormCall:
+    """Check the neighbours."""
+    what, (destinations, sources) = given.operation.name, given.peers
+    found = _peers(calls, sources, f"{what}: sources")
+    others = found
+    if destinations is not None:
+        others = _peers(calls, destinations, f"{what}: destinations")
+    taken, sent = (each.count(calls.rank) for each in (found, others))
+    if taken != sent:
+        raise ArgumentError(
+            f"{what}: expected rank {calls.rank} as often in sources as in "
+            f"destinations, because it receives what it sends itself, got {taken} and "
+            f"{sent} times"
+        )
+    return given._replace(peers=(others, found))
+
+
+def _peers(calls: Calls, asked: Any, what: str) -> Neighbors:
+    try:
+        listed = list(asked)
+    except Exception as error:  # an object's own method may raise anything
+        raise ArgumentError(
+            f"{what}: expected a sequence of ranks, got {asked!r:.100}"
+        ) from error
+    found = tuple(check_peer(each, calls.size, what) for each in listed)
+    most = most_messages(calls.size)
+    for rank in set(found) - {None, calls.rank}:
+        if found.count(rank) > most:
+            raise ArgumentError(
+                f"{what}: expected each rank at most {most} times, got rank {rank} "
+                f"{found.count(rank)} times"
+            )
+    return found
+
+
+def _neighbors_gathered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
+    _, sources = given.peers
+    return len(sources), *flat(calls, given.x, given.operation.name).shape
+
+
+def _neighbors_gathered(calls: Calls, given: FormCall) -> Transfers:
+    x = flat(calls, given.x, given.operation.name)
+    destinations, _ = given.peers
+    return _moved(calls, given, [Shard(x, 0, x.size) for _ in destinations])
+
+
+def _neighbors_exchanged_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
+    what, (destinations, sources) = given.operation.name, given.peers
+    x, number = flat(calls, given.x, what), len(destinations)
+    if not x.shape or (x.shape[0] % number if number else x.shape[0]):
+        raise ArgumentError(
+            f"{what}: expected x with a multiple of {number} along its first axis, of "
+            f"which each destination has a part, got shape {x.shape}"
+        )
+    length = x.shape[0] // number if number else 1
+    return len(sources) * length, *x.shape[1:]
+
+
+def _neighbors_exchanged(calls: Calls, given: FormCall) -> Transfers:
+    _neighbors_exchanged_shape(calls, given)
+    x, number = given.x, len(given.peers[0])
+    size = x.size // number if number else 0
+    return _moved(calls, given, [Shard(x, size * i, size) for i in range(number)])
+
+
+def _moved(calls: Calls, given: FormCall, parts: list[Shard]) -> Transfers:
+    """Return the messages: a part to each destination, as much from each source."""
+    x, out, what = given.x, output(calls, given), given.operation.name
+    destinations, sources = given.peers
+    check_apart(x, out, what)
+    size = parts[0].nbytes // x.dtype.itemsize if parts else None
+    if size is None:  # only the sources know how much they send
+        size = out.size // len(sources) if sources else 0
+    check_even(out, len(sources) * size, x, what)
+    places = [Shard(out, size * i, size) for i in range(len(sources))]
+    sends, receives, own = [], [], []
+    for peer, part in zip(destinations, parts, strict=True):
+        if peer == calls.rank:
+            own.append(part)
+        elif peer is not None:
+            sends.append(Message(peer, part.address, part.nbytes))
+    copies = []
+    for peer, place in zip(sources, places, strict=True):
+        if peer == calls.rank:
+            part = own.pop(0)
+            copies.append((place.address, part.address, part.nbytes))
+        elif peer is not None:
+            receives.append(Message(peer, place.address, place.nbytes))
+    return Transfers(sends, receives, copies, x.dtype.name, x.dtype.itemsize)
+
+
+NEIGHBOR_ALL_GATHER = Form(
+    "neighbor_all_gather",
+    _neighbors_checked,
+    _neighbors_gathered_shape,
+    _neighbors_gathered,
+)
+NEIGHBOR_ALL_TO_ALL = Form(
+    "neighbor_all_to_all",
+    _neighbors_checked,
+    _neighbors_exchanged_shape,
+    _neighbors_exchanged,
+)

@@ -31,8 +31,8 @@ import numba_symm
 from numba_symm import dtypes
 from numba_symm.bench import options
 from numba_symm.collectives import kernel_set, operations, select
-from numba_symm.collectives.algorithms import Arrays
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.select import Arrays
 from numba_symm.command import cli
 
 ROOT = Path(__file__).parents[1]

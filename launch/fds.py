@@ -1,4 +1,4 @@
-"""File descriptors between the ranks of a node, over Unix sockets. Uses no CUDA.
+"""Channels for file descriptors between the ranks of a node. Uses no CUDA.
 
 Each pair of ranks has a connected socket. The ranks find each other by random names in
 Linux' abstract namespace. So they need neither files nor TMPDIR, and no name
@@ -17,17 +17,80 @@ import struct
 import threading
 import time
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
-from numba_symm import arguments, forks, open_files
+from numba_symm import arguments, process
 from numba_symm.errors import ArgumentError, ClosedError, ExchangeError
 from numba_symm.launch import waiting
-from numba_symm.launch.ends import Links, close_all, credentials, descriptors
 from numba_symm.launch.store import StoreExchange
+
+_UCRED = struct.Struct("=iII")
+
+
+class Credentials(NamedTuple):
+    """The process at the other end of a connection, as the Linux kernel reports it."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def credentials(connection: socket.socket) -> Credentials:
+    """Return the credentials of the other end of a connected Unix socket.
+
+    Its process id is that of this process' pid namespace; 0 for a process outside it.
+    """
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+    return Credentials._make(_UCRED.unpack(found))
+
+
+class Links:
+    """Connected sockets to other ranks, and what has arrived, for several channels.
+
+    Attributes:
+        ends: by the rank's number in the first channel, until that end closes.
+        stash: by channel and rank, what has arrived; None: a descriptor that was lost.
+        users: how many channels have not been closed.
+        lock: held by a thread that receives, for any channel.
+    """
+
+    def __init__(self) -> None:
+        self.ends: dict[int, socket.socket] = {}
+        self.stash: defaultdict[tuple[int, int], deque[int | None]]
+        self.stash = defaultdict(deque)
+        self.users = 1
+        self.lock = threading.RLock()
+
+    def drop(self, number: int) -> None:
+        """Close what has arrived for a channel; with the last channel, the sockets."""
+        with self.lock:
+            self.users -= 1
+            while not self.users and self.ends:
+                self.ends.popitem()[1].close()
+            kept = [key for key in self.stash if key[0] == number or not self.users]
+            for key in kept:
+                close_all(self.stash.pop(key))
+
+
+def descriptors(control: list[tuple[int, int, bytes]]) -> list[int]:
+    """Return the descriptors that were sent with a message."""
+    fds = array("i")
+    for level, kind, data in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
+
+
+def close_all(fds: Iterable[int | None]) -> None:
+    """Close descriptors; None stands for one that was lost."""
+    for fd in fds:
+        if fd is not None:
+            os.close(fd)
+
 
 _GREETING = struct.Struct("=16sI")  # the listening rank's token, the caller's rank
 _NUMBER = struct.Struct("=q")  # of a channel, beside each descriptor
@@ -43,7 +106,7 @@ _LOOK_SECONDS = 0.02
 
 
 def _too_many() -> str:
-    return f"this process may have too many open files; {open_files.advice()}"
+    return f"this process may have too many open files; {process.advice()}"
 
 
 class IpcChannel:
@@ -97,7 +160,7 @@ class IpcChannel:
             with exchange.agreed("accepting channels for file descriptors"):
                 self._accept(listener, token)
             undo.pop_all()
-        forks.watch(self)
+        process.watch(self)
 
     def _begin(
         self,
@@ -115,7 +178,7 @@ class IpcChannel:
         self._number = number
         self._closed = False
         self._callers: list[socket.socket] = []  # accepted, and not known to be ranks
-        open_files.note(self, exchange.call or exchange.prefix)
+        process.note(self, exchange.call or exchange.prefix)
 
     def beside(
         self, exchange: StoreExchange, members: Sequence[int], number: int
@@ -135,7 +198,7 @@ class IpcChannel:
             self._links.users += 1
         members = [self._members[member] for member in members]
         made._begin(exchange, self._links, members, number)
-        forks.watch(made)
+        process.watch(made)
         return made
 
     def _stashed(self, rank: int) -> "deque[int | None]":
@@ -268,7 +331,7 @@ class IpcChannel:
         if self._closed:
             return
         self._closed = True
-        open_files.forget(self)
+        process.forget(self)
         self._reject(self._callers)
         self._links.drop(self._number)
 

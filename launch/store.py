@@ -1,15 +1,15 @@
-"""The store: exchanges small values between ranks that are at the same step."""
+"""The store of small values, and steps that are undone after a failure."""
 
 import operator
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
-from numba_symm import environment, forks, open_files
+from numba_symm import environment, process
 from numba_symm.errors import (
     ArgumentError,
     CollectiveError,
@@ -17,9 +17,8 @@ from numba_symm.errors import (
     SymmError,
     named,
 )
-from numba_symm.launch import tagged, waiting
-from numba_symm.launch.ranks import Comm, grouped, name_ranks, sentence
-from numba_symm.launch.tagged import TaggedComm
+from numba_symm.launch import ranks, waiting
+from numba_symm.launch.ranks import Comm, TaggedComm, grouped, name_ranks, sentence
 from numba_symm.launch.waiting import Wait
 
 T = TypeVar("T")
@@ -122,7 +121,7 @@ class StoreExchange:
         timeout: float | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
-        self._comm = tagged.checked(comm)
+        self._comm = ranks.checked_tagged(comm)
         self._step = 0
         self._refusal: str | None = None
         self._reported: BaseException | None = None  # before there is a board
@@ -134,13 +133,13 @@ class StoreExchange:
         self.size = comm.size
         self.names = range(self.size) if names is None else _checked(names, self.size)
         self.nodes: Sequence[str] = ()
-        forks.watch(self)
+        process.watch(self)
 
     def disown(self) -> None:
         """Refuse steps of a forked child, because the rank is its parent."""
         self._refusal = (
             f"this process was forked from rank {self.rank} and cannot exchange values "
-            f"with the other ranks; {forks.ADVICE}"
+            f"with the other ranks; {process.ADVICE}"
         )
 
     def meet_at(self, meeting: Meeting) -> None:
@@ -388,7 +387,7 @@ def _place(message: object, mine: str) -> str:
 def _report(error: BaseException) -> tuple[str, str] | None:
     """Return the class name and the text of the error that the other ranks raise."""
     kind = type(error).__name__
-    advice = open_files.advice_for(error)
+    advice = process.advice_for(error)
     if isinstance(error, SymmError):
         return kind, f"{error}{advice}"
     return kind, f"{kind}: {error}{advice}" if str(error) else kind
@@ -401,8 +400,8 @@ def _common_error(
     failures = {rank: report for rank, report in found if report}
     lines = [f"{what} failed on {len(failures)} of {len(reports)} ranks:"]
     texts = {rank: text for rank, (_, text) in failures.items()}
-    for text, ranks in grouped(texts).items():
-        lines.append(f"  {name_ranks(ranks)}: {text}".replace("\n", "\n    "))
+    for text, failed in grouped(texts).items():
+        lines.append(f"  {name_ranks(failed)}: {text}".replace("\n", "\n    "))
     kind = named(failures[min(failures)][0])
     return kind("\n".join(lines))
 
@@ -418,3 +417,19 @@ def _checked(names: Any, size: int) -> tuple[int, ...]:
             f"{names!r:.100}; pass None for the ranks of comm"
         )
     return found
+
+
+class Undo(ExitStack):
+    """Undoes steps, also those that a signal handler interrupts between two of them.
+
+    ``ExitStack`` catches what a step raises, and continues. But a handler may raise
+    while no step runs.
+    """
+
+    def __exit__(self, *error: Any) -> bool:
+        """Undo the steps in reverse order."""
+        try:
+            return bool(super().__exit__(*error))
+        except BaseException as later:
+            super().__exit__(type(later), later, later.__traceback__)
+            raise

@@ -43,10 +43,10 @@ from numba_symm.errors import (
     RankLeft,
     SymmError,
 )
-from numba_symm.events import Event, Stream
+from numba_symm.gpu.events import Event, Stream
 from numba_symm.launch.devices import GPU, device_has_multicast_support
 from numba_symm.launch.fds import IpcChannel
-from numba_symm.launch.nodes import World
+from numba_symm.launch.ranks import World
 from numba_symm.launch.store import StoreExchange
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.memory.symmetric import SymmetricMemory

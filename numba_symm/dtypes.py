@@ -242,7 +242,7 @@ def in_tree(
 
 
 LOCATED = ("minloc", "maxloc")
-"""Operators on pairs of a value and an index; see ``collectives/pairs.py``."""
+"""Operators on pairs of a value and an index; see ``collectives/operations.py``."""
 
 BITWISE = ("band", "bor", "bxor")
 LOGICAL = ("land", "lor", "lxor")

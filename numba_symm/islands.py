@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-from numba_symm import engines, environment, waits
+from numba_symm import engines, environment
 from numba_symm.engines.protocol import Engine
 from numba_symm.errors import (
     ArgumentError,
@@ -20,17 +20,14 @@ from numba_symm.errors import (
     RankLeft,
     SymmError,
 )
-from numba_symm.failures import Failure
-from numba_symm.island import Island
-from numba_symm.launch import devices, ranks, waiting
-from numba_symm.launch.division import Parts, Places, described, divide
-from numba_symm.launch.nodes import NodeKey
+from numba_symm.launch import devices, failures, ranks, waiting
+from numba_symm.launch.devices import Parts, Places, described, divide
+from numba_symm.launch.failures import Failure
+from numba_symm.launch.members import Island, Members
+from numba_symm.launch.ranks import NodeKey, Purpose, TaggedComm
 from numba_symm.launch.store import StoreExchange
-from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
-from numba_symm.members import Members
-from numba_symm.questions import Questions
-from numba_symm.watchdog import Watchdog, neighbors
+from numba_symm.launch.watchdog import Questions, Watchdog, neighbors
 
 T = TypeVar("T")
 
@@ -227,7 +224,9 @@ class Islands(Members):
             self.timeout,
             limit=f"timeout: {self.timeout:g} s",
             nodes=self.nodes,
-            hint=waits.OTHER_MESSAGE if what == waits.MESSAGE else waits.OTHER_CALL,
+            hint=failures.OTHER_MESSAGE
+            if what == failures.MESSAGE
+            else failures.OTHER_CALL,
         )
 
     def _gate(self, wait: Wait) -> Failure | None:
@@ -272,7 +271,7 @@ class Islands(Members):
         An island that has stopped sends nothing, so the wait is short.
         """
         record, end = self.board.record, time.monotonic() + _REPORTED
-        if record is not None and not ranks.mpi().Is_finalized():
+        if record is not None and not ranks.mpi_module().Is_finalized():
             wanted = len(neighbors(self.index, len(self.parts)))
             while time.monotonic() < end:
                 self.watch()
@@ -285,7 +284,7 @@ class Islands(Members):
 
     def refuse_finalized(self) -> None:
         """Raise ExchangeError if MPI is finalized."""
-        if ranks.mpi().Is_finalized():
+        if ranks.mpi_module().Is_finalized():
             raise ExchangeError(
                 "MPI has been finalized, so the ranks of other islands cannot be "
                 "reached; close communicators before MPI.Finalize()"
@@ -318,7 +317,7 @@ class Islands(Members):
 
 def _refuse_one_thread() -> None:
     """Raise ArgumentError if MPI does not permit calls of several threads."""
-    mpi = ranks.mpi()
+    mpi = ranks.mpi_module()
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise ArgumentError(
             "between several islands, expected an MPI that permits calls of several "

@@ -9,8 +9,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from numba_symm import waits
 from numba_symm.collectives import kernels, operations
+from numba_symm.launch import failures
 
 PAGE = Path(__file__).parents[1] / "docs/adding-an-algorithm.md"
 NAME = "pulled"
@@ -23,9 +23,9 @@ def add():
     global _number
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     wait, kernel, entry = blocks
-    before = set(vars(waits))
-    exec(wait, vars(waits))
-    (_number,) = set(vars(waits)) - before
+    before = set(vars(failures))
+    exec(wait, vars(failures))
+    (_number,) = set(vars(failures)) - before
     path = Path(_folder.name, f"{NAME}.py")
     path.write_text(kernel)
     name = f"{kernels.__name__}.{NAME}"
@@ -38,8 +38,8 @@ def add():
 def remove():
     """Undo that."""
     made = operations.ALL_REDUCE.algorithms.pop(NAME)
-    delattr(waits, _number)
-    del waits.TABLE[made.waits[0]], sys.modules[f"{kernels.__name__}.{NAME}"]
+    delattr(failures, _number)
+    del failures.TABLE[made.waits[0]], sys.modules[f"{kernels.__name__}.{NAME}"]
 
 
 def pytest_configure():

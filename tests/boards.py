@@ -3,8 +3,8 @@
 import ctypes
 from contextlib import ExitStack
 
-from numba_symm.board import Board
 from numba_symm.device import polling
+from numba_symm.launch.board import Board
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from tests.threads import run_ranks

@@ -9,11 +9,11 @@ import time
 
 import numpy as np
 
-from numba_symm.bench import soak, soak_calls
+from numba_symm.bench import soak
 from numba_symm.bench.operations import OPERATIONS
 
 right = OPERATIONS["all_reduce"]
-draw = soak_calls.Client.draw
+draw = soak.Client.draw
 drawn = []
 
 
@@ -33,6 +33,6 @@ def hanging(lane):
 
 if __name__ == "__main__":
     broken = dataclasses.replace(right, expected=shifted)
-    soak_calls.OPERATIONS = {right.name: broken}
-    soak_calls.Client.draw = hanging
+    soak.OPERATIONS = {right.name: broken}
+    soak.Client.draw = hanging
     soak.main()

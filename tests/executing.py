@@ -8,7 +8,7 @@ the names of both. Memory has no contents.
 
 Methods have the names and the results of the driver's functions: a status, and what it
 returns. Handles are integers. ``bind`` puts the driver in the place of
-``numba_symm.driver``; ``table`` is for what compiled code calls.
+``numba_symm.gpu.driver``; ``table`` is for what compiled code calls.
 """
 
 import ctypes
@@ -17,10 +17,10 @@ import threading
 from collections import defaultdict
 from functools import partial
 
-from numba_symm import driver
-from numba_symm.driver_table import Config
 from numba_symm.errors import DriverError
-from numba_symm.streams import PER_THREAD
+from numba_symm.gpu import driver
+from numba_symm.gpu.compiled import Config
+from numba_symm.gpu.streams import PER_THREAD
 
 _LEGACY = 1  # the handle that always names the legacy default stream
 NOT_READY, INVALIDATED, ISOLATION = 600, 901, 905

@@ -4,8 +4,8 @@ import contextlib
 import ctypes
 from types import SimpleNamespace
 
-from numba_symm import driver_table, entry
-from numba_symm.collectives import graphs
+from numba_symm.collectives import enqueueing
+from numba_symm.gpu import compiled, entry
 
 
 class Table:
@@ -19,11 +19,9 @@ class Table:
     def __init__(self, **functions):
         self._kept = [
             _function(functions.get(name), count)
-            for name, count in zip(
-                driver_table.WHERE, driver_table.ARGUMENTS, strict=True
-            )
+            for name, count in zip(compiled.WHERE, compiled.ARGUMENTS, strict=True)
         ]
-        self.addresses = [driver_table.address_of(each) for each in self._kept]
+        self.addresses = [compiled.address_of(each) for each in self._kept]
 
 
 def _function(function, arguments):
@@ -44,8 +42,8 @@ def intercepted(comm, name, act):
 
     If it raises, the function is not called.
     """
-    addresses, at = comm._calls.enqueuer.gate.driver, driver_table.WHERE.index(name)
-    kinds = [ctypes.c_int, *[ctypes.c_int64] * driver_table.ARGUMENTS[at]]
+    addresses, at = comm._calls.enqueuer.gate.driver, compiled.WHERE.index(name)
+    kinds = [ctypes.c_int, *[ctypes.c_int64] * compiled.ARGUMENTS[at]]
     real = ctypes.CFUNCTYPE(*kinds)(addresses[at])
     status = []
 
@@ -53,8 +51,8 @@ def intercepted(comm, name, act):
         act()
         status.append(real(*args))
 
-    own = driver_table.callback(call, len(kinds) - 1)
-    before, addresses[at] = addresses[at], driver_table.address_of(own)
+    own = compiled.callback(call, len(kinds) - 1)
+    before, addresses[at] = addresses[at], compiled.address_of(own)
     try:
         yield
     finally:
@@ -80,7 +78,7 @@ class Board:
 def gate(monkeypatch, **functions):
     """Return an open gate of this thread, and its board."""
     table = Table(**functions)
-    monkeypatch.setattr(graphs, "places", lambda: None)
+    monkeypatch.setattr(enqueueing, "places", lambda: None)
     monkeypatch.setattr(entry, "addresses", lambda: table.addresses)
     made, board = entry.new_gate(), Board()
     board.open(made)

@@ -4,7 +4,7 @@ import signal
 import time
 from collections.abc import Callable
 
-CALLBACKS = "weakrefset.py", "weakref.py", "driver_table.py"
+CALLBACKS = "weakrefset.py", "weakref.py", "gpu/compiled.py"
 """Files with functions that C calls: when Python drops objects, and in the simulator.
 
 They report no exception to C, and those of the simulator are one call on a GPU.

@@ -13,15 +13,14 @@ import numpy as np
 
 from numba_symm import dtypes
 from numba_symm.collectives.islands import moves
-from numba_symm.collectives.islands.binder import STEPS
-from numba_symm.collectives.islands.site import Site
-from numba_symm.collectives.islands.sizes import ON_GPUS, Sizes
+from numba_symm.collectives.islands.construction import STEPS
+from numba_symm.collectives.islands.site import ON_GPUS, Site, Sizes
 from numba_symm.collectives.operations import OPERATIONS, Operation
 from numba_symm.collectives.protocols.binding import Call, Carried
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.dtypes import Element, Op
 from numba_symm.engines.protocol import Parcel
-from numba_symm.launch.division import Parts, Places
+from numba_symm.launch.devices import Parts, Places
 
 SOURCE, TARGET, STAGING = 1 << 44, 1 << 45, 1 << 46  # addresses, equal on all ranks
 

@@ -10,7 +10,8 @@ import math
 import ml_dtypes
 import numpy as np
 
-from numba_symm import dtypes, pads
+from numba_symm import dtypes
+from numba_symm.collectives.composed import WIRES as CODES
 from numba_symm.collectives.kernels import (
     barrier,
     chunked_all_reduce,
@@ -18,10 +19,7 @@ from numba_symm.collectives.kernels import (
     chunked_exchange,
     chunked_reduce,
     coded_sum,
-    convert,
     copied_reductions,
-    counted_copy,
-    digest,
     direct_broadcast,
     direct_exchange,
     direct_reduce,
@@ -36,7 +34,6 @@ from numba_symm.collectives.kernels import (
     message_copy,
     one_shot,
     pack,
-    reduce_shards,
     transfer,
     two_shot,
     two_shot_broadcast,
@@ -44,10 +41,10 @@ from numba_symm.collectives.kernels import (
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import few_tokens, handshake
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
-from numba_symm.collectives.wires import WIRES as CODES
-from numba_symm.device import runs
+from numba_symm.device import puts
 from numba_symm.dtypes import UserEpilogue
-from numba_symm.waits import BARRIER
+from numba_symm.launch.failures import BARRIER
+from numba_symm.memory import pads
 from tests.kernels import bound_kernels, named
 
 ALL, GATHER, SCATTER, SCAN, EXSCAN, REDUCE, BROADCAST = (
@@ -92,9 +89,9 @@ ALGORITHMS = {
     "gather_direct": lambda n, e, op: direct_exchange.kernel(n, e, False),
     "all_reduce_direct": lambda *a: direct_shards.kernel(*a, False, True),
     "scatter_direct": lambda *a: direct_shards.kernel(*a, False, False),
-    "finish": lambda n, e, op: convert.kernel(e, e, op, n),
-    "reduce_shards": reduce_shards.kernel,
-    "reduce_leaves": lambda n, e, op: reduce_shards.leaves_kernel(
+    "finish": lambda n, e, op: pack.convert_kernel(e, e, op, n),
+    "reduce_shards": pack.reduce_shards_kernel,
+    "reduce_leaves": lambda n, e, op: pack.leaves_kernel(
         n, e, dtypes.element(e.accumulate, "test"), op
     ),
     "encode": lambda n, e, op: coded_sum.encode_kernel(n, CODES[op], e, False),
@@ -136,7 +133,7 @@ def epilogues_of(made, outputs):
     """Return what makes the constants of an epilogue's kernel of so many outputs."""
 
     def make(kind):
-        others = runs.Operand(kind, runs.EACH), runs.Operand(FLOAT32, runs.COLUMNS)
+        others = puts.Operand(kind, puts.EACH), puts.Operand(FLOAT32, puts.COLUMNS)
         return made, kind, outputs * (kind,), others
 
     return make
@@ -170,11 +167,11 @@ SIGNALS = {
     "fence": lambda n: pads.fence_kernel(),
     "transfer": lambda n: transfer.kernel(n, 8, False, 1, 1, False),
     "pack": lambda n: pack.kernel(n),
-    "digest": lambda n: digest.kernel(),
+    "digest": lambda n: pack.digest_kernel(),
     "transfer_alone": lambda n: transfer.kernel(n, 8, False, 1, 8, False, alone=True),
     "transfer_counted": lambda n: transfer.kernel(n, 8, True, 1, 1, True),
     "transfer_asked": lambda n: transfer.kernel(n, 8, True, 1, 1, True, True),
-    "counted_copy": lambda n: counted_copy.kernel(n, 8),
+    "counted_copy": lambda n: pack.counted_copy_kernel(n, 8),
     "message_copy": lambda n: message_copy.kernel(),
     "dispatch": expert_dispatch.kernel,
     "mailed_dispatch": mailed_dispatch.kernel,

@@ -10,7 +10,7 @@ from numba_symm import dtypes
 from numba_symm.collectives.kernel_set import endpoint
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.binding import Call
-from numba_symm.kernels import PACKAGE, _device_files, bound
+from numba_symm.gpu.kernels import PACKAGE, _device_files, bound
 
 MAKERS = {"Kernel", "make_kernel", "kernels_of"}  # their first argument is a factory
 

@@ -21,7 +21,7 @@ import numpy as np
 from numba import cuda
 
 from numba_symm import mpi
-from numba_symm.own_arrays import Memory
+from numba_symm.gpu.arrays import Memory
 
 TYPES = os.environ.get("NUMBA_SYMM_TEST_TYPES", "i")
 """NumPy's letters of the types of the tests' arrays; each costs as much again."""

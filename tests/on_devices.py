@@ -22,7 +22,8 @@ from types import ModuleType
 
 import numpy as np
 
-from numba_symm import arrays, mpi
+from numba_symm import mpi
+from numba_symm.gpu import arrays
 
 
 def take_arrays_of_numpy():

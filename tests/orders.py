@@ -40,7 +40,7 @@ def orders(*places):
 def guarded():
     """Return the functions in which only a GPU's branch waits or orders streams.
 
-    Each is named by its module and qualified name: ``mpi.sends.Sends._wait``.
+    Each is named by its module and qualified name: ``mpi.p2p.Sends._wait``.
     """
     found = set()
     for folder, folders, files in os.walk(PACKAGE, followlinks=True):

@@ -33,7 +33,7 @@ class Bound:
 
     def pytest_collection_finish(self):
         from numba_symm.collectives.operations import Operation
-        from numba_symm.kernels import Kernel
+        from numba_symm.gpu.kernels import Kernel
         from tests.kernels import named, named_call
 
         bind, bind_call = Kernel.bind, Operation.bind

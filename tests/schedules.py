@@ -8,7 +8,7 @@ from collections import Counter, deque
 
 import numpy as np
 
-from numba_symm.collectives.kernels import reduce_shards
+from numba_symm.collectives.kernels import pack
 from numba_symm.collectives.operations import OPERATIONS
 from tests.expected import expected
 from tests.island_schedules import SOURCE, STAGING, TARGET
@@ -165,8 +165,8 @@ class Machine:
             for i in range(step.number)
         ]
         found = folded(dict(enumerate(slots)), step.op)
-        if step.number > reduce_shards.MOST:  # which stores what it reduces first
-            for i in range(0, step.number, reduce_shards.MOST):
+        if step.number > pack.MOST:  # which stores what it reduces first
+            for i in range(0, step.number, pack.MOST):
                 self.at(rank, step.first + i * stride, stride)[:] = 0xA5
         at = step.first + step.own * stride
         self.at(rank, at, found.nbytes)[:] = found.view(np.uint8)

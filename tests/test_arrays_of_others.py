@@ -12,10 +12,10 @@ import pytest
 from spawned import attempt, run_ranks
 
 import numba_symm as ns
-from numba_symm import streams
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.binding import Series
 from numba_symm.collectives.protocols.workspace import layout
+from numba_symm.gpu import streams
 from tests.algorithms import entry
 
 AWAY, COUNT, REUSED = 1, 96, 77

@@ -16,11 +16,12 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
-from numba_symm import loads, waits
 from numba_symm.collectives import operations
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
 from numba_symm.collectives.protocols.binding import Series
+from numba_symm.gpu import loads
+from numba_symm.launch import failures
 from tests.absence import AWAY, PATIENT, SOON, context_is_alive, input_of, reduced
 from tests.algorithms import entry
 from tests.spawned import attempt
@@ -124,7 +125,7 @@ def own(kernel, answers=1):
 ALGORITHMS = {
     name: (
         all_reduce(name),
-        f"{re.escape(waits.TABLE[made.waits[0]].words)}, block 0, epoch 1",
+        f"{re.escape(failures.TABLE[made.waits[0]].words)}, block 0, epoch 1",
     )
     for name, made in operations.ALL_REDUCE.algorithms.items()
 }

@@ -12,8 +12,8 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import own_arrays, streams
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.kernels import Kernel, Launch
 from tests.gates import intercepted
 from tests.spawned import attempt, run_ranks
 
@@ -137,7 +137,7 @@ CALLS = {
         ("a launch", all_reduce, (*LAUNCH, 0)),
         ("an event after a launch", all_reduce, (DRIVER, "cuEventRecord", 0)),
         ("compiling", all_reduce, (Kernel, "bind", 0)),
-        ("memory for the output", all_reduce, (own_arrays, "empty", 0)),
+        ("memory for the output", all_reduce, (arrays, "empty", 0)),
         ("a plan's launch", plan, (*LAUNCH, 0)),
         ("the second launch of three", direct_shards, (*LAUNCH, 1)),
         ("the launch of one in a group", group, (*LAUNCH, 1)),

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm.kernels import Kernel
-from numba_symm.launch import fds, nodes, waiting
+from numba_symm.gpu.kernels import Kernel
+from numba_symm.launch import fds, ranks, waiting
 from tests.absence import (
     AWAY,
     PATIENT,
@@ -421,8 +421,8 @@ def fails_on_one_rank(world, how):
             os.environ["NUMBA_SYMM_SETUP_TIMEOUT"] = "soon"
             undo.callback(os.environ.pop, "NUMBA_SYMM_SETUP_TIMEOUT")
         elif how == "nodes" and one:
-            undo.callback(setattr, nodes, "BOOT_ID", nodes.BOOT_ID)
-            nodes.BOOT_ID = Path("/nowhere")
+            undo.callback(setattr, ranks, "BOOT_ID", ranks.BOOT_ID)
+            ranks.BOOT_ID = Path("/nowhere")
         elif how == "no memory" and one:
 
             def refuse(self, nbytes, *args):

@@ -125,7 +125,7 @@ def calls_of_messages(rank, ranks, count):
 def check(world, division):
     from numba import cuda
 
-    from numba_symm.collectives.islands.sizes import DEFAULT
+    from numba_symm.collectives.islands.site import DEFAULT_SIZES
     from numba_symm.engines import mpi as engine
     from numba_symm.launch import waiting
     from tests.island_schedules import ScheduledJob, exchanges
@@ -159,7 +159,7 @@ def check(world, division):
         assert steps[ranks] == 12, steps  # as in docs/limits.md
         few = 60 * ranks + 360 * (ranks - 1).bit_length()
         assert rank or received[ranks] < few, received  # bytes of its children
-        job = ScheduledJob(comm.islands, DEFAULT)
+        job = ScheduledJob(comm.islands, DEFAULT_SIZES)
         # Only schedules depend on whether neighbors are in different islands.
         mixed = division.endswith("x")
         for count in (5,) if mixed else (5, 300):
@@ -193,9 +193,9 @@ def check_prepared(comm):
     """Check that ``prepare`` lists what scans use within islands, also larger ones."""
     from numba import cuda
 
-    from numba_symm import kernels
     from numba_symm.collectives import kernel_set
     from numba_symm.engines import deadline
+    from numba_symm.gpu import kernels
 
     calls = comm._calls
     given = ("scan", "exscan"), ("float32",), ("sum",)

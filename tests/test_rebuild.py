@@ -276,7 +276,7 @@ def interrupted(world, comm, folder):
     """Interrupt rank 1 at each moment, rebuild, and make a communicator of all."""
     import numba_symm as ns
     from numba_symm.collectives.islands import construction, rebuilding
-    from numba_symm.launch import duplicates
+    from numba_symm.launch import locks
     from numba_symm.launch.waiting import Wait
 
     made_of, pause, found = construction.made_of, Wait.pause, []
@@ -305,7 +305,7 @@ def interrupted(world, comm, folder):
                 ns.Communicator(world)
 
         places = {
-            "before": (duplicates, "duplicate", interrupt),
+            "before": (locks, "duplicate", interrupt),
             "begun": (Wait, "pause", interrupt),
             "made": (Wait, "pause", until_made),
             "gathered": (rebuilding._Steps, "_value_of", interrupt),

@@ -12,7 +12,7 @@ PROGRAM = """
     import numpy as np
     from mpi4py import MPI
     import numba_symm as ns
-    from numba_symm import loads
+    from numba_symm.gpu import loads
 
     world = MPI.COMM_WORLD
     with ns.Communicator(world, timeout=8) as comm:

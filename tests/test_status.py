@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import numba_symm as ns
-from numba_symm.command import cli, status
+from numba_symm.command import cli, doctor
 from tests.absence import AWAY, PATIENT, SOON, context_is_alive, input_of, warm_up
 from tests.spawned import attempt
 
@@ -133,7 +133,7 @@ def watched(comm, *words):
 
     with pytest.MonkeyPatch.context() as patch:
         clock = SimpleNamespace(sleep=sleep, monotonic_ns=time.monotonic_ns)
-        patch.setattr(status, "time", clock)
+        patch.setattr(doctor, "time", clock)
         shown = command(*words, "--watch")
     assert pauses == [1.0, 1.0]
     return shown

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm.bench.calls import ROOT, messages
 from numba_symm.bench.contenders import Way, Ways, no_context
+from numba_symm.bench.operations import ROOT, messages
 
 
 def check() -> None:

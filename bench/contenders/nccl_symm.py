@@ -6,7 +6,7 @@ from numba import cuda
 
 from numba_symm.bench.contenders import Ways, need_a_gpu_each
 from numba_symm.bench.contenders.nccl import Nccl, check
-from numba_symm.own_arrays import Memory
+from numba_symm.gpu.arrays import Memory
 
 __all__ = ["NcclSymm", "check", "make"]
 

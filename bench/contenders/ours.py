@@ -5,15 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm.bench import traffic
-from numba_symm.bench.calls import EnqueueOn
+from numba_symm.bench import measure
 from numba_symm.bench.contenders import Launched, OfEveryOperation, Way, Ways
-from numba_symm.bench.operations import BenchOperation
+from numba_symm.bench.operations import BenchOperation, EnqueueOn
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.kernels import Bound, bound
+from numba_symm.gpu.kernels import Bound, bound
 
 NAME = "numba_symm"
 
@@ -54,7 +53,7 @@ class Ours(OfEveryOperation):
     @property
     def captures(self) -> bool:
         """Whether graphs can capture the calls."""
-        return not SIMULATED and traffic.captures(self._comm)
+        return not SIMULATED and measure.captures(self._comm)
 
     @property
     def islands(self) -> tuple[tuple[int, ...], ...]:
@@ -64,7 +63,7 @@ class Ours(OfEveryOperation):
     @property
     def sent(self) -> int:
         """The bytes that this rank has sent to other islands so far."""
-        return traffic.sent(self._comm)
+        return measure.sent(self._comm)
 
     def allocate(self, nbytes: int) -> Any:
         """Return a new array of bytes: symmetric memory, unless ``plain``."""

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm.bench.facts import commit
+from numba_symm.bench.report import commit
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

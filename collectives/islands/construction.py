@@ -1,25 +1,173 @@
-"""The construction of communicators, of one island or of several.
+"""The construction of communicators, and the binder of several islands.
+
+The construction of communicators, of one island or of several.
 
 The modules for several are imported when they are needed, because most jobs need none.
 """
 
+import dataclasses
 import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from numba_symm.collectives import lifetime
+from numba_symm.collectives.binder import Binder, Placing
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.lifetime import Options
-from numba_symm.errors import CollectiveError, PeerAccessError, SymmError
-from numba_symm.island import Apart, Island
-from numba_symm.launch import duplicates, ranks, waiting
-from numba_symm.launch.division import among
-from numba_symm.launch.tagged import TaggedComm
+from numba_symm.collectives.islands import moves, reductions, site
+from numba_symm.collectives.islands.site import ALIGNED, Site, Sizes, padded
+from numba_symm.collectives.lifetime import Options, Settings
+from numba_symm.collectives.operations import OPERATIONS, Operation
+from numba_symm.collectives.protocols.binding import Call, Enqueue, Series
+from numba_symm.collectives.protocols.credit import Message
+from numba_symm.collectives.protocols.workspace import layout
+from numba_symm.dtypes import UserOperator
+from numba_symm.errors import ArgumentError, CollectiveError, PeerAccessError, SymmError
+from numba_symm.islands import Islands
+from numba_symm.launch import locks, ranks, waiting
+from numba_symm.launch.devices import Parts, among, described
+from numba_symm.launch.members import Apart, Island, patience
+from numba_symm.launch.ranks import NodeKey, TaggedComm
 from numba_symm.launch.waiting import Wait
-from numba_symm.members import patience
+from numba_symm.memory.allocator import Heap
+
+STEPS: dict[str, Callable[[Site, Call], list[Enqueue]]] = {
+    "all_reduce": reductions.all_reduce,
+    "reduce": reductions.reduce,
+    "reduce_scatter_v": reductions.reduce,  # one for each rank's shard
+    "reduce_scatter": reductions.reduce_scatter,
+    **{
+        each.name: partial(reductions.scanned, each)
+        for each in OPERATIONS.values()
+        if each.exchange.output.scans
+    },
+    "all_gather": moves.all_gather,
+    "all_to_all": moves.all_to_all,
+    "broadcast": moves.broadcast,
+}
+"""By operation, the function that returns the steps of a call."""
+
+
+class IslandsBinder(Binder):
+    """Binds the calls of a communicator of several islands.
+
+    Args:
+        site: this rank's site.
+    """
+
+    def __init__(self, site: Site):
+        super().__init__(site.end, site.beside.end)
+        self._site = site
+
+    def placing(self, places: Callable[[int], Placing]) -> "IslandsBinder":
+        """Return a binder for listing kernels; see :meth:`Binder.placing`."""
+        end = dataclasses.replace(self.end, place=places(self.end.size))
+        return IslandsBinder(dataclasses.replace(self._site, end=end, listing=True))
+
+    def operation(self, operation: Operation, algorithm: str, call: Call) -> Enqueue:
+        """Bind a call. The steps within islands choose their algorithms themselves.
+
+        Raises:
+            ArgumentError: on all ranks: a function would not be applied in rank order.
+        """
+        if isinstance(call.op, UserOperator) and not call.op.commutative:
+            self._refuse_interleaved(operation.name)
+        found = moves.call(self._site, operation, call)
+        return found or Series(*STEPS[operation.name](self._site, call))
+
+    def _refuse_interleaved(self, what: str) -> None:
+        """Raise ArgumentError if an island's ranks are not consecutive."""
+        parts = self._site.parts
+        if any(part[-1] - part[0] >= len(part) for part in parts):
+            found = "; ".join(map(ranks.name_ranks, parts))
+            raise ArgumentError(
+                f"{what}: expected islands of consecutive ranks for a function as op, "
+                "because each island applies it to its own ranks first, got the "
+                f"islands {found}; split the communicator into such islands, or pass "
+                "the name of an operator"
+            )
+
+    def messages(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Enqueue:
+        """Bind messages: those within the island and the others, side by side."""
+        return Series(*moves.messages(self._site, sends, receives))
+
+    def barrier(self) -> Enqueue:
+        """Bind a barrier of all ranks."""
+        return Series(*moves.barrier(self._site))
+
+
+def begin_several(
+    comm: TaggedComm,
+    device: int | None,
+    timeout: float | None,
+    options: Options,
+    seen: Sequence[NodeKey],
+) -> tuple[Calls, bool]:
+    """Return the calls of a new communicator, and whether to show its islands.
+
+    Collective. ``seen`` is what :class:`Apart` has.
+    """
+    given = device, timeout
+    calls = lifetime.begin(
+        lambda undo: Islands(comm, undo, *given, seen=seen), options, _of_several
+    )
+    assert isinstance(calls.members, Islands)
+    return calls, calls.members.shown
+
+
+def join(calls: Calls, comm: TaggedComm, members: Sequence[int], parts: Parts) -> Calls:
+    """Return a new communicator of some ranks of several islands. Collective."""
+
+    def make(undo: ExitStack) -> Islands:
+        device, timeout = calls.gpu.ordinal, calls.members.timeout
+        parent = calls.members, members
+        return Islands(
+            comm, undo, device, timeout, part=True, parts=parts, parent=parent
+        )
+
+    return lifetime.begin(make, lifetime.options_of(calls), _of_several)
+
+
+def _of_several(
+    islands: Islands, heap: Heap, settings: Settings, undo: ExitStack
+) -> Calls:
+    """Return the calls of several islands. Collective."""
+    inner, world = islands.inner, islands.world
+    _refuse_too_many(len(islands.parts), site.DEFAULT_SIZES)
+    if settings.requests:
+        raise ArgumentError(
+            "Communicator: expected one island for requests=True, got the islands "
+            f"{described(islands.parts, islands.nodes)}; pass requests=False, and "
+            "use send, recv and group"
+        )
+    islands.connect(settings.limit)
+    nbytes = layout(inner.world.size).nbytes
+    start = padded(nbytes)
+    more = start - nbytes + ALIGNED + site.DEFAULT_SIZES.staging
+    with islands.within("Communicator"):
+        order, end, memory = lifetime.joined(heap, settings.limit, undo, more)
+    whole = dataclasses.replace(end, rank=world.rank, size=world.size)
+    given = settings.stream, settings.debug, memory
+    calls = Calls(islands, heap, order, whole, *given)
+    here = Site(islands, end, padded(memory.address + start), sizes=site.DEFAULT_SIZES)
+    calls.binder = IslandsBinder(here)
+    return calls
+
+
+def _refuse_too_many(islands: int, limits: Sizes) -> None:
+    """Raise ArgumentError if the staging memory has no room for so many islands."""
+    if islands > limits.islands:
+        raise ArgumentError(
+            f"Communicator: expected at most {limits.islands} islands, because a part "
+            f"of a call for each must fit into {limits.staging >> 10} KiB of staging "
+            f"memory, got {islands}; make several communicators (in MPI: comm.Split)"
+        )
+
 
 WHAT = "Communicator"
 
@@ -36,40 +184,40 @@ def begin(
 
     The ranks try to be one island first; if they are not, they are divided.
     """
-    from numba_symm.collectives import warm_up
+    from numba_symm.collectives import kernel_set
 
-    with warm_up.while_constructing(ranks.checked(comm).size):
+    with kernel_set.while_constructing(ranks.checked(comm).size):
         return _made(comm, device, timeout, options)
 
 
 def _made(
     comm: ranks.Comm, device: int | None, timeout: float | None, options: Options
 ) -> Calls:
-    duplicates.enter(comm)
-    look = functools.partial(duplicates.look, comm)
+    locks.enter(comm)
+    look = functools.partial(locks.look, comm)
     with waiting.watching(_watch_of_open(comm)), waiting.watching(look):
         while True:
-            continued = duplicates.has_begun(comm)
+            continued = locks.has_begun(comm)
             wait = Wait(WHAT, comm.rank, patience())
             try:
-                mine = duplicates.duplicate(comm, wait)
+                mine = locks.duplicate(comm, wait)
             except BaseException as error:
                 if not isinstance(error, SymmError):
-                    duplicates.leave(comm, error, WHAT)
+                    locks.leave(comm, error, WHAT)
                 raise
             try:
                 made = made_of(mine, device, timeout, options)
             except BaseException as error:
-                duplicates.give_up(comm, mine, error)
+                locks.give_up(comm, mine, error)
                 # The call that began the duplicate was interrupted on this rank. Others
                 # had it by then, and have given it up; they begin another one, too.
                 refused = isinstance(mine, TaggedComm) and mine.refused
                 if continued and refused and isinstance(error, CollectiveError):
                     continue
                 if continued and not isinstance(error, SymmError):
-                    duplicates.leave(comm, error, WHAT)  # they wait for that one
+                    locks.leave(comm, error, WHAT)  # they wait for that one
                 raise
-            duplicates.give_up(comm, mine)
+            locks.give_up(comm, mine)
             return made
 
 
@@ -118,7 +266,7 @@ def _watch_of_open(comm: ranks.Comm) -> Callable[[], None]:
 
 def _have_common(comm: Any, other: TaggedComm, numbers: Sequence[int]) -> bool:
     """Return whether some ranks of another communicator are ranks of ``comm``."""
-    mpi = ranks.mpi()
+    mpi = ranks.mpi_module()
     group, others = comm.Get_group(), other.mpi.Get_group()
     try:
         there = [other.ranks[number] for number in numbers if number < other.size]
@@ -138,7 +286,7 @@ def made_of(
     """Return the calls of a communicator of ranks, by messages of its own. Collective.
 
     Args:
-        mine: the ranks; see :func:`duplicates.duplicate`.
+        mine: the ranks; see :func:`locks.duplicate`.
         device: as for the constructor.
         timeout: as for the constructor.
         options: as for the constructor.
@@ -157,9 +305,8 @@ def made_of(
                     f"{error}; between several islands, expected an mpi4py "
                     f"communicator, got {mine!r}"
                 ) from error
-        from numba_symm.collectives.islands import several
 
-        calls, shown = several.begin(mine, device, timeout, options, seen)
+        calls, shown = begin_several(mine, device, timeout, options, seen)
         if shown:
             _show(f"numba-symm: islands: {calls.members.described()}")
         return calls
@@ -173,10 +320,10 @@ def _claimed(comm: ranks.Comm | TaggedComm) -> Iterator[None]:
     waits by messages may get two reports; ``comm`` is not used afterwards.
     """
     try:
-        duplicates.claim(comm)
+        locks.claim(comm)
         yield
     except BaseException as error:
-        duplicates.claim(comm)  # if the interrupt came first; the others have used it
+        locks.claim(comm)  # if the interrupt came first; the others have used it
         if not isinstance(error, SymmError):
             waiting.leave(comm, error, WHAT)
         raise
@@ -204,6 +351,4 @@ def _join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -
         return lifetime.join(calls, comm, members)
     assert isinstance(comm, TaggedComm)  # only MPI's ranks are several islands
 
-    from numba_symm.collectives.islands import several
-
-    return several.join(calls, comm, members, parts)
+    return join(calls, comm, members, parts)

@@ -44,11 +44,10 @@ from numba_symm.errors import (
     SymmError,
     left,
 )
-from numba_symm.launch import ranks, tagged, waiting
-from numba_symm.launch.ranks import name_ranks
-from numba_symm.launch.tagged import Purpose, TaggedComm
+from numba_symm.launch import ranks, waiting
+from numba_symm.launch.members import patience
+from numba_symm.launch.ranks import Purpose, TaggedComm, name_ranks
 from numba_symm.launch.waiting import Wait
-from numba_symm.members import patience
 
 WHAT = "rebuild"
 
@@ -73,7 +72,7 @@ def rebuilt(calls: Calls) -> Calls:
     Collective over these.
     """
     comm = _checked(calls)
-    comm.mpi.Set_errhandler(ranks.mpi().ERRORS_RETURN)
+    comm.mpi.Set_errhandler(ranks.mpi_module().ERRORS_RETURN)
     steps = _begun.get(calls)
     if steps is None:
         steps = _begun[calls] = _Steps(calls, comm)
@@ -155,7 +154,7 @@ class _Agreement:
             try:
                 if not self._requests[0].Test():
                     return False
-            except ranks.mpi().Exception:  # on all ranks: one has died
+            except ranks.mpi_module().Exception:  # on all ranks: one has died
                 well = 0
             # The bits are those of all that live, also after such an error.
             self.result = int(self._bits[0]) & (_STAYED | well)
@@ -262,13 +261,13 @@ class _Steps:
         _closed(self._calls)
         if self._mine is None:
             self._meet(self._comm.mpi, _STAYED)
-            self._from(tagged.whole(self._taken(), owned=False))
+            self._from(ranks.whole(self._taken(), owned=False))
         assert self._mine is not None
         if not self._constructs:
             self._constructs = True
             try:
                 self._made = _construct(self._calls, self._mine)
-            except (SymmError, ranks.mpi().Exception) as error:
+            except (SymmError, ranks.mpi_module().Exception) as error:
                 self._failure, self._failed_in = error, self._number
         # Without a result, this rank has left the construction. One that failed in an
         # earlier call may have failed because another rank left.
@@ -289,7 +288,7 @@ class _Steps:
         before, left, failure = self._mine.mpi, self._taken(), self._failure
         died = left.size < before.size
         before.Free()
-        self._from(tagged.whole(left, owned=False))
+        self._from(ranks.whole(left, owned=False))
         if stayed and not died:
             left.Free()
             self._from(None)
@@ -319,7 +318,7 @@ class _Steps:
         Wait(WHAT, self._comm.rank, _PROMPT).until(self._second.ended)
         if self._second.result & _STAYED:
             self._left = mpi.Shrink()
-            self._left.Set_errhandler(ranks.mpi().ERRORS_RETURN)
+            self._left.Set_errhandler(ranks.mpi_module().ERRORS_RETURN)
         else:  # all ranks meet again
             self._first = self._second = None
 
@@ -359,7 +358,7 @@ class _Steps:
         """Raise if another rank has left."""
         comm = self._reports
         for there in comm.ranks:
-            with suppress(ranks.mpi().Exception):  # it has died
+            with suppress(ranks.mpi_module().Exception):  # it has died
                 while comm.mpi.iprobe(there, comm.tag):
                     waiting.begin(self._heard, comm.mpi.recv, None, there, comm.tag)
         for error in self._leavers():
@@ -377,7 +376,7 @@ class _Steps:
     def _send(self, rank: int, found: Any) -> None:
         comm = self._reports
         message = self._number, comm.rank, found
-        with suppress(ranks.mpi().Exception):  # it has died
+        with suppress(ranks.mpi_module().Exception):  # it has died
             waiting.begin(
                 waiting.unfinished, comm.mpi.isend, message, comm.ranks[rank], comm.tag
             )

@@ -1,14 +1,19 @@
-"""This rank's site: its place among the islands, and the steps of calls."""
+"""A rank's site: its place among the islands, steps of calls, and their sizes.
+
+The sizes according to which calls over several islands choose their steps.
+
+Each operation has one way for a few islands, in which every one exchanges with every
+other at a time, and one for more, in base 2 along the rails (``rails.py``). Which one a
+call takes follows from the number of islands and its size alone, so all ranks agree.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from numba_symm import streams
-from numba_symm.collectives.islands.sizes import DEFAULT, Sizes
 from numba_symm.collectives.kernels import barrier as barriers
-from numba_symm.collectives.kernels import convert, pack, reduce_shards, transfer
+from numba_symm.collectives.kernels import pack, transfer
 from numba_symm.collectives.operations import ALL_GATHER, BROADCAST, Operation
 from numba_symm.collectives.protocols.binding import (
     Call,
@@ -21,9 +26,96 @@ from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import HELD, VECTOR, divide_up
 from numba_symm.dtypes import Element
 from numba_symm.engines.protocol import Collective, Parcel
+from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CollectiveError
+from numba_symm.gpu import streams
 from numba_symm.islands import Islands
-from numba_symm.launch.division import consecutive
+from numba_symm.launch.devices import consecutive
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Limits, equal on all ranks. All but ``few`` are bytes.
+
+    Attributes:
+        staging: the size of the memory through which reductions pass, on each rank. It
+            has two halves, for two chunks that overlap.
+        few: up to this number of islands, each exchanges with every other one at a
+            time. More are many.
+        small: the size of the largest message, as carried, that few islands exchange as
+            a whole; many broadcast it along the root's rail.
+        one_step: the most that the owner of a shard, as carried, receives from few
+            islands in one step. Longer shards are exchanged in two steps: first smaller
+            ranges of them, and then the results of these.
+        chunk: the smallest size of a chunk's shard.
+        one_rail: the most of a broadcast that the root sends to a few other islands.
+        whole: the most that a rank receives if many islands exchange whole results,
+            which it combines itself.
+        kept: the same in a reduce-scatter, where it keeps only a shard.
+        part: the least part for each island that many islands send once. Smaller ones
+            cross in base 2: in fewer messages, most of them several times.
+        summed: the same in an all-reduce, where the parts' results cross as well.
+        apart: the least shard of an all-to-all that ranks of many islands send to each
+            other themselves.
+    """
+
+    staging: int
+    few: int
+    small: int
+    one_step: int
+    chunk: int
+    one_rail: int
+    whole: int
+    kept: int
+    part: int
+    summed: int
+    apart: int
+
+    @property
+    def half(self) -> int:
+        """The bytes of half of the staging memory."""
+        return self.staging // 2
+
+    @property
+    def islands(self) -> int:
+        """The most islands whose slots of the smallest chunks fit into a half."""
+        return self.half >> 10
+
+
+ON_GPUS = Sizes(
+    staging=64 << 20,
+    few=8,
+    small=32 << 10,
+    one_step=256 << 10,
+    # An estimate: they take 40 µs at 400 Gb/s, and an exchange by NCCL at least 20.
+    chunk=2 << 20,
+    # An estimate: at 400 Gb/s they take 5 µs, and another step within an island 2 to 3.
+    one_rail=256 << 10,
+    # Estimates: no network of many islands has been measured. The starts of five
+    # exchanges take about as long as 4 MiB at 400 Gb/s.
+    whole=4 << 20,
+    kept=1 << 20,
+    part=32 << 10,
+    summed=64 << 10,
+    apart=256 << 10,
+)
+
+IN_THE_SIMULATOR = Sizes(
+    staging=1 << 17,
+    few=3,
+    small=256,
+    one_step=512,
+    chunk=1 << 10,
+    one_rail=256,
+    whole=1 << 10,
+    kept=1 << 9,
+    part=128,
+    summed=256,
+    apart=512,
+)
+
+DEFAULT_SIZES = IN_THE_SIMULATOR if SIMULATED else ON_GPUS
+
 
 ALIGNED = 256  # bytes
 
@@ -47,7 +139,7 @@ class Site:
     staging: int
     listing: bool = False
     shares: bool = False
-    sizes: Sizes = DEFAULT
+    sizes: Sizes = DEFAULT_SIZES
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:
@@ -288,7 +380,7 @@ class Site:
         if number == 1:
             return []
         vectors, element, op = stride // VECTOR, carried.element, carried.op
-        bind = reduce_shards.bind
+        bind = pack.bind_reduce_shards
         return [bind(self.end, first, vectors, own, number, element, op)]
 
     def finished(
@@ -305,7 +397,9 @@ class Site:
         if kinds[0] == kinds[1] and carried.call.op != "avg":
             return self.copy(target, source, count * kinds[0].itemsize)
         op = carried.call.op if carried.call.op == "avg" else "sum"
-        return [convert.bind(self.end, kinds, source, target, count, op, self.size)]
+        return [
+            pack.bind_convert(self.end, kinds, source, target, count, op, self.size)
+        ]
 
     def widened(
         self, carried: Carried, source: int, target: int, count: int
@@ -317,7 +411,7 @@ class Site:
         kinds = carried.call.element, carried.element
         if kinds[0] == kinds[1]:
             return [], source
-        return [convert.bind(self.end, kinds, source, target, count)], target
+        return [pack.bind_convert(self.end, kinds, source, target, count)], target
 
 
 class StagingRanges:

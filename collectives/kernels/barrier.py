@@ -7,10 +7,10 @@ before its barrier are visible to all ranks' streams after their barriers.
 
 from typing import Any
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.kernels import Launch
+from numba_symm.gpu.kernels import Launch
+from numba_symm.launch import failures
 
 
 def make_barrier(size: int, operation: int) -> Any:
@@ -18,7 +18,7 @@ def make_barrier(size: int, operation: int) -> Any:
 
     Args:
         size: number of ranks.
-        operation: the number in ``waits.py`` for a wait that is given up.
+        operation: the number in ``launch/failures.py`` for a wait that is given up.
     """
     epochs, flags = (
         workspace.layout(size).barrier.epochs,
@@ -43,5 +43,5 @@ kernel = binding.kernels_of(make_barrier)
 
 def bind(end: binding.Endpoint, operation: int | None = None) -> Launch:
     """Return the launch of a barrier, of its own or within another operation."""
-    of_it = kernel(end.size, waits.BARRIER if operation is None else operation)
+    of_it = kernel(end.size, failures.BARRIER if operation is None else operation)
     return binding.launch(of_it, end, 1)

@@ -32,7 +32,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     handshake,
@@ -49,7 +48,8 @@ from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECT
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Launch
+from numba_symm.gpu.kernels import Launch
+from numba_symm.launch import failures
 
 SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags signals
 
@@ -173,7 +173,7 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
     held = size * min(workspace.CHUNKED.tiles(size), max(1, workspace.LOADS // size))
 
     raise_flags, await_flags = make_flags(size)
-    operation = waits.CHUNKED
+    operation = failures.CHUNKED
     is_done = handshake.make_is_done(size)
 
     def chunked_all_reduce(
@@ -273,7 +273,7 @@ def bind(end: binding.Endpoint, call: binding.Call, fallback_for: int = 0) -> La
     Args:
         end: this rank's end.
         call: the call.
-        fallback_for: after a handshake, the number in ``waits.py`` of what the ranks
+        fallback_for: after a handshake, the number in ``failures.py`` of what the ranks
             wait for there; 0: there was none.
     """
     share = partition.shard(call.vectors, end.size)

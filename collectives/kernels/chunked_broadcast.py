@@ -18,7 +18,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     handshake,
@@ -36,7 +35,8 @@ from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
 from numba_symm.device import intrinsics, lanes, order
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Launch
+from numba_symm.gpu.kernels import Launch
+from numba_symm.launch import failures
 
 
 def make_relay(
@@ -120,7 +120,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     held = max(min(room, max(1, workspace.LOADS // size)) * (size - 1), workspace.LOADS)
     lag = 2 if size > 2 else 1
     raise_flags, await_flags = make_flags(size)
-    operation = waits.CHUNKED_BROADCAST
+    operation = failures.CHUNKED_BROADCAST
     is_done = handshake.make_is_done(size)
 
     def chunked_broadcast(

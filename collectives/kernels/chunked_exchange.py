@@ -43,10 +43,9 @@ from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
 from numba_symm.device import intrinsics, order
-from numba_symm.device.lanes import Lanes, make_lanes
-from numba_symm.device.slices import repeated
+from numba_symm.device.lanes import Lanes, make_lanes, repeated
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Launch
+from numba_symm.gpu.kernels import Launch
 
 
 def received_of(size: int, output: Output) -> int:

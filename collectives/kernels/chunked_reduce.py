@@ -31,7 +31,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     handshake,
@@ -50,7 +49,8 @@ from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECT
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Launch
+from numba_symm.gpu.kernels import Launch
+from numba_symm.launch import failures
 
 
 def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
@@ -118,7 +118,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
     )
     reduce = make_reduce(size, lanes)
     raise_flags, await_flags = make_flags(size)
-    operation = waits.CHUNKED_REDUCE
+    operation = failures.CHUNKED_REDUCE
     is_done = handshake.make_is_done(size)
     at = workspace.layout(size).chunked
     epochs, flags = at.epochs, at.flags

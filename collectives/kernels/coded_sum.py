@@ -1,9 +1,10 @@
 """The kernels of quantized sums: encode, add, decode; also for tokens.
 
-``wires.py`` contains the calls, in which other kernels exchange the codes. Each thread
-reads and writes codes and elements of its own. The kernels wait only for the previous
-kernel of the stream, and not for other ranks. The threads of a group only exchange
-their largest magnitudes, in registers. A rank that has failed stores no result.
+``collectives/composed.py`` contains the calls, in which other kernels exchange the
+codes. Each thread reads and writes codes and elements of its own. The kernels wait only
+for the previous kernel of the stream, and not for other ranks. The threads of a group
+only exchange their largest magnitudes, in registers. A rank that has failed stores no
+result.
 
 A *record* contains the codes of four groups, and then their scales. So any number of
 records is a contiguous array with aligned vectors.
@@ -22,7 +23,7 @@ from numba_symm.device import groups, intrinsics
 from numba_symm.device.groups import GROUP, IN_VECTOR
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
 
 LANES = min(GROUP // IN_VECTOR, THREADS)
 """Threads of a group."""

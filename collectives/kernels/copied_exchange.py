@@ -17,7 +17,7 @@ from typing import NamedTuple
 from numba_symm.collectives.protocols import binding, exchanges, handshake
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.copies import Beside
-from numba_symm.streams import Copy
+from numba_symm.gpu.streams import Copy
 
 
 class _Read(NamedTuple):
@@ -45,7 +45,7 @@ def bind(
 
     Args:
         kind: what is exchanged; nothing is reduced.
-        operation: the number in ``waits.py`` for a wait that is given up.
+        operation: the number in ``launch/failures.py`` for a wait that is given up.
         bind_fallback: binds the operation through the workspace.
         end: this rank's end.
         call: the call.

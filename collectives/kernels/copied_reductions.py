@@ -46,16 +46,15 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import binding, partition, workspace
 from numba_symm.collectives.protocols.copies import enqueue
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import intrinsics
-from numba_symm.device.lanes import Lanes, make_lanes
+from numba_symm.device.lanes import WHOLE, Lanes, make_lanes, shifted
 from numba_symm.device.order import make_total
-from numba_symm.device.slices import WHOLE, shifted
 from numba_symm.dtypes import Element, Op
-from numba_symm.streams import Copy
+from numba_symm.gpu.streams import Copy
+from numba_symm.launch import failures
 
 LOADS = 8  # vectors that a thread loads before it stores any
 
@@ -316,7 +315,7 @@ def bind_all_reduce(
     """Return what enqueues it, for 2 to ``workspace.COPYING`` ranks.
 
     Args:
-        bind_barrier: binds a barrier; takes the number in ``waits.py`` of what the
+        bind_barrier: binds a barrier; takes the number in ``failures.py`` of what the
             ranks wait for.
         end: this rank's end.
         call: the call.
@@ -329,7 +328,7 @@ def bind_all_reduce(
         order += [chunk.scattered, before.gathered]
     order.append(chunks[-1].gathered)
     moves = [move(i % SETS) for i, move in enumerate(order)]
-    operation = waits.ALL_REDUCE_COPIES
+    operation = failures.ALL_REDUCE_COPIES
     return Moves(end, bind_barrier(end, operation), moves)
 
 
@@ -343,7 +342,7 @@ def bind_reduce(
     chunks = _chunks(end, call, call.root, call.vectors, few=parts, many=parts)
     # explore: sets
     moves = [chunk.scattered(i % SETS) for i, chunk in enumerate(chunks)]
-    operation = waits.REDUCE_COPIES
+    operation = failures.REDUCE_COPIES
     return Moves(end, bind_barrier(end, operation), moves)
 
 

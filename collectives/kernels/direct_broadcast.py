@@ -17,7 +17,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     handshake,
@@ -26,8 +25,9 @@ from numba_symm.collectives.protocols import (
 )
 from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics, lanes, order
-from numba_symm.device.slices import shifted
+from numba_symm.device.lanes import shifted
 from numba_symm.dtypes import Element
+from numba_symm.launch import failures
 
 BATCH = 2  # vectors that a thread loads before it stores them
 
@@ -154,5 +154,5 @@ def bind(
     arguments = call.target, call.count, call.vectors, share, call.root
     move = binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)
     seen = handshake.offered(end, call.target, call.nbytes)
-    offer = handshake.Offer(waits.BROADCAST_DIRECT, words, seen, seen)
+    offer = handshake.Offer(failures.BROADCAST_DIRECT, words, seen, seen)
     return handshake.bind(bind_fallback, end, call, offer, move)

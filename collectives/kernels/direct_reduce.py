@@ -21,7 +21,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     handshake,
@@ -32,6 +31,7 @@ from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
+from numba_symm.launch import failures
 
 LOADS = 8  # vectors that a thread loads before it reduces them
 
@@ -146,5 +146,5 @@ def bind(
     sizes = call.count, call.vectors, share
     arguments = (call.source, call.target, *sizes, call.root)
     move = binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)
-    offer = handshake.Offer(waits.REDUCE_DIRECT, words, inputs, outputs)
+    offer = handshake.Offer(failures.REDUCE_DIRECT, words, inputs, outputs)
     return handshake.bind(bind_fallback, end, call, offer, move)

@@ -34,7 +34,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     handshake,
@@ -45,7 +44,8 @@ from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Launch
+from numba_symm.gpu.kernels import Launch
+from numba_symm.launch import failures
 
 LOADS = 8  # vectors that a thread loads before it reduces them
 
@@ -210,7 +210,7 @@ def bind_all_reduce(
     ragged = call.count % lanes != 0
     move = _launch(end, call, share, arguments, everywhere=True, ragged=ragged)
     words = f"direct all_reduce of {_words(call)}"
-    offer = handshake.Offer(waits.ALL_REDUCE_DIRECT, words, inputs, outputs)
+    offer = handshake.Offer(failures.ALL_REDUCE_DIRECT, words, inputs, outputs)
     return handshake.bind(bind_fallback, end, call, offer, move)
 
 
@@ -224,7 +224,7 @@ def bind_reduce_scatter(
     arguments = call.source + offset, call.target, offset, call.count, share
     move = _launch(end, call, share, arguments, everywhere=False, ragged=ragged)
     words = f"direct reduce_scatter of {_words(call)}"
-    offer = handshake.Offer(waits.REDUCE_SCATTER, words, inputs, inputs)
+    offer = handshake.Offer(failures.REDUCE_SCATTER, words, inputs, inputs)
     return handshake.bind(bind_fallback, end, call, offer, move)
 
 

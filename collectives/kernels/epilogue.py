@@ -16,9 +16,9 @@ from numba.cuda import types
 from numba_symm.collectives.protocols import binding, finishing, workspace
 from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics
-from numba_symm.device.runs import Operand
+from numba_symm.device.puts import Operand
 from numba_symm.dtypes import Element, UserEpilogue
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
 
 
 def make_apply(

@@ -1,7 +1,7 @@
-"""The kernels of exact sums (``device/exact.py``), which wait for no other rank.
+"""The kernels of exact sums (``device/arithmetic.py``), which wait for no other rank.
 
-``exact_sums.py`` contains the calls. Each block reduces the terms of its threads to a
-record. A rank that has failed stores no result.
+``collectives/composed.py`` contains the calls. Each block reduces the terms of its
+threads to a record. A rank that has failed stores no result.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ from numba.cuda import types
 from numba_symm import dtypes
 from numba_symm.collectives.protocols import binding, finishing, workspace
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
-from numba_symm.device import exact, intrinsics, lanes, runs
+from numba_symm.device import arithmetic, intrinsics, lanes, puts
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
 
 BATCH = 4
 """The most vectors of an array that a thread loads before it uses them."""
@@ -32,7 +32,7 @@ WORD = dtypes.element("int64", "exact")
 """The type of the numbers of a record."""
 
 _WORDS = 2 * BATCH
-_EXPONENTS = (1 << exact.EXPONENT_BITS) - 1
+_EXPONENTS = (1 << arithmetic.EXPONENT_BITS) - 1
 
 
 @intrinsics.device_function
@@ -42,8 +42,8 @@ def keep_largest(own: int, block: int, record: int, thread: int, found: Any) -> 
     In each of two words, the exponent is below a bit for one kind of infinity.
     """
     largest, is_largest = 0, True
-    for i in range(exact.EXPONENT_BITS):
-        bit = 1 << exact.EXPONENT_BITS - 1 - i
+    for i in range(arithmetic.EXPONENT_BITS):
+        bit = 1 << arithmetic.EXPONENT_BITS - 1 - i
         has_it = is_largest and found[0] & bit != 0
         if workspace.sync_block_or(has_it):
             largest |= bit
@@ -66,7 +66,7 @@ def make_keep_total(size: int) -> Any:
 
     @intrinsics.device_function
     def keep_total(own: int, block: int, record: int, thread: int, total: Any) -> None:
-        a, b, c, d = exact.carried(0, total[0], total[1], total[2])
+        a, b, c, d = arithmetic.carried(0, total[0], total[1], total[2])
         # One after another, as registers are few.
         for i in range(4):
             digit, _ = block_sum(own, block, i & 1, thread, a, False)
@@ -84,16 +84,16 @@ def make_reduce(
 
     Args:
         size: the number of ranks of the island.
-        name: which sum, as for ``exact.make_terms``.
+        name: which sum, as for ``arithmetic.make_terms``.
         element: the type of the arrays.
         ragged: as for ``lanes.make_lanes``.
         adding: whether it adds the terms, or finds the largest exponent.
     """
     load = lanes.make_lanes(element, "sum", ragged, 1).load
-    fetch = runs.make_fetch(runs.Operand(element, runs.EACH), 0)
-    weigh, add, state_of = exact.make_terms(name, width_of(element))
+    fetch = puts.make_fetch(puts.Operand(element, puts.EACH), 0)
+    weigh, add, state_of = arithmetic.make_terms(name, width_of(element))
     one, keep = (add, make_keep_total(size)) if adding else (weigh, keep_largest)
-    two, width, batch = name == exact.DOT, element.lanes, batch_of(element)
+    two, width, batch = name == arithmetic.DOT, element.lanes, batch_of(element)
 
     def reduce_terms(
         guard: Any,
@@ -146,10 +146,10 @@ def make_round(size: int, name: str, width: int) -> Any:
 
     Args:
         size: the number of ranks of the island.
-        name: which sum, as for ``exact.make_terms``.
+        name: which sum, as for ``arithmetic.make_terms``.
         width: the bits of the result.
     """
-    result_of = exact.make_result(name, width)
+    result_of = arithmetic.make_result(name, width)
     _, store = lanes.make_access(width // 8)
 
     def round_once(

@@ -24,7 +24,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.tokens import NONE, make_load_result
@@ -40,7 +39,8 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
+from numba_symm.launch import failures
 
 DTYPES = "float32", "bfloat16", "float16"
 """The types of results."""
@@ -52,7 +52,7 @@ def make_combine(size: int, element: Element) -> Any:
     """Return the kernel for ``size`` ranks and a type of results."""
     region = workspace.layout(size).barrier
     epochs, all_flags = region.epochs, region.flags
-    operation = waits.COMBINE
+    operation = failures.COMBINE
     raise_flags, await_flags = make_flags(size)
     total = order.make_total(size, lanes.make_lanes(element, "sum", False, size))
     batch = max(1, _LOADS // size)

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.tokens import (
@@ -59,7 +58,8 @@ from numba_symm.device.intrinsics import (
     votes,
     word_of,
 )
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
+from numba_symm.launch import failures
 
 _LOADS = 4  # vectors that a thread loads before it stores them
 _WARPS = workspace.divide_up(THREADS, LANES)
@@ -262,7 +262,7 @@ def make_dispatch(size: int) -> Any:
     """Return the kernel for ``size`` ranks."""
     region = workspace.layout(size).barrier
     epochs, all_flags = region.epochs, region.flags
-    operation = waits.DISPATCH
+    operation = failures.DISPATCH
     raise_flags, await_flags = make_flags(size)
     route, (send_numbers, send_tokens) = make_route(size), make_send(size)
 

@@ -20,7 +20,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import binding, few_tokens, workspace
 from numba_symm.collectives.protocols.few_tokens import Share, place_of, slot
 from numba_symm.collectives.protocols.tokens import make_load_result, typed
@@ -28,7 +27,8 @@ from numba_symm.collectives.protocols.workspace import VECTOR, sync_block
 from numba_symm.device import intrinsics, lanes, order
 from numba_symm.device.intrinsics import device_function, st_v2_u64, word_of
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
+from numba_symm.launch import failures
 
 _LOADS = 4  # vectors that a thread loads before it posts them
 
@@ -164,7 +164,7 @@ def make_mailed_combine(size: int, element: Element, weighted: bool) -> Any:
         weighted: whether there is a result for each choice of a token; otherwise, there
             is one for each token.
     """
-    epochs, mail = few_tokens.make_mail(size, waits.COMBINE)
+    epochs, mail = few_tokens.make_mail(size, failures.COMBINE)
     next_epoch, between_epochs = mail.next_epoch, mail.between_epochs
     load_of, number_of = make_load_of(size, element, weighted), batch_of(size) * size
     send = make_send(size, load_of, mail.post)

@@ -24,7 +24,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import binding, few_tokens, workspace
 from numba_symm.collectives.protocols.few_tokens import (
     COUNT,
@@ -56,7 +55,8 @@ from numba_symm.device.intrinsics import (
     thread_index_x,
     word_of,
 )
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
+from numba_symm.launch import failures
 
 
 def vectors_of(choices: int, vectors: int) -> int:
@@ -205,7 +205,7 @@ def make_take(size: int, receive: Any, keep: Any) -> Callable[..., bool]:
 
 def make_mailed_dispatch(size: int) -> Any:
     """Return the kernel for ``size`` ranks, at least two."""
-    epochs, mail = few_tokens.make_mail(size, waits.DISPATCH)
+    epochs, mail = few_tokens.make_mail(size, failures.DISPATCH)
     route = few_tokens.make_route(size)
     keep, of_all = make_keep(size), size * few_tokens.GROUPS
     send = make_send(size, mail.post, keep)

@@ -30,9 +30,9 @@ from numba_symm.collectives.protocols.exchanges import EVERYONE
 from numba_symm.collectives.protocols.workspace import ONE_SHOT, THREADS
 from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.runs import Operand
+from numba_symm.device.puts import Operand
 from numba_symm.dtypes import Element, Op, UserEpilogue
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
 
 
 def make_exchange(

@@ -16,9 +16,9 @@ from typing import Any
 from numba.cuda import types
 
 from numba_symm.device import intrinsics, lanes
-from numba_symm.driver_table import Config
 from numba_symm.environment import SIMULATED
-from numba_symm.kernels import Kernel, simulate
+from numba_symm.gpu.compiled import Config
+from numba_symm.gpu.kernels import Kernel, simulate
 
 THREADS = 8 if SIMULATED else 512
 MOST_BLOCKS = 2 if SIMULATED else 32

@@ -36,7 +36,7 @@ from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics
 from numba_symm.device.lanes import Lanes, Load, make_lanes
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
 
 
 def mailboxes_of(

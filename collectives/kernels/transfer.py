@@ -59,7 +59,7 @@ from numba_symm.collectives.protocols.workspace import (
     VECTOR,
 )
 from numba_symm.device import intrinsics, lanes, order
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
 
 LOADS = 4  # vectors that a thread loads before it stores them
 

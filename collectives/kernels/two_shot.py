@@ -19,7 +19,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     mailboxes,
@@ -31,7 +30,8 @@ from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu.kernels import Kernel, Launch
+from numba_symm.launch import failures
 
 SCATTER, GATHER = 0, 1  # the two sets of mailboxes
 LOADS = 4  # vectors that a thread loads before it posts them
@@ -45,7 +45,7 @@ def make_two_shot(
     lanes = make_lanes(element, op, ragged, size)
     load, store, total = lanes.load, lanes.store, order.make_total(size, lanes)
     mail = mailboxes.make_mailboxes(
-        size, transport, region, workspace.TWO_SHOT[transport], 2, waits.TWO_SHOT
+        size, transport, region, workspace.TWO_SHOT[transport], 2, failures.TWO_SHOT
     )
     next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
     in_rank_order = order.make_in_rank_order(size)

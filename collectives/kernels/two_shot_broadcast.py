@@ -18,7 +18,6 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     exchanges,
@@ -31,7 +30,8 @@ from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element
-from numba_symm.kernels import Launch
+from numba_symm.gpu.kernels import Launch
+from numba_symm.launch import failures
 
 SCATTER, RELAY = 0, 1  # the two sets of mailboxes
 TRANSPORT = "marked"  # marks keep every bit, as data that is not reduced needs
@@ -47,7 +47,7 @@ def make_two_shot_broadcast(
     region = workspace.layout(size).two_shot_marked
     lanes = make_lanes(element, "sum", ragged, size)
     load, store = lanes.load, lanes.store
-    protocol, operation = workspace.TWO_SHOT[TRANSPORT], waits.TWO_SHOT_BROADCAST
+    protocol, operation = workspace.TWO_SHOT[TRANSPORT], failures.TWO_SHOT_BROADCAST
     mail = mailboxes.make_mailboxes(size, TRANSPORT, region, protocol, 2, operation)
     next_epoch, box, _, post_one, receive, _, between_epochs = mail
     of_root = exchanges.make_reduced(size, lanes, exchanges.Output.OF_ROOT)

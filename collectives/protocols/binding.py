@@ -15,7 +15,7 @@ from numba_symm.collectives.protocols.workspace import (
     divide_up,
 )
 from numba_symm.dtypes import Element, Op, UserOperator, element
-from numba_symm.kernels import GUARD, Kernel, Launch
+from numba_symm.gpu.kernels import GUARD, Kernel, Launch
 
 P = ParamSpec("P")
 
@@ -109,7 +109,7 @@ Bind = Callable[[Endpoint, Call], Enqueue]
 BindFallback = Callable[[Endpoint, Call, int], Enqueue]
 """Packs the third launch of a call with a handshake (``handshake.py``).
 
-The third argument is the number in ``waits.py`` of what the ranks wait for.
+The third argument is the number in ``launch/failures.py`` of what the ranks wait for.
 """
 
 

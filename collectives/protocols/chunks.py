@@ -21,9 +21,17 @@ from numba_symm.device.intrinsics import (
     sliced,
     st_v2_u64,
 )
-from numba_symm.device.lanes import Lanes, Load, Store
+from numba_symm.device.lanes import (
+    WHOLE,
+    Lanes,
+    Load,
+    Slices,
+    Store,
+    Vectors,
+    before,
+    shifted,
+)
 from numba_symm.device.order import make_mirror
-from numba_symm.device.slices import WHOLE, Slices, Vectors, before, shifted
 
 
 class ChunkAccess(NamedTuple):

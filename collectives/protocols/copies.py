@@ -30,7 +30,7 @@ from numba_symm.collectives.protocols.binding import (
     Enqueue,
     Series,
 )
-from numba_symm.streams import Copy
+from numba_symm.gpu.streams import Copy
 
 
 def enqueue(copies: Sequence[Copy], stream: int) -> None:

@@ -25,7 +25,7 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.polling import fail, make_wait, wait_for_epoch, wait_record
-from numba_symm.waits import (
+from numba_symm.launch.failures import (
     COUNT_TOO_LARGE,
     TRANSFER,
     TRANSFER_MISMATCH,

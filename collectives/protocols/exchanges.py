@@ -23,7 +23,7 @@ from numba_symm.device.order import (
 )
 from numba_symm.device.polling import fail, wait_record
 from numba_symm.dtypes import Element, Op, UserOperator, identity
-from numba_symm.waits import CALL_MISMATCH
+from numba_symm.launch.failures import CALL_MISMATCH
 
 EVERYONE = -1
 """All other ranks, as bits along the ring."""
@@ -99,7 +99,7 @@ class Exchange(NamedTuple):
     Attributes:
         sends_shards: whether a rank sends a shard to each rank, else the same to all.
         output: what it does with the vectors.
-        operation: the number in ``waits.py`` for a wait that is given up.
+        operation: the number in ``launch/failures.py`` for a wait that is given up.
     """
 
     sends_shards: bool

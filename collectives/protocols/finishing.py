@@ -4,7 +4,7 @@ All kernels that apply an epilogue use these functions, and Numba compiles them 
 contracting products and sums (``Kernel.rounds_each``). So all these kernels give
 results with the same bits.
 
-A run is of a vector of the reduced array (``device/runs.py``). A row begins with a run.
+A run is of a vector of the reduced array (``device/puts.py``). A row begins with a run.
 The order of a row's sum: thread *t* of a block adds the terms of the runs *t*, *t* +
 ``THREADS`` and so on, element by element. Then each thread adds the sums of all threads
 in ``CHAINS`` chains, and those pairwise.
@@ -24,7 +24,7 @@ from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, partial_bytes
-from numba_symm.device import runs
+from numba_symm.device import puts
 from numba_symm.device.intrinsics import (
     device_function,
     ld_u32,
@@ -35,7 +35,7 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import make_bits, number_of
-from numba_symm.device.runs import EACH, PLACES, Operand
+from numba_symm.device.puts import EACH, PLACES, Operand
 from numba_symm.dtypes import Element, UserEpilogue, converted
 from numba_symm.environment import SIMULATED
 
@@ -152,7 +152,7 @@ def make_gather(
             pass
 
         return nothing
-    fill = runs.make_fill(operands[k], lanes, ragged, at[k])
+    fill = puts.make_fill(operands[k], lanes, ragged, at[k])
     which = PLACES[operands[k].along]
     others = make_gather(operands, lanes, ragged, at, k + 1)
 
@@ -175,7 +175,7 @@ def make_values(
             return ()
 
         return nothing
-    fetch = runs.make_fetch(operands[k], at[k])
+    fetch = puts.make_fetch(operands[k], at[k])
     others = make_values(operands, at, k + 1)
 
     @device_function
@@ -246,10 +246,10 @@ def make_finish(
     lanes, (own,) = source.lanes, of_each((source,))
     _, *at, words = offsets((own, *operands), lanes)
     *out_at, written = offsets(of_each(targets), lanes)
-    fetch = runs.make_fetch(own, 0)
+    fetch = puts.make_fetch(own, 0)
     values = make_values(operands, at)
     results = tuple(
-        runs.make_result(target, lanes, ragged, first)
+        puts.make_result(target, lanes, ragged, first)
         for target, first in zip(targets, out_at, strict=True)
     )
     kinds = tuple(target.accumulate.type for target in targets)
@@ -259,7 +259,7 @@ def make_finish(
     return Finish(
         words,
         written,
-        runs.make_fill(own, lanes, ragged, 0),
+        puts.make_fill(own, lanes, ragged, 0),
         make_gather(operands, lanes, ragged, at),
         make_add_terms(epilogue, source, ragged, fetch, values),
         make_apply(numbers, by_row, lanes, ragged, fetch, values, put),
@@ -322,7 +322,7 @@ def make_apply(
     return apply
 
 
-def make_put(results: tuple[runs.Result, ...], k: int = 0) -> Callable[..., None]:
+def make_put(results: tuple[puts.Result, ...], k: int = 0) -> Callable[..., None]:
     """Return a device function: ``(out, numbers, i)`` packs the results ``i``."""
     if k == len(results):
 
@@ -341,7 +341,7 @@ def make_put(results: tuple[runs.Result, ...], k: int = 0) -> Callable[..., None
     return put
 
 
-def make_store(results: tuple[runs.Result, ...], k: int = 0) -> Callable[..., None]:
+def make_store(results: tuple[puts.Result, ...], k: int = 0) -> Callable[..., None]:
     """Return ``Finish.store`` for the outputs from ``k`` on."""
     if k == len(results):
 

@@ -33,7 +33,7 @@ class FlagFunctions(NamedTuple):
         await_flags: ``(guard, operation, flags, block, epoch, failed)`` waits for all
             others' flags, which begin at the address ``flags``. Returns whether a
             thread of the block gave up its wait, or passes ``failed``. ``operation`` is
-            the number in ``waits.py`` for a wait that is given up.
+            the number in ``launch/failures.py`` for a wait that is given up.
     """
 
     raise_flags: Callable[[Any, int, int, int, bool], bool]

@@ -78,8 +78,8 @@ from numba_symm.device.polling import (
     since,
     wait_record,
 )
-from numba_symm.kernels import Kernel
-from numba_symm.waits import CALL_MISMATCH
+from numba_symm.gpu.kernels import Kernel
+from numba_symm.launch.failures import CALL_MISMATCH
 
 BLOCKS = 120
 """The most blocks of the second launch.
@@ -105,7 +105,7 @@ class Offer(NamedTuple):
     at which it sees this rank's array. A first word of ``REFUSED`` refuses the call.
 
     Attributes:
-        operation: the number in ``waits.py`` for a wait that is given up.
+        operation: the number in ``failures.py`` for a wait that is given up.
         words: the call in words, equal on all ranks.
         read: what ``offered`` returned for the array that is read.
         written: the same for the one that is written.
@@ -294,8 +294,8 @@ def make_is_done(size: int) -> Callable[[Any, Any, int, int, int], bool]:
 
     ``(guard, ring, own, block, fallback_for)`` returns whether the second launch has
     done the call, because no rank refused. Then the ranks' first blocks have waited for
-    each other; ``fallback_for`` is the number in ``waits.py`` for a wait that is given
-    up. If it is 0, this launch is the only one, and has to do the call. After a
+    each other; ``fallback_for`` is the number in ``failures.py`` for a wait that is
+    given up. If it is 0, this launch is the only one, and has to do the call. After a
     failure, no block waits here, and the launch stores nothing (``workspace.resume``).
     The whole block calls it.
     """

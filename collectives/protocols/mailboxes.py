@@ -282,7 +282,7 @@ def make_mailboxes(
         region: where the protocol's state lies.
         protocol: how many slots a thread has.
         sets: how many vectors a rank sends to each rank in a tile, one after another.
-        operation: the number in ``waits.py`` for a wait that is given up.
+        operation: the number in ``launch/failures.py`` for a wait that is given up.
     """
     made = _make_of_all(size, transport, region, protocol, sets)
     receive_of = made.receive

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from numba.cuda import types
 
-from numba_symm import waits
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import lanes
 from numba_symm.device.intrinsics import (
@@ -19,6 +18,7 @@ from numba_symm.device.intrinsics import (
 )
 from numba_symm.device.polling import fail, wait_record
 from numba_symm.dtypes import Element
+from numba_symm.launch import failures
 
 NONE = 0xFFFFFFFF
 """The number of no expert, -1, as it is loaded; and the place of a token not sent."""
@@ -125,13 +125,13 @@ def ranks_of(routing: Any, token: int) -> Any:
 def refuse(guard: Any, token: int, expert: int) -> None:
     """Report a token whose expert does not exist, a number of 32 bits."""
     upper = expert >> 24  # in the place of a peer, because no other rank is concerned
-    fail(guard, wait_record(waits.NO_EXPERT, guard.rank, upper, token, expert))
+    fail(guard, wait_record(failures.NO_EXPERT, guard.rank, upper, token, expert))
 
 
 @device_function
 def report_above(guard: Any, rank: int, capacity: int, count: int) -> None:
     """Report that more tokens are for a rank than its room for them."""
-    fail(guard, wait_record(waits.TOKENS_ABOVE, guard.rank, rank, capacity, count))
+    fail(guard, wait_record(failures.TOKENS_ABOVE, guard.rank, rank, capacity, count))
 
 
 @device_function

@@ -1,4 +1,4 @@
-"""The ``numba-symm`` command.
+"""The ``numba-symm`` command, with ``info`` of a job, and ``explore``.
 
 - ``run`` starts a Python program on several ranks of this node.
 - ``bench`` measures collectives.
@@ -27,12 +27,120 @@ from rich.console import Console
 from rich.markup import escape
 
 import numba_symm
-from numba_symm import environment
+from numba_symm import environment, explore
+from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.command import launcher
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
 from numba_symm.errors import DeviceError, SymmError
-from numba_symm.launch import info, ranks
+from numba_symm.explore.report import show_trace
+from numba_symm.launch import devices, info, ranks
 from numba_symm.launch.devices import visible_gpus
+
+
+def islands() -> str | None:
+    """Return the job's islands, and how many ranks share a GPU. Collective.
+
+    None: no launcher has started this process on several ranks.
+    """
+    if ranks.launched_size() < 2:
+        return None
+    from mpi4py import MPI
+
+    try:
+        with Communicator(MPI.COMM_WORLD) as comm:
+            found = inside(comm).ranks
+            most = max(devices.sharers(found.gpus).values())
+            return found.described() + (
+                f"; up to {most} ranks on a GPU" if most > 1 else ""
+            )
+    except SymmError as error:
+        return f"none: {error}"
+
+
+INCOMPLETE = 2
+
+
+def _explore_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments, those before ``--``."""
+    found = argparse.ArgumentParser(
+        prog="numba-symm explore",
+        usage="numba-symm explore [-h] [-n RANKS] [--seconds S] [--complete] [--json] "
+        "program [-- arguments ...]\n       numba-symm explore --replay FILE",
+        description="Run a program in all orders in which its ranks may communicate, "
+        "without MPI and without a GPU. Report the first race, deadlock or wrong "
+        "result. If there are too many orders, explore as many as there is time for, "
+        "then random ones, and say so.",
+        epilog="Exit code: 0: no fault was found. 1: a fault. 2: not all orders were "
+        "explored, with --complete.",
+        allow_abbrev=False,
+    )
+    found.add_argument("program", nargs="?", help="a script")
+    found.add_argument(
+        "-n",
+        dest="ranks",
+        type=_numbers,
+        default=[2],
+        metavar="RANKS",
+        help="how many ranks, one or more numbers: 2,3,4 (default 2)",
+    )
+    found.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="the time for all numbers of ranks together (default 60)",
+    )
+    found.add_argument(
+        "--complete",
+        action="store_true",
+        help="exit with 2 unless all orders were explored",
+    )
+    found.add_argument(
+        "--json", action="store_true", help="print the report as one object of JSON"
+    )
+    found.add_argument(
+        "--replay",
+        metavar="FILE",
+        help="repeat the execution of a fault, and print all its atomic accesses; the "
+        "file has the output of --json",
+    )
+    return found
+
+
+def _numbers(text: str) -> list[int]:
+    """Return the numbers in a text like 2,3,4."""
+    return [int(each) for each in text.split(",")]
+
+
+def _explore(argv: Sequence[str], console: Console) -> int:
+    """Run the command; return the exit code."""
+    words, arguments = list(argv), list[str]()
+    if "--" in words:
+        at = words.index("--")
+        words, arguments = words[:at], words[at + 1 :]
+    options = _explore_parser().parse_args(words)
+    if options.replay is not None:
+        show_trace(explore.replay(options.replay), console)
+        return 0
+    if options.program is None:
+        raise SymmError("explore: expected a program or --replay FILE, got neither")
+    try:
+        report = explore.run(options.program, options.ranks, options.seconds, arguments)
+    except KeyboardInterrupt:
+        console.print("numba-symm explore: interrupted", highlight=False)
+        return 130
+    if options.json:
+        print(report.json())
+    else:
+        report.show(console)
+    return _explore_code(report, options)
+
+
+def _explore_code(report: explore.ExploreReport, options: Any) -> int:
+    if report.fault is not None:
+        return 1
+    return INCOMPLETE if options.complete and not report.complete else 0
+
 
 BENCH = "numba-symm bench"
 
@@ -73,7 +181,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if argv[:1] == ["soak"]:
             return _soak(argv[1:])
         if argv[:1] == ["explore"]:
-            return _explore(argv[1:])
+            return _explore(argv[1:], Console())
         options = _parser().parse_args(words)
         if options.command == "info":
             return _info(options)
@@ -270,7 +378,7 @@ def _add_status(commands: Any) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from numba_symm.command import status  # imports many packages
+    from numba_symm.command import doctor  # imports many packages
 
     if options.pid is not None and options.all:
         raise SymmError(f"status: expected PID or --all, got {options.pid} and --all")
@@ -282,7 +390,7 @@ def _status(options: argparse.Namespace) -> int:
     if options.reason is not None and not options.abort:
         raise SymmError("status: expected --reason with --abort only, got it alone")
     reason = (options.reason or "no reason was given") if options.abort else None
-    status.run(options.pid, options.json, options.watch, reason, Console())
+    doctor.run(options.pid, options.json, options.watch, reason, Console())
     return 0
 
 
@@ -324,7 +432,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _info(options: argparse.Namespace) -> int:
-    from numba_symm.command import compiling, job  # import many packages
+    from numba_symm.command import compiling  # import many packages
     from numba_symm.engines import nccl
 
     alone = ranks.launched_size() < 2
@@ -342,7 +450,7 @@ def _info(options: argparse.Namespace) -> int:
     if first and not options.json:  # also if the ranks cannot agree on islands
         info.show(found, console)
         compiling.show(found, console)
-    found["islands"] = job.islands()
+    found["islands"] = islands()
     if first and options.json:
         print(json.dumps(found, indent=2))
     elif first and found["islands"]:
@@ -380,12 +488,6 @@ def _soak(argv: Sequence[str]) -> int:
         )
     goal = soak.goal(options, number, simulation_needed(number, ask=options.simulate))
     return soak.run(goal, options.json, Console())
-
-
-def _explore(argv: Sequence[str]) -> int:
-    from numba_symm.command import exploring  # imports many modules
-
-    return exploring.run(argv, Console())
 
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -18,12 +18,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from numba_symm import code_cache, environment, loads
+from numba_symm import environment
 from numba_symm.collectives import kernel_set, lifetime, select, tuned
 from numba_symm.command.launcher import positive
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
-from numba_symm.kernels import Kernel
+from numba_symm.gpu import loads
+from numba_symm.gpu.kernels import Kernel
 from numba_symm.launch import info, waiting
 from numba_symm.launch.devices import GPU, visible_gpus
 
@@ -207,14 +208,14 @@ def run(options: argparse.Namespace, console: Console) -> None:
             "compiles nothing"
         )
     try:
-        writable = code_cache.is_writable(code_cache.folder())
+        writable = loads.is_writable(loads.folder())
     except RuntimeError as error:  # as of a container's user without an entry
         raise SymmError(
             f"compile: expected a home for the cache, got none ({error}); set "
             "XDG_CACHE_HOME to a writable folder"
         ) from error
     if not writable:
-        raise SymmError(f"compile: {code_cache.refusal()}")
+        raise SymmError(f"compile: {loads.refusal()}")
     asked = wanted(options)
     jobs = asked.jobs()
     _check_compilers()
@@ -223,7 +224,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
     processes = max(1, min(options.jobs, -(-len(missing) // _BATCH)))
     console.print(
         f"{len(jobs)} {'kernel' if len(jobs) == 1 else 'kernels'}, "
-        f"{len(jobs) - len(missing)} of them in {escape(str(code_cache.folder()))}",
+        f"{len(jobs) - len(missing)} of them in {escape(str(loads.folder()))}",
         soft_wrap=True,
     )
     if not missing:
@@ -275,7 +276,7 @@ def _check_capabilities(capabilities: Sequence[Capability]) -> None:
 
 def _is_stored(job: Compilation) -> bool:
     kernel, capability = job
-    return code_cache.load(kernel.key(capability)) is not None
+    return loads.load(kernel.key(capability)) is not None
 
 
 def _compile_all(jobs: Sequence[Compilation], processes: int, console: Console) -> None:
@@ -363,7 +364,7 @@ def _compile(batch: Sequence[Compilation]) -> None:
             name, (major, minor) = kernel.factory.__name__, capability
             raise SymmError(f"compile: {name} for {major}.{minor}: {error}") from None
         if not _is_stored(job):
-            raise SymmError(f"compile: {code_cache.refusal()}")
+            raise SymmError(f"compile: {loads.refusal()}")
 
 
 def facts() -> dict[str, Any]:
@@ -374,7 +375,7 @@ def facts() -> dict[str, Any]:
     gpus = [] if SIMULATED else visible_gpus()
     found = {"limits": tuned.described(gpus[0].name if gpus else None)}
     try:
-        folder = code_cache.folder()
+        folder = loads.folder()
     except RuntimeError as error:  # no home
         return found | {"cache": {"folder": None, "why": str(error)}}
     cache: dict[str, Any] = {"folder": str(folder)}
@@ -382,7 +383,7 @@ def facts() -> dict[str, Any]:
     if gpus:
         jobs = wanted(parser().parse_args([])).jobs()
         cache |= {"kernels": len(jobs), "stored": sum(map(_is_stored, jobs))}
-    why = "" if code_cache.is_writable(folder) else code_cache.refusal()
+    why = "" if loads.is_writable(folder) else loads.refusal()
     return found | {"cache": cache | {"why": why}, "loads": loads.described()}
 
 

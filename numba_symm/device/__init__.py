@@ -30,22 +30,7 @@ from numba_symm.device.block_collectives import (
     broadcast,
     reduce_scatter,
 )
-from numba_symm.device.block_workspace import WorkspaceContext
-from numba_symm.device.counting import (
-    EQ,
-    GE,
-    GT,
-    LE,
-    LT,
-    NE,
-    put_with_signal,
-    signal_add,
-    signal_read,
-    signal_set,
-    test,
-    wait_until,
-    wait_until_at,
-)
+from numba_symm.device.block_exchange import WorkspaceContext
 from numba_symm.device.intrinsics import (
     array_at,
     atomic_add,
@@ -78,7 +63,7 @@ from numba_symm.device.intrinsics import (
     st_u64,
     st_v2_u64,
 )
-from numba_symm.device.packet_puts import (
+from numba_symm.device.packets import (
     get_packets,
     get_packets_block,
     get_packets_warp,
@@ -97,11 +82,24 @@ from numba_symm.device.puts import (
     put_warp,
 )
 from numba_symm.device.signals import (
+    EQ,
+    GE,
+    GT,
+    LE,
+    LT,
+    NE,
     Context,
     peer_address,
     peer_array,
     put_signal,
+    put_with_signal,
+    signal_add,
+    signal_read,
+    signal_set,
+    test,
     wait_signal,
+    wait_until,
+    wait_until_at,
 )
 from numba_symm.device.teams import Team
 from numba_symm.environment import SIMULATED

@@ -5,7 +5,7 @@ barrier of grids, each block of a rank first adds 1 to a count in the rank's own
 The last block signals for all of them, so each rank sends one signal to each other
 rank, whatever the number of blocks. The first block waits for the other ranks' signals,
 and then stores the next generation, for which the other blocks wait. Only the rank
-itself accesses count and generation, which follow the words of ``counting.py``.
+itself accesses count and generation, which follow the words of ``device/signals.py``.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ from numba_symm.device.intrinsics import (
 )
 from numba_symm.device.polling import make_wait, wait_record
 from numba_symm.device.signals import MAX_CHANNELS, put, put_signal, take, wait_signal
-from numba_symm.waits import GRID_BARRIER
+from numba_symm.launch.failures import GRID_BARRIER
 
 
 @device_function

@@ -17,9 +17,9 @@ from numba_symm.device.block_exchange import (
     BROADCAST,
     REDUCE_SCATTER,
     BlockCollective,
+    WorkspaceContext,
     make_exchange,
 )
-from numba_symm.device.block_workspace import WorkspaceContext
 from numba_symm.device.intrinsics import array_function
 from numba_symm.dtypes import check, reduction
 from numba_symm.dtypes import element as element_of

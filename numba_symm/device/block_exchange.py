@@ -1,4 +1,6 @@
-"""One exchange of a block with the blocks of the same index on all other ranks.
+"""The exchange of a block with those of other ranks, and its memory.
+
+One exchange of a block with the blocks of the same index on all other ranks.
 
 It is the one-shot exchange of the library's own kernels, with packets of the LL
 protocol (``packets.py``), but may be repeated within a kernel. So it does not rely on
@@ -32,6 +34,17 @@ marks. So no later call posts or stores anything, in this kernel or in the next 
 
 Later kernels continue with the epochs and the mailboxes. For that, a kernel's stores
 must be visible to the stream's later kernels: ``starts_see`` in docs/architecture.md.
+
+The memory of collectives within kernels, and the context that kernels take.
+
+A workspace has these parts on each rank, one after another:
+
+- for each block, a word that is 0 until the rank fails;
+- for each thread of each block its last epoch, a uint32;
+- for each half, other rank, vector, block and thread a mailbox: two packets.
+
+The address of a mailbox follows from these numbers and from the workspace's own sizes,
+never from a call's.
 """
 
 import functools
@@ -40,15 +53,6 @@ from typing import Any, NamedTuple
 
 from numba.cuda import types
 
-from numba_symm.device.block_workspace import (
-    MARK,
-    PACKETS,
-    VECTOR,
-    box_of,
-    epoch_of,
-    rank_stride,
-    tile_stride,
-)
 from numba_symm.device.checks import check_exchange, check_shards
 from numba_symm.device.intrinsics import (
     block_size,
@@ -71,9 +75,9 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.order import make_in_rank_order, make_mirror, make_total
 from numba_symm.device.packets import make_poll, peek_packets, post_packets
-from numba_symm.device.polling import fail, wait_record
+from numba_symm.device.polling import Guard, fail, wait_record
 from numba_symm.dtypes import Element, Op
-from numba_symm.waits import (
+from numba_symm.launch.failures import (
     BLOCK_ALL_GATHER,
     BLOCK_ALL_REDUCE,
     BLOCK_ALL_TO_ALL,
@@ -81,6 +85,97 @@ from numba_symm.waits import (
     BLOCK_REDUCE_SCATTER,
     ROOT_MISMATCH,
 )
+
+VECTOR = 16
+"""Bytes that a thread sends at a time."""
+
+WARP = 32
+"""Threads whose packets are adjacent."""
+
+PACKETS = WARP * VECTOR
+"""Bytes from a vector's first packet to its second one."""
+
+MARK = 128
+"""Bytes of a block's mark: a cache line, because blocks load theirs in each call."""
+
+
+class _WorkspaceFields(NamedTuple):
+    rank: int
+    size: int
+    ring: tuple[int, ...]
+    guard: Guard
+    blocks: int
+    threads: int
+    vectors: int
+
+
+class WorkspaceContext(_WorkspaceFields):
+    """The device workspace of a kernel, passed as an ordinary argument.
+
+    The last two attributes are for the host only. Like an array, the object keeps the
+    memory alive.
+
+    Attributes:
+        rank: this rank.
+        size: the number of ranks.
+        ring: the addresses of all ranks' workspaces, beginning with the next rank's and
+            ending with this rank's.
+        guard: the timeout, and the address to which a kernel reports a failure.
+        blocks: the maximum number of blocks of a kernel.
+        threads: the maximum number of threads of a block, a multiple of 32.
+        vectors: the maximum number of 16-byte vectors that a thread sends to a rank in
+            a call.
+        owner: the object that keeps the memory alive.
+        check_mapped: as in :class:`Context`.
+    """
+
+    owner: Any = None
+    check_mapped: Callable[[], None] | None = None
+    checked = False  # by device functions on GPUs, see ``checks.py``
+
+
+class CheckedWorkspaceContext(WorkspaceContext):
+    """A workspace in debug mode: device functions check arguments on GPUs, too."""
+
+    checked = True
+
+
+def nbytes(size: int, blocks: int, threads: int, vectors: int) -> int:
+    """Return the bytes of a workspace; ``threads`` is a multiple of 32."""
+    boxes = 2 * (size - 1) * vectors * blocks * 2 * threads * VECTOR
+    return MARK * blocks + 4 * blocks * threads + boxes
+
+
+@device_function
+def epoch_of(ws: Any, block: int, thread: int) -> int:
+    """Return the offset of a thread's epoch."""
+    # explore: epoch
+    return MARK * ws.blocks + 4 * (ws.threads * block + thread)  # type: ignore[no-any-return]
+
+
+@device_function
+def rank_stride(ws: Any) -> int:
+    """Return the bytes from a mailbox to that of the next rank along the ring."""
+    # explore: ranks
+    return ws.vectors * tile_stride(ws)  # type: ignore[no-any-return]
+
+
+@device_function
+def tile_stride(ws: Any) -> int:
+    """Return the bytes from a mailbox to that of the thread's next vector."""
+    # explore: vectors
+    return ws.blocks * ws.threads * 2 * VECTOR  # type: ignore[no-any-return]
+
+
+@device_function
+def box_of(ws: Any, block: int, thread: int, epoch: int) -> int:
+    """Return the offset of a thread's first mailbox, for its first vector."""
+    boxes = MARK * ws.blocks + 4 * ws.threads * ws.blocks
+    half = (epoch & 1) * (ws.size - 1) * rank_stride(ws)  # explore: half
+    line = block * ws.threads * 2 * VECTOR  # explore: line
+    warp, lane = thread // WARP, thread % WARP
+    return boxes + half + line + warp * 2 * PACKETS + lane * VECTOR  # type: ignore[no-any-return]
+
 
 LAST_EPOCH = 2**32 - 2  # explore: last-epoch
 """The epoch after which 1 follows: even, so that halves continue to alternate."""
@@ -100,7 +195,7 @@ class BlockCollective(NamedTuple):
 
     Attributes:
         name: its name.
-        operation: the number in ``waits.py`` for a wait that is given up.
+        operation: the number in ``launch/failures.py`` for a wait that is given up.
         sends_shards: whether a rank sends a shard to each rank, else the same to all.
         reduces: whether the vectors of all ranks are reduced.
         gathers: whether they are stored by rank.

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm import waits
 from numba_symm.device.intrinsics import (
     block_size,
     device_function,
@@ -27,7 +26,8 @@ from numba_symm.device.polling import fail, wait_record
 from numba_symm.device.teams import Team
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.waits import (
+from numba_symm.launch import failures
+from numba_symm.launch.failures import (
     BAD_BUFFER,
     BAD_BYTES,
     BAD_COMPARISON,
@@ -83,7 +83,7 @@ A GPU's record has no room for it, and its code no need.
 
 def _raise(ctx: Any, operation: int, place: int, other: int) -> None:
     found = {"rank": ctx.rank, "place": place, "epoch": other}
-    text = waits.TABLE[operation].words.format(**found)
+    text = failures.TABLE[operation].words.format(**found)
     text += _DETAILS[operation](**sys._getframe(1).f_locals)
     raise ArgumentError(f"{text}; a GPU checks this in debug mode only")
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from numba_symm.device import block_collectives
 from numba_symm.device.block_collectives import KINDS
-from numba_symm.device.block_exchange import BlockCollective
-from numba_symm.device.block_workspace import WorkspaceContext
+from numba_symm.device.block_exchange import BlockCollective, WorkspaceContext
 from numba_symm.device.compiler import Refusal, constant_of, specialized
-from numba_symm.device.ptx_views import dtype_of
+from numba_symm.device.ptx import dtype_of
 from numba_symm.errors import ArgumentError
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
-from numba_symm.compiled import I64, Emitter, engine_of
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.device.sim import word_of
 from numba_symm.device.sim_views import element_address
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu.compiled import I64, Emitter, engine_of
 
 _C: dict[str, Any] = {
     "s32": ctypes.c_int32,

@@ -1,4 +1,6 @@
-"""The PTX instructions that kernels use, in one table that depends on no compiler.
+"""The PTX instructions that kernels use, and GPUs without atomic operations.
+
+The PTX instructions that kernels use, in one table that depends on no compiler.
 
 ``ptx.py`` makes Numba's intrinsics from it, and ``sim.py`` has a function of each name
 for the simulator. Another compiler that takes inline PTX needs no more than this table.
@@ -9,8 +11,15 @@ Sources: `ld
 <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st>`_,
 `memory consistency model
 <https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model>`_.
+
+Atomic operations between GPUs: where there are none.
+
+A GPU updates a word of another one's memory atomically only if their link supports it:
+NVLink does, PCIe does not. Over PCIe, an update would be a load and a store, which may
+overwrite other updates.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 NONE, CLOCK, LOADS, STORES, UPDATES = "none", "clock", "loads", "stores", "updates"
@@ -245,3 +254,23 @@ _add(
     "u32 = u32",
     MEETS,
 )
+
+
+_missing: list[str] = []
+"""The pairs of GPUs of this process' communicators without native atomics."""
+
+
+def note_missing(pairs: Sequence[str]) -> None:
+    """Refuse atomic operations in kernels that this process compiles from now on."""
+    _missing.extend(pair for pair in pairs if pair not in _missing)
+
+
+def refusal(name: str) -> str:
+    """Return why a kernel must not call an atomic function; "" if it may."""
+    if not _missing:
+        return ""
+    return (
+        f"{name}: expected GPUs whose links have native atomics (NVLink), got none "
+        f"between {', '.join(_missing)}; give each rank its own part of the peer's "
+        "buffer, in which no other rank stores"
+    )

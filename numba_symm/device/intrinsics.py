@@ -14,7 +14,6 @@ if SIMULATED or TYPE_CHECKING:
 else:
     from numba_symm.device import float8  # noqa: F401  # types of elements
     from numba_symm.device.ptx import *  # noqa: F403
-    from numba_symm.device.ptx_views import *  # noqa: F403
 
 _WIDTHS = {
     "u8": ("1 byte, as a uint16", "any address"),

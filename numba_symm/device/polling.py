@@ -47,7 +47,7 @@ class Guard(NamedTuple):
 def wait_record(operation: int, rank: int, peer: int, place: int, epoch: int) -> int:
     """Return a record of a wait: 8 bytes, which are stored atomically.
 
-    Bits 56-62 operation (a number of ``waits.TABLE``), 48-55 rank, 40-47 peer, 24-39
+    Bits 56-62 operation (a number of ``failures.TABLE``), 48-55 rank, 40-47 peer, 24-39
     channel or block, 0-23 epoch. Signals have the number of blocks that the simulator
     runs after this one instead of an epoch.
     """

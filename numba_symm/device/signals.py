@@ -1,4 +1,4 @@
-"""Signals between GPUs, callable from any kernel.
+"""Signals between GPUs, callable from any kernel: slots, and words that count.
 
 A signal pad has one ``uint32`` slot for each channel and source rank, at
 ``size * channel + source``. A slot is a mailbox with one writer on each side, so
@@ -8,22 +8,43 @@ replayed. The 0 shows that the signal was taken, not that any data was read. Eac
 channel of a pair of ranks has one user at a time.
 
 Every wait has a deadline: see ``polling.py``.
+
+Signals that count: a 64-bit word for each channel and source rank.
+
+The words follow the slots of a signal pad, at ``size * channel + source``. Only the
+source rank adds to a word or sets it, and the owner of the pad reads it. So the next
+launch continues with the last value.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba_symm.device.checks import check_buffer, check_peer, check_slot
+import numpy as np
+
+from numba_symm.device.checks import (
+    check_buffer,
+    check_comparison,
+    check_peer,
+    check_slot,
+)
 from numba_symm.device.intrinsics import (
     array_at,
     array_function,
+    atomic_add,
     device_function,
     later_blocks,
     ld_acquire_sys_u32,
+    ld_acquire_sys_u64,
     st_release_sys_u32,
+    st_release_sys_u64,
+    syncthreads,
+    thread_index,
+    word_address,
+    word_kind,
 )
 from numba_symm.device.polling import Guard, make_wait, wait_record
-from numba_symm.waits import PUT_SIGNAL, WAIT_SIGNAL
+from numba_symm.device.puts import put_block
+from numba_symm.launch.failures import PUT_SIGNAL, WAIT_SIGNAL, WAIT_UNTIL, WAIT_WORD
 
 MAX_CHANNELS = 128
 """The channels of a pad."""
@@ -78,11 +99,11 @@ class CheckedContext(Context):
 
 
 @device_function
-def _holds(slot: int, value: int) -> bool:
+def _slot_holds(slot: int, value: int) -> bool:
     return ld_acquire_sys_u32(slot) == value  # explore: await-slot
 
 
-_wait_for_slot = make_wait(_holds)
+_wait_for_slot = make_wait(_slot_holds)
 
 
 @device_function
@@ -214,3 +235,254 @@ def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
     check_peer(ctx, rank)
     check_buffer(ctx, shape, dtype)
     return array_at(ctx.buffers[rank], shape, dtype)
+
+
+EQ, NE, GT, GE, LT, LE = range(6)
+"""Comparisons of a word with a value: equal, not equal, greater, and so on."""
+
+INT64, INT32, UINT32 = range(3)
+"""Kinds of words; a word of uint64 is compared as int64."""
+
+
+@device_function
+def _compares(word: int, comparison: int, value: int) -> bool:
+    if comparison == EQ:
+        return word == value
+    if comparison == NE:
+        return word != value
+    if comparison == GT:
+        return word > value
+    if comparison == GE:
+        return word >= value
+    if comparison == LT:
+        return word < value
+    return word <= value
+
+
+@device_function
+def _count_holds(address: int, wanted: Any) -> bool:
+    word = ld_acquire_sys_u64(address)  # explore: load-count
+    return _compares(word, wanted[0], wanted[1])
+
+
+@device_function
+def _word_holds(address: int, wanted: Any) -> bool:
+    word: Any
+    if wanted[2] == INT64:
+        word = ld_acquire_sys_u64(address)
+    else:
+        word = np.int64(ld_acquire_sys_u32(address))
+        if wanted[2] == INT32:
+            word -= (word >> 31) << 32
+    return _compares(word, wanted[0], wanted[1])
+
+
+_wait_for_count = make_wait(_count_holds)
+_wait_for_word = make_wait(_word_holds)
+
+
+@device_function
+def _count(ctx: Any, owner: int, channel: int, source: int) -> int:
+    """Return the address of a word of rank ``owner``'s pad."""
+    check_slot(ctx, owner, channel, source, MAX_CHANNELS)
+    slots = 4 * MAX_CHANNELS * ctx.size
+    return ctx.pads[owner] + slots + 8 * (ctx.size * channel + source)  # type: ignore[no-any-return]
+
+
+@device_function
+def signal_add(ctx: Any, dst: int, channel: int, value: int) -> None:
+    """Add ``value`` to this rank's word of ``channel`` at rank ``dst``.
+
+    Any thread may call it, also several threads simultaneously. Earlier writes of this
+    thread, and of threads with which it has synchronized, are visible to a thread that
+    waits for the value (release). The call waits for no peer. The call takes as long as
+    a :func:`put_signal` that finds its slot empty, and needs atomic operations over the
+    link between the GPUs.
+
+    Args:
+        ctx: the memory's context.
+        dst: the rank to signal; may be this rank.
+        channel: 0 to 127; GPUs check the channel only in debug mode.
+        value: what to add to the word, an int64.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx):
+        ...     symm.signal_add(ctx, 0, 5, 2)
+        ...     symm.signal_add(ctx, 0, 5, 3)
+        ...     symm.wait_until(ctx, 0, 5, symm.EQ, 5)
+        >>> kernel[1, 1](ctx)
+    """
+    word = array_at(_count(ctx, dst, channel, ctx.rank), 1, np.int64)
+    atomic_add(word, 0, value, order="release")  # explore: signal-add
+
+
+@device_function
+def signal_set(ctx: Any, dst: int, channel: int, value: int) -> None:
+    """Set this rank's word of ``channel`` at rank ``dst``.
+
+    One thread calls it. Memory order, errors and arguments are those of
+    :func:`signal_add`. The call is a store, so it needs no atomic operations over the
+    link.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     symm.signal_set(ctx, 0, 5, -7)
+        ...     old[0] = symm.signal_read(ctx, 0, 5)
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        -7
+    """
+    st_release_sys_u64(_count(ctx, dst, channel, ctx.rank), value)  # explore: set
+
+
+@device_function
+def signal_read(ctx: Any, src: int, channel: int) -> int:
+    """Return rank ``src``'s word of ``channel`` at this rank.
+
+    Any thread may call it, and then sees what ``src`` wrote before the value (acquire).
+    The call is a load of this rank's own memory.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     old[0] = symm.signal_read(ctx, 0, 127)
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        0
+    """
+    return ld_acquire_sys_u64(_count(ctx, ctx.rank, channel, src))
+
+
+@device_function
+def test(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
+    """Return whether ``src``'s word of ``channel`` satisfies a comparison.
+
+    The call does not wait. Its arguments and memory order are those of
+    :func:`wait_until`.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     old[0] = symm.test(ctx, 0, 5, symm.GE, 1)
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        0
+    """
+    check_comparison(ctx, comparison)
+    wanted = (np.int64(comparison), np.int64(value))
+    return _count_holds(_count(ctx, ctx.rank, channel, src), wanted)
+
+
+@device_function
+def wait_until(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
+    """Wait until ``src``'s word of ``channel`` satisfies a comparison with ``value``.
+
+    One thread calls it, and then sees what ``src`` wrote before the word's value
+    (acquire). After a ``syncthreads``, all threads of its block see this, too. The call
+    polls this rank's own memory.
+
+    Args:
+        ctx: the memory's context.
+        src: the rank that signals; may be this rank.
+        channel: 0 to 127; GPUs check the channel only in debug mode.
+        comparison: ``EQ``, ``NE``, ``GT``, ``GE``, ``LT`` or ``LE``. A count may
+            already exceed ``value``, so use ``GE`` for counts that grow.
+        value: the value to compare with, an int64.
+
+    Returns:
+        False if the deadline has passed, or another rank has failed.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     if cuda.blockIdx.x == 0:
+        ...         old[0] = symm.wait_until(ctx, 0, 5, symm.GE, 2)
+        ...     else:
+        ...         symm.signal_add(ctx, 0, 5, 2)
+        >>> kernel[2, 1](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    check_comparison(ctx, comparison)
+    address = _count(ctx, ctx.rank, channel, src)
+    record = wait_record(WAIT_UNTIL, ctx.rank, src, channel, later_blocks())
+    wanted = (np.int64(comparison), np.int64(value))
+    return _wait_for_count(ctx.guard, address, wanted, record)
+
+
+@device_function
+def wait_until_at(
+    ctx: Any, array: Any, index: Any, comparison: int, value: int
+) -> bool:
+    """Wait until an array's element satisfies a comparison with ``value``.
+
+    One thread calls it. The call acquires, so the other rank should store the element
+    with a release (``st_release_sys_…``, or an atomic operation). Wait for elements in
+    this rank's memory: polls of a peer's memory occupy the link.
+
+    Args:
+        ctx: a context of the communicator, for the deadline.
+        array: an array of int32, uint32, int64 or uint64; uint64 is compared as int64.
+        index: an int, or a tuple of ints. GPUs do not check it.
+        comparison: ``EQ``, ``NE``, ``GT``, ``GE``, ``LT`` or ``LE``.
+        value: the value to compare with.
+
+    Returns:
+        False if the deadline has passed, or another rank has failed.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     words = symm.peer_array(ctx, 0, 4, np.int32)
+        ...     if cuda.blockIdx.x == 0:
+        ...         old[0] = symm.wait_until_at(ctx, words, 3, symm.LT, 0)
+        ...     else:
+        ...         symm.atomic_add(words, 3, -1, order="release")
+        >>> kernel[2, 1](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    check_comparison(ctx, comparison)
+    address = word_address(array, index)
+    record = wait_record(WAIT_WORD, ctx.rank, ctx.rank, 0, later_blocks())
+    wanted = (np.int64(comparison), np.int64(value), np.int64(word_kind(array)))
+    return _wait_for_word(ctx.guard, address, wanted, record)
+
+
+@device_function
+def put_with_signal(
+    ctx: Any, dst: int, channel: int, target: Any, source: Any, value: int
+) -> None:
+    """Copy an array into a peer's array, then add ``value`` to this rank's word there.
+
+    All threads of a block call it. The copy, and what these threads wrote before, are
+    visible to the thread of ``dst`` that waits for the value. The call waits for no
+    peer: before it overwrites data, wait until ``dst`` has read that data.
+
+    Args:
+        ctx: the memory's context.
+        dst: the rank of ``target``.
+        channel: 0 to 127, as in :func:`signal_add`.
+        target: an array in ``dst``'s memory.
+        source: an array of the same shape and dtype; both as for :func:`put_block`.
+        value: what to add to the word, an int64.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     there = symm.peer_array(ctx, 0, 4, np.int64)
+        ...     there[0] = 9
+        ...     symm.put_with_signal(ctx, 0, 5, there[2:], there[:2], 1)
+        ...     symm.wait_until(ctx, 0, 5, symm.GE, 1)
+        ...     old[0] = there[2]
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        9
+    """
+    put_block(ctx, target, source)
+    # The copies of all threads come before the release of the signal.
+    syncthreads()  # explore: copied
+    if thread_index() == 0:
+        signal_add(ctx, dst, channel, value)

@@ -1,6 +1,6 @@
 """Arrays over host memory, and what device functions need of arrays: in the simulator.
 
-``ptx_views.py`` has the same names.
+``device/ptx.py`` has the same names.
 """
 
 import ctypes
@@ -68,7 +68,7 @@ _WORDS = {
     np.dtype(np.int32): 1,
     np.dtype(np.uint32): 2,
 }
-"""The kinds of words in ``counting.py``."""
+"""The kinds of words in ``device/signals.py``."""
 
 
 def word_address(array: Any, index: Any) -> int:

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
-from numba_symm import environment, streams
-from numba_symm.backends.protocol import Backend
+from numba_symm import environment
 from numba_symm.engines import nccl
 from numba_symm.engines.deadline import Deadline
 from numba_symm.engines.mpi import (
@@ -18,14 +17,15 @@ from numba_symm.engines.mpi import (
 from numba_symm.engines.protocol import Collective, Engine, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError, CollectiveError
+from numba_symm.gpu import streams
+from numba_symm.gpu.streams import LEGACY_DEFAULT
 from numba_symm.launch import ranks
-from numba_symm.launch.devices import GPU
-from numba_symm.launch.division import Parts
+from numba_symm.launch.devices import GPU, Parts
+from numba_symm.launch.ranks import Purpose, TaggedComm
 from numba_symm.launch.store import StoreExchange
-from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
-from numba_symm.questions import Questions
-from numba_symm.streams import LEGACY_DEFAULT
+from numba_symm.launch.watchdog import Questions
+from numba_symm.memory.backends import Backend
 
 
 class Joined(Protocol):

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import driver, streams
 from numba_symm.device.intrinsics import st_relaxed_sys_u64
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.gpu import driver, streams
+from numba_symm.gpu.kernels import Kernel, Launch
 from numba_symm.launch.waiting import Wait
 
 _FOR_KERNELS = 0x03  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP

@@ -15,15 +15,16 @@ from threading import Thread
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from numba_symm import driver, streams, threads, waits
+from numba_symm import process
 from numba_symm.engines.protocol import EnqueueCollective, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CallMismatch
-from numba_symm.launch import ranks
-from numba_symm.launch.tagged import TAGS, Purpose, TaggedComm
+from numba_symm.gpu import driver, streams
+from numba_symm.gpu.streams import SideStream, StreamOrder
+from numba_symm.launch import failures, ranks
+from numba_symm.launch.ranks import TAGS, Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait, begin
-from numba_symm.questions import Questions
-from numba_symm.streams import SideStream, StreamOrder
+from numba_symm.launch.watchdog import Questions
 
 _TAGS = TAGS - Purpose.PARCELS  # parcels of a pair are numbered by tags, which repeat
 _DIRECT = 1 << 30  # bytes of a message at most
@@ -62,7 +63,7 @@ class Direct:
 
     def sent(self, slot: int, address: int, nbytes: int) -> Any:
         """Return the memory at the address."""
-        return ranks.mpi().buffer.fromaddress(address, nbytes)
+        return ranks.mpi_module().buffer.fromaddress(address, nbytes)
 
     free = sent
 
@@ -106,11 +107,11 @@ class PinnedSlots:
         host = self._slot(slot)
         if nbytes:
             self._copy_out(host, address, nbytes)
-        return ranks.mpi().buffer.fromaddress(host, nbytes)
+        return ranks.mpi_module().buffer.fromaddress(host, nbytes)
 
     def free(self, slot: int, address: int, nbytes: int) -> Any:
         """Return a slot."""
-        return ranks.mpi().buffer.fromaddress(self._slot(slot), nbytes)
+        return ranks.mpi_module().buffer.fromaddress(self._slot(slot), nbytes)
 
     def received(self, slot: int, address: int, nbytes: int) -> None:
         """Copy the slot to the address."""
@@ -182,7 +183,7 @@ class MpiEngine:
         self._simulated: Future[None] = Future()  # the end of the side stream's work
         self._simulated.set_result(None)
         self._room, self._questions = room, questions
-        self.version = ranks.mpi().Get_library_version().split(",")[0]
+        self.version = ranks.mpi_module().Get_library_version().split(",")[0]
 
     def exchange(
         self,
@@ -221,7 +222,7 @@ class MpiEngine:
         if SIMULATED:  # launches block, so a thread has the part of the stream
             done = self._simulated = Future()
             thread = Thread(target=_run, args=(work, stream, done), daemon=True)
-            threads.start(thread, "an exchange between islands")
+            process.start(thread, "an exchange between islands")
             yield
             done.result()  # after a failure, settle() waits
             return
@@ -325,7 +326,7 @@ def _has_ended(request: Any) -> bool:
     """Return whether MPI has finished a request, cancelled it, or failed in it."""
     try:
         return bool(request.Test())
-    except ranks.mpi().Exception:
+    except ranks.mpi_module().Exception:
         return True
 
 
@@ -402,7 +403,7 @@ class _ParcelMove:
 
 class _Send(_ParcelMove):
     def _begin(self, at: tuple[int, int, int]) -> None:
-        sent = [self._room.sent(*at), ranks.mpi().BYTE]
+        sent = [self._room.sent(*at), ranks.mpi_module().BYTE]
         begin(self.requests, self._mpi.Isend, sent, self._there, self._tag)
 
     def _finished(self) -> bool:
@@ -417,7 +418,7 @@ class _Receive(_ParcelMove):
         # from about 4 KiB on, and only then reports MPI_ERR_TRUNCATE.
         if self._room.roomy:
             return True
-        mpi = ranks.mpi()
+        mpi = ranks.mpi_module()
         status = mpi.Status()
         if not self._mpi.Iprobe(self._there, self._tag, status):
             return False
@@ -426,11 +427,11 @@ class _Receive(_ParcelMove):
         return True
 
     def _begin(self, at: tuple[int, int, int]) -> None:
-        room = [self._room.free(*at), ranks.mpi().BYTE]
+        room = [self._room.free(*at), ranks.mpi_module().BYTE]
         begin(self.requests, self._mpi.Irecv, room, self._there, self._tag)
 
     def _finished(self) -> bool:
-        mpi = ranks.mpi()
+        mpi = ranks.mpi_module()
         status = mpi.Status()
         try:
             if not self.requests[0].Test(status):
@@ -446,7 +447,7 @@ class _Receive(_ParcelMove):
 
     def _refuse(self) -> None:
         rank, peer = self._engine._comm.rank, self.parcel.peer
-        words = waits.TABLE[waits.TRANSFER_MISMATCH].words
+        words = failures.TABLE[failures.TRANSFER_MISMATCH].words
         raise CallMismatch(words.format(rank=rank, peer=peer), ranks=(rank, peer))
 
 
@@ -454,7 +455,7 @@ def reads_gpu_memory() -> bool:
     """Return whether MPI reports that it reads and writes the memory of GPUs itself."""
     if SIMULATED:
         return True  # the memory of simulated GPUs is the host's
-    mpi = ranks.mpi()
+    mpi = ranks.mpi_module()
     kinds = mpi.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds") or ""
     if "cuda" in kinds:
         return True

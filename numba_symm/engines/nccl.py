@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from numba_symm import streams
 from numba_symm.engines.deadline import Deadline, TimedExchange
 from numba_symm.engines.protocol import Collective, EnqueueCollective, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError, CollectiveError, RankLeft
+from numba_symm.gpu import streams
+from numba_symm.gpu.streams import StreamOrder
 from numba_symm.launch.waiting import Wait
-from numba_symm.questions import Questions
-from numba_symm.streams import StreamOrder
+from numba_symm.launch.watchdog import Questions
 
 CURE = (
     'pip install "numba-symm[nccl]" nvidia-nccl-cu13 (or nvidia-nccl-cu12 with a '

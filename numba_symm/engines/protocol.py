@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from numba_symm.errors import CollectiveError
-from numba_symm.streams import StreamOrder
+from numba_symm.gpu.streams import StreamOrder
 
 
 class Parcel(NamedTuple):

@@ -7,10 +7,7 @@ import re
 from types import FrameType
 from typing import Any, NamedTuple
 
-from numba_symm.explore.arrays import Array
-from numba_symm.explore.cells import Access
-from numba_symm.explore.faults import CodePlace, Fault, Files, frame_of
-from numba_symm.explore.machine import Machine
+from numba_symm.explore.machine import Fiber, Machine, Name
 from numba_symm.explore.memory import (
     ACQUIRE,
     AWAIT,
@@ -18,11 +15,16 @@ from numba_symm.explore.memory import (
     LATE,
     LOAD,
     STORE,
+    Access,
     Area,
+    CodePlace,
+    Fault,
+    Files,
     Strong,
     Value,
+    frame_of,
 )
-from numba_symm.explore.observers import Fiber, Name
+from numba_symm.explore.threads import Array
 
 
 class TracedStep(NamedTuple):

@@ -1,4 +1,4 @@
-"""Memory of all ranks, in a model of what PTX permits, and the races in it.
+"""All ranks' memory in a model of PTX, and the faults of accesses.
 
 Addresses are numbers of this model, the same in every execution. A *region* is what the
 program or the library allocates at once.
@@ -18,14 +18,136 @@ stores to different places that no interleaving has, and the total order of fenc
 
 import bisect
 import copy
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from math import gcd
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm.explore.cells import Access, Cell, unknown
-from numba_symm.explore.faults import CodePlace, Fault
+from numba_symm.errors import SymmError
+
+
+class Fault(BaseException):
+    """A fault of the program, in one execution. No program catches it by accident.
+
+    Attributes:
+        kind: ``race``, ``access``, ``deadlock``, ``divergence``, ``livelock``,
+            ``result`` or ``error``.
+        details: what the report needs beyond the text.
+    """
+
+    def __init__(self, kind: str, text: str, **details: Any):
+        super().__init__(f"{kind}: {text}")
+        self.kind, self.text, self.details = kind, text, details
+
+
+class Unsupported(SymmError):
+    """The program uses something that ``numba_symm.explore`` has no stand-in for."""
+
+
+class Pruned(BaseException):
+    """This execution is equivalent to another one, which is explored, too."""
+
+
+class Ended(BaseException):
+    """Ends a thread of an execution that is over."""
+
+
+class CodePlace(NamedTuple):
+    """A place in the program.
+
+    Attributes:
+        file: the program's file.
+        line: the line.
+        called: the library's function that was called there; "" if none was.
+    """
+
+    file: str
+    line: int
+    called: str = ""
+
+
+_DEVICE = str(Path(__file__).parents[1] / "device")
+
+NOWHERE = CodePlace("?", 0)
+
+Files = Mapping[str, list[str]]
+"""The lines of the program's files, by name."""
+
+
+def site(files: Files) -> CodePlace:
+    """Return where the program is: its innermost frame, and what that called."""
+    frame: FrameType | None = sys._getframe(1)
+    called = ""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename in files:
+            return CodePlace(code.co_filename, frame.f_lineno, called)
+        if code.co_filename.startswith(_DEVICE) and code.co_name[0] not in "_<":
+            called = code.co_name
+        frame = frame.f_back
+    return NOWHERE
+
+
+def frame_of(files: Files) -> FrameType | None:
+    """Return the program's innermost frame."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename not in files:
+        frame = frame.f_back
+    return frame
+
+
+class Access(NamedTuple):
+    """An access that later ones must be ordered after.
+
+    Attributes:
+        thread: the number of its thread.
+        time: the thread's time.
+        site: where.
+        does: what, in words.
+        scope: the scope of a strong access; "" for a weak one.
+    """
+
+    thread: int
+    time: int
+    site: CodePlace
+    does: str
+    scope: str = ""
+
+
+class Cell:
+    """The last accesses to a few bytes.
+
+    Attributes:
+        writes: by thread, stores of one value that nothing orders.
+        reads, strong_reads, strong_writes: by thread, what came after these.
+        before: what these stores follow.
+    """
+
+    __slots__ = ("before", "reads", "strong_reads", "strong_writes", "writes")
+
+    def __init__(self) -> None:
+        self.before: list[Access] = []
+        self.writes: dict[int, Access] = {}
+        self.reads: dict[int, Access] = {}
+        self.strong_writes: dict[int, Access] = {}
+        self.strong_reads: dict[int, Access] = {}
+
+    def store(self, me: Access) -> None:
+        """Note a store that follows all accesses so far."""
+        kinds = self.writes, self.reads, self.strong_writes, self.strong_reads
+        self.before = [each for kind in kinds for each in kind.values()]
+        self.writes = {me.thread: me}
+        self.reads, self.strong_writes, self.strong_reads = {}, {}, {}
+
+
+def unknown(others: Iterable[Access], known: Any) -> list[Access]:
+    """Return those of some accesses that a thread does not know of."""
+    return [other for other in others if other.time > known[other.thread]]
+
 
 RELAXED, ACQUIRE, RELEASE = "relaxed", "acquire", "release"
 SYSTEM, GPU = "system", "gpu"

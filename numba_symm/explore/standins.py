@@ -1,16 +1,50 @@
-"""Stand-ins for ``numba`` and ``numba.cuda`` in explored programs."""
+"""Stand-ins for Numba and device intrinsics, and the imports of a program.
 
-from types import ModuleType, SimpleNamespace
+Imports of an explored program: stand-ins, and modules that only it sees.
+
+The program's own modules and those of ``numba_symm.device`` are executed for it, with
+an ``__import__`` of their own. So this process keeps the modules that it has, and no
+state of one execution reaches the next one.
+
+``numba_symm.device`` for explored programs: its own code, on other instructions.
+
+The modules are executed once more, as in the simulator. Only the instructions of
+``sim.py`` are replaced, and the loops that poll: these are waits here.
+"""
+
+import builtins
+import functools
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from numba_symm import environment
+from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.explore import threads
-from numba_symm.explore.arrays import Array, unsupported
 from numba_symm.explore.machine import running
-from numba_symm.explore.memory import GPU, RELAXED
-from numba_symm.explore.threads import Grid, me
-from numba_symm.explore.updates import update_element
+from numba_symm.explore.memory import (
+    AWAIT,
+    GPU,
+    LOAD,
+    RELAXED,
+    STORE,
+    UPDATE,
+    Fault,
+    Strong,
+)
+from numba_symm.explore.threads import (
+    Array,
+    Grid,
+    changed,
+    me,
+    unsupported,
+    update_element,
+)
+from numba_symm.launch.failures import TABLE
 
 _SCALARS = (int, float, complex, bool, np.generic, str, type(None), tuple, Array)
 
@@ -257,3 +291,409 @@ def make_numba(cuda: StandIn) -> dict[str, Any]:
     config = SimpleNamespace(ENABLE_CUDASIM=True, CUDA_LOW_OCCUPANCY_WARNINGS=False)
     numba = StandIn("numba", cuda=cuda, config=config, types=of_types, **types)
     return {"numba": numba, "numba.cuda": cuda, "numba.types": of_types}
+
+
+PACKAGE = Path(__file__).parents[1]
+
+Source = tuple[CodeType, bool]
+"""A module's code, and whether it is a package."""
+
+
+class Modules:
+    """What one program, or the library within it, can import.
+
+    Attributes:
+        known: the modules so far, by name.
+        find: returns the source of a module, or None: it is imported as usual.
+        names: more names that modules have as built-in ones.
+        prepare: is called with each executed module.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[str, Any],
+        find: Callable[[str], Source | None],
+        names: Mapping[str, Any],
+    ):
+        self.known, self._find = dict(known), find
+        self._builtins = {
+            **vars(builtins),
+            "__import__": self._import,
+            **names,
+        }
+        self.prepare: Callable[[ModuleType], None] | None = None
+
+    def execute(self, name: str, source: Source, run_as: str | None = None) -> Any:
+        """Execute a module, and return it."""
+        code, package = source
+        module = ModuleType(run_as or name)
+        module.__dict__["__builtins__"] = self._builtins
+        module.__file__ = code.co_filename
+        module.__package__ = name if package else name.rpartition(".")[0]
+        self.known[name] = module
+        exec(code, module.__dict__)
+        if self.prepare is not None:
+            self.prepare(module)
+        return module
+
+    def load(self, name: str) -> Any:
+        """Return a module that is known or has a source; None: there is none."""
+        if name in self.known:
+            return self.known[name]
+        parent, _, last = name.rpartition(".")
+        if parent and parent.partition(".")[0] in self.known:
+            self.load(parent)
+        source = self._find(name)
+        if source is None:
+            return None
+        module = self.execute(name, source)
+        if parent in self.known and isinstance(self.known[parent], ModuleType):
+            setattr(self.known[parent], last, module)
+        return module
+
+    def _import(
+        self,
+        name: str,
+        given: Any = None,
+        local: Any = None,
+        fromlist: Any = (),
+        level: int = 0,
+    ) -> Any:
+        if level:
+            name = importlib.util.resolve_name("." * level + name, given["__package__"])
+        module = self.load(name)
+        if module is None:
+            return builtins.__import__(name, given, local, fromlist, 0)
+        if not fromlist:
+            return self.load(name.partition(".")[0])
+        for each in fromlist:
+            if each not in vars(module):
+                self.load(f"{name}.{each}")
+        return module
+
+
+DEVICE = "numba_symm.device"
+
+
+def word_of(bits: int) -> int:
+    """Return bits as a signed word of 8 bytes."""
+    return ((int(bits) & 0xFFFFFFFFFFFFFFFF) ^ 1 << 63) - (1 << 63)
+
+
+def op_at(kind: str, address: int, nbytes: int, order: str) -> Strong:
+    """Return a strong access to the word at an address."""
+    execution = running()
+    region, offset = execution.memory.at(int(address), nbytes)
+    _check_aligned(address, nbytes)
+    return Strong(kind, region, offset, nbytes, order, execution.site())
+
+
+def _check_aligned(address: int, nbytes: int) -> None:
+    if address % nbytes:
+        raise Fault(
+            "access",
+            f"an access of {nbytes} bytes, {address % nbytes} bytes after a multiple "
+            f"of {nbytes}",
+        )
+
+
+def _weak_load(nbytes: int) -> Callable[[int], int]:
+    def load(address: int) -> int:
+        execution = running()
+        region, offset = execution.memory.at(int(address), nbytes)
+        _check_aligned(address, nbytes)
+        execution.weak(region, offset, nbytes, None)
+        return region.bits(offset, nbytes)
+
+    return load
+
+
+def _weak_store(nbytes: int) -> Callable[[int, int], None]:
+    def store(address: int, value: int) -> None:
+        execution = running()
+        region, offset = execution.memory.at(int(address), nbytes)
+        _check_aligned(address, nbytes)
+        bits = int(value) & (1 << 8 * nbytes) - 1
+        stored = bits.to_bytes(nbytes, "little")
+        execution.weak(region, offset, nbytes, lambda: stored)
+        region.put_bits(offset, nbytes, bits)
+
+    return store
+
+
+def _strong_load(nbytes: int, order: str) -> Callable[[int], int]:
+    def load(address: int) -> int:
+        thread = running().me()
+        if thread.peek is not None:  # of a wait's predicate
+            _check_aligned(address, nbytes)
+            place = running().memory.at(int(address), nbytes)
+            thread.probed = *place, nbytes, order
+            return thread.peek
+        state = threads.state(running().files)
+        return int(running().access(op_at(LOAD, address, nbytes, order), state))
+
+    return load
+
+
+def _strong_store(nbytes: int, order: str) -> Callable[[int, int], None]:
+    def store(address: int, value: int) -> None:
+        op = op_at(STORE, address, nbytes, order)
+        op.bits = int(value)
+        running().access(op, None)
+
+    return store
+
+
+def _signed(load: Callable[[int], int]) -> Callable[[int], int]:
+    return lambda address: word_of(load(address))
+
+
+def _update(verb: str, kind: str, order: str) -> Callable[..., Any]:
+    """Return an atomic operation on the word at an address."""
+    dtype = np.dtype(kind.replace("s", "i").replace("32", "4").replace("64", "8"))
+
+    def update(address: int, *values: Any) -> Any:
+        op = op_at(UPDATE, address, dtype.itemsize, order)
+        op.change = changed(verb, dtype, values)
+        old = running().access(op, threads.state(running().files))
+        if dtype.kind == "f":
+            return np.frombuffer(int(old).to_bytes(dtype.itemsize, "little"), dtype)[0]
+        return word_of(old) if dtype.itemsize == 8 else int(old)
+
+    return update
+
+
+def _device_atomic(verb: str) -> Callable[..., Any]:
+    """Return an atomic operation on an array's element."""
+    name = f"atomic_{verb}"
+
+    def atomic(array: Any, index: Any, values: Any, order: str) -> Any:
+        known = {_dtype(kind) for kind in ATOMICS[verb]}
+        if not isinstance(array, Array) or array.dtype not in known:
+            what = getattr(array, "dtype", type(array).__name__)
+            raise unsupported(
+                f"{name} of {what}", "pass a device array of such a dtype"
+            )
+        if order not in ATOMIC_ORDERS:
+            raise unsupported(f"{name} with order={order!r}")
+        return update_element(array, index, verb, order, values)
+
+    if verb == "cas":
+        return lambda array, index, old, value, order=RELAXED: atomic(
+            array, index, (old, value), order
+        )
+    return lambda array, index, value, order=RELAXED: atomic(
+        array, index, (value,), order
+    )
+
+
+def _dtype(kind: str) -> np.dtype[Any]:
+    return np.dtype(f"{kind[0].replace('s', 'i')}{int(kind[1:]) // 8}")
+
+
+def make_wait(has_arrived: Callable[[int, Any], bool]) -> Callable[..., bool]:
+    """Replace ``polling.make_wait``: deadlines never pass."""
+
+    def wait(guard: Any, address: int, expected: Any, record: int) -> bool:
+        running().wait(lambda: has_arrived(address, expected))
+        return True
+
+    return wait
+
+
+def _packet_word(address: int, holds: Callable[[int], bool]) -> int:
+    """Wait for half of a packet pair: 4 bytes of data, and above them the epoch."""
+    op = op_at(AWAIT, address, 8, RELAXED)
+    return running().await_word(op, lambda word: holds(word >> 32)) & 0xFFFFFFFF
+
+
+def _vector(box: int, stride: int, holds: Callable[[int], bool]) -> tuple[int, int]:
+    """Wait for a vector's packets, one word after another; return its two words."""
+    words = [_packet_word(box + at, holds) for at in (0, 8, stride, stride + 8)]
+    return word_of(words[0] | words[1] << 32), word_of(words[2] | words[3] << 32)
+
+
+def make_poll(size: int, peek: Any) -> Callable[..., bool]:
+    """Replace ``packets.make_poll``.
+
+    It waits for one word after another. A program that polls all of them in turn may
+    see the same values: each load of its last round is a load here.
+    """
+
+    def poll(
+        guard: Any, operation: int, first: int, rank_stride: int, epoch: int,
+        block: int, low: Any, high: Any, wanted: int,
+    ) -> bool:  # fmt: skip
+        thread = running().me()
+        flag = epoch & 0xFFFFFFFF
+        for k in range(size - 1):
+            box = first + k * rank_stride
+            thread.peek = 0
+            peek(box, epoch)
+            thread.peek = None
+            region, offset, _, _ = thread.probed  # the last word of the vector
+            stride = region.base + offset - 8 - box
+            if wanted >> k & 1:
+                low[k + 1], high[k + 1] = _vector(box, stride, flag.__eq__)
+            else:
+                low[k + 1], high[k + 1], _ = peek(box, epoch)
+        return True
+
+    return poll
+
+
+def _receive(guard: Any, box: int, number: int, record: int, lost: int) -> Any:
+    """Replace ``packets._receive``: a later epoch is a fault."""
+
+    def ends(epoch: int) -> bool:
+        later = 0 < (epoch - number & 0xFFFFFFFF) < 0x80000000
+        if epoch and later:
+            fail(guard, lost)
+        return epoch == number & 0xFFFFFFFF
+
+    low, high = _vector(box, 16, ends)
+    return low, high, True
+
+
+def fail(guard: Any, record: int) -> None:
+    """Replace ``polling.fail``: what a kernel reports is a fault."""
+    operation, rank, peer = (
+        record >> 56 & 0x7F,
+        record >> 48 & 0xFF,
+        record >> 40 & 0xFF,
+    )
+    words = TABLE[operation].words
+    raise Fault("result", f"rank {rank} reports a failure: {words}, of rank {peer}")
+
+
+def _array_at(address: int, shape: Any, dtype: Any) -> Array:
+    region, offset = running().memory.at(int(address), 1)
+    return Array.of(region, shape, dtype, offset)
+
+
+def _no_clock() -> int:
+    raise unsupported("globaltimer", "an exploration has no time")
+
+
+def _instructions() -> dict[str, Any]:
+    """Return what replaces the functions of ``sim.py``."""
+    found: dict[str, Any] = {}
+    for name, nbytes in (("u8", 1), ("u16", 2), ("u32", 4), ("u64", 8)):
+        for infix in ("", "any_"):
+            load = _weak_load(nbytes)
+            found[f"ld_{infix}{name}"] = _signed(load) if nbytes == 8 else load
+            found[f"st_{infix}{name}"] = _weak_store(nbytes)
+    for name, nbytes in (("u32", 4), ("u64", 8)):
+        for order in ATOMIC_ORDERS:
+            load, store = _strong_load(nbytes, order), _strong_store(nbytes, order)
+            load = _signed(load) if nbytes == 8 else load
+            found[f"ld_{order}_sys_{name}"] = load
+            found[f"st_{order}_sys_{name}"] = store
+    whole, put_whole = _weak_load(16), _weak_store(16)
+
+    def ld_v2(address: int) -> tuple[int, int]:
+        bits = whole(address)
+        return word_of(bits), word_of(bits >> 64)
+
+    def st_v2(address: int, words: tuple[int, int]) -> None:
+        low, high = (int(word) & 0xFFFFFFFFFFFFFFFF for word in words)
+        put_whole(address, high << 64 | low)
+
+    def ld_v4(address: int) -> tuple[int, ...]:
+        bits = whole(address)
+        return tuple(bits >> at & 0xFFFFFFFF for at in (0, 32, 64, 96))
+
+    load, store = found["ld_relaxed_sys_u64"], found["st_relaxed_sys_u64"]
+
+    def ld_pair(address: int) -> tuple[int, int]:
+        return load(address), load(address + 8)
+
+    def st_pair(address: int, words: tuple[int, int]) -> None:
+        store(address, words[0])
+        store(address + 8, words[1])
+
+    found |= {"ld_v2_u64": ld_v2, "ld_any_v2_u64": ld_v2, "ld_v4_u32": ld_v4}
+    found |= {"st_v2_u64": st_v2, "st_any_v2_u64": st_v2}
+    found |= {"ld_relaxed_sys_v2_u64": ld_pair, "st_relaxed_sys_v2_u64": st_pair}
+    return found | {
+        "sliced": lambda form: lambda function: function,
+        "array_at": _array_at,
+        "fence_acq_rel_sys": lambda: running().fence(),
+        "globaltimer": _no_clock,
+        "poll_pause": lambda polls: None,
+        "syncthreads": threads.syncthreads,
+        "syncthreads_or": lambda condition: any(threads.sync(bool(condition))),
+        "bar_sync": threads.bar_sync,
+        "bar_red_or": lambda bar, count, condition: any(
+            threads.bar_sync(bar, count, bool(condition))
+        ),
+        "warp_or": lambda condition: any(threads.warp(bool(condition))),
+        "votes": lambda condition: sum(
+            bool(each) << i
+            for i, each in enumerate(threads.warp(condition, orders=False))
+        ),
+        "thread_index": lambda: threads.me().index,
+        "thread_index_x": lambda: threads.me().thread[0],
+        "thread_index_y": lambda: threads.me().thread[1],
+        "block_index": lambda: threads.me().block_index,
+        "grid_index": lambda: threads.me().block_index,
+        "block_size": lambda: threads.me().grid.threads,
+        "grid_size": lambda: threads.me().grid.blocks,
+        "later_blocks": lambda: 0,
+        "check_grid": lambda: None,
+    }
+
+
+def _replace(functions: dict[str, Any], module: ModuleType) -> None:
+    """Replace what a module of device functions defines or imports."""
+    for name in functions.keys() & module.__dict__.keys():
+        setattr(module, name, functions[name])
+
+
+def _atomics() -> ModuleType:
+    """Return what replaces ``host_atomics.py``."""
+    module = ModuleType(f"{DEVICE}.host_atomics")
+    for verb, kinds in ATOMICS.items():
+        setattr(module, f"atomic_{verb}", _device_atomic(verb))
+        for order in ATOMIC_ORDERS:
+            for kind in kinds:
+                update = _update(verb, kind, order)
+                setattr(module, atomic_name(verb, order, kind), update)
+    return module
+
+
+def _source(name: str) -> Source | None:
+    if name != DEVICE and not name.startswith(f"{DEVICE}."):
+        return None
+    path = PACKAGE.parent.joinpath(*name.split("."))
+    package = path.is_dir()
+    path = path / "__init__.py" if package else path.with_suffix(".py")
+    return (_code(path), package) if path.is_file() else None
+
+
+@functools.cache
+def _code(path: Path) -> Any:
+    return compile(path.read_text(), str(path), "exec")
+
+
+@functools.cache
+def device() -> Modules:
+    """Return the modules of ``numba_symm.device`` for explored programs."""
+    simulated = ModuleType("numba_symm.environment")
+    vars(simulated).update(vars(environment), SIMULATED=True)
+    types = SimpleNamespace(**{name: np.dtype(name) for name in ("int64", "uint64")})
+    numba = SimpleNamespace(cuda=SimpleNamespace(types=types))
+    known = {
+        "numba_symm": ModuleType("numba_symm"),
+        "numba_symm.environment": simulated,
+        f"{DEVICE}.host_atomics": _atomics(),
+        "numba": numba,
+        "numba.cuda": numba.cuda,
+    }
+    modules = Modules(known, _source, {})
+    replaced = _instructions()
+    replaced |= {"make_wait": make_wait, "fail": fail, "make_poll": make_poll}
+    replaced["_receive"] = _receive
+    modules.prepare = functools.partial(_replace, replaced)
+    modules.load(DEVICE)
+    return modules

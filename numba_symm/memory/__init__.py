@@ -1,6 +1,6 @@
 """Symmetric memory: allocate, export, exchange, map, validate, close.
 
 ``allocator`` contains this process' allocations, and finds them by any pointer into
-them. ``heap`` contains those of a communicator: which are mapped on all its ranks, and
-which all ranks have dropped. ``symmetric`` is the result of a rendezvous.
+them. It also has those of a communicator: which are mapped on all its ranks, and which
+all ranks have dropped. ``symmetric`` is the result of a rendezvous.
 """

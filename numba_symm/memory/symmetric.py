@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numba_symm import arguments, arrays, dtypes, own_arrays, pads, streams
-from numba_symm.backends.peers import Peers
+from numba_symm import arguments, dtypes
 from numba_symm.device.signals import CheckedContext, Context
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError
-from numba_symm.members import Members
-from numba_symm.own_arrays import Memory
+from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.arrays import Memory
+from numba_symm.launch.members import Members, Peers
+from numba_symm.memory import pads
 
 
 class SymmetricMemory:
@@ -353,7 +354,7 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any) -> Any
             "get: pass out= while a stream is being captured into a graph; memory "
             "cannot be allocated then"
         )
-    return own_arrays.empty(shape, dtype, "get")
+    return arrays.empty(shape, dtype, "get")
 
 
 def _copy(target: int, source: int, nbytes: int, stream: Any, what: str) -> None:

@@ -16,30 +16,30 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI as _MPI
 
-from numba_symm.mpi.communicators import Comm as Comm
-from numba_symm.mpi.communicators import Intercomm as Intercomm
-from numba_symm.mpi.communicators import Intracomm as Intracomm
+from numba_symm.mpi.comm import Cartcomm as Cartcomm
+from numba_symm.mpi.comm import Comm as Comm
+from numba_symm.mpi.comm import Distgraphcomm as Distgraphcomm
+from numba_symm.mpi.comm import Graphcomm as Graphcomm
+from numba_symm.mpi.comm import Intercomm as Intercomm
+from numba_symm.mpi.comm import Intracomm as Intracomm
+from numba_symm.mpi.comm import Topocomm as Topocomm
 from numba_symm.mpi.errors import MPIError as MPIError
 from numba_symm.mpi.host_only import Datatype as Datatype
 from numba_symm.mpi.host_only import File as File
+from numba_symm.mpi.host_only import Finalize as Finalize
 from numba_symm.mpi.host_only import Free_mem as Free_mem
+from numba_symm.mpi.host_only import Init as Init
+from numba_symm.mpi.host_only import Init_thread as Init_thread
 from numba_symm.mpi.host_only import Op as Op
 from numba_symm.mpi.host_only import Session as Session
 from numba_symm.mpi.host_only import _sizeof as _sizeof
 from numba_symm.mpi.host_only import constant as _constant
-from numba_symm.mpi.in_place import Finalize as Finalize
-from numba_symm.mpi.in_place import Init as Init
-from numba_symm.mpi.in_place import Init_thread as Init_thread
-from numba_symm.mpi.in_place import install as install
+from numba_symm.mpi.host_only import install as install
 from numba_symm.mpi.p2p import Attach_buffer as Attach_buffer
 from numba_symm.mpi.p2p import Detach_buffer as Detach_buffer
 from numba_symm.mpi.pending import Message as Message
 from numba_symm.mpi.requests import Prequest as Prequest
 from numba_symm.mpi.requests import Request as Request
-from numba_symm.mpi.topologies import Cartcomm as Cartcomm
-from numba_symm.mpi.topologies import Distgraphcomm as Distgraphcomm
-from numba_symm.mpi.topologies import Graphcomm as Graphcomm
-from numba_symm.mpi.topologies import Topocomm as Topocomm
 from numba_symm.mpi.win import Win as Win
 
 _NAMES = [name for name in dir(_MPI) if name[0] != "_"]

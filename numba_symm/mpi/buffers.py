@@ -1,29 +1,121 @@
-"""Buffer specifications, as mpi4py takes them, of device arrays.
+"""Buffers and classes of mpi4py's, and kernels on the arrays of one rank.
+
+Buffer specifications, as mpi4py takes them, of device arrays.
 
 A specification is an array ``x`` or a list or tuple: ``[x, type]``, ``[x, count]``,
 ``[x, (count, displ)]``, ``[x, count, type]``, ``[x, (count, displ), type]`` or ``[x,
 count, displ, type]``; the vector forms have a count and a displacement for each rank.
 As in mpi4py, counts and displacements are numbers of items of the type, and omitted
 values follow from the array.
+
+Buffers of host types over memory of the GPU, such as ``MPI.memory.fromaddress``.
+
+A program makes such a buffer from a pointer, for a library whose arrays have no
+interface. The buffer's type does not show whether its memory is on the GPU, so this
+module asks the driver. MPI would read the memory as the host's.
+
+The class of this package's classes, which stand for mpi4py's of the same names.
+
+A program may have objects of both: windows of host memory, null handles, requests of
+host arrays and communicators that nobody wrapped are mpi4py's own. What it asks of a
+class here holds for all of them.
+
+Kernels on the arrays of one rank: strided items, and reductions of two arrays.
+
+Items at regular distances, as in vectors and subarrays, are moved by the library's
+kernel for strided arrays. The other kernels wait for no rank, so they are plain
+``cuda.jit`` kernels.
 """
 
+import array
 import contextlib
+import ctypes
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
+from numba import cuda
 
-from numba_symm import arrays
 from numba_symm.arguments import shown
-from numba_symm.arrays import ArrayView
-from numba_symm.cache import UNKNOWN, Cache
-from numba_symm.mpi import addresses, datatypes
-from numba_symm.mpi.datatypes import ItemLayout
+from numba_symm.collectives.invocation import UNKNOWN, Cache
+from numba_symm.collectives.kernels import pack as kernel
+from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.device.intrinsics import device_function
+from numba_symm.environment import SIMULATED
+from numba_symm.gpu import arrays, driver, streams
+from numba_symm.gpu.arrays import ArrayView, Memory
+from numba_symm.mpi import datatypes
+from numba_symm.mpi.datatypes import ItemLayout, listed, natural, naturals
 from numba_symm.mpi.errors import refusal
-from numba_symm.mpi.reading import listed, natural, naturals
+
+if SIMULATED:
+    from numba_symm import simulator
+
+_OWNERS = (bytes, bytearray, array.array)
+ASKED = (MPI.buffer, memoryview, ctypes.Array, np.ndarray)
+"""Buffers that may be over memory of the GPU."""
+
+
+def there(buffer: Any) -> Any:
+    """Return a device array of the bytes of a buffer over memory of the GPU.
+
+    Any other object is returned unchanged. A buffer of 0 bytes has an address only. It
+    is treated as extending to the end of the allocation, because a datatype gives its
+    size.
+    """
+    if not isinstance(buffer, ASKED) or arrays.on_device(buffer) or _is_own(buffer):
+        return buffer
+    try:
+        place = MPI.buffer(buffer)
+    except (TypeError, ValueError, BufferError):  # mpi4py's call refuses it, too
+        return buffer
+    if not place.address or not any_on_device([place.address]):
+        return buffer
+    nbytes = place.nbytes or _end(place.address) - place.address
+    return Memory(place.address, nbytes, buffer).array(nbytes, np.dtype(np.uint8))
+
+
+def buffer_on_device(buffer: Any) -> bool:
+    """Return whether an object is a device array, or a buffer over such memory."""
+    return arrays.on_device(buffer) or there(buffer) is not buffer
+
+
+def _is_own(buffer: Any) -> bool:
+    """Return whether Python or NumPy has allocated the memory of a buffer."""
+    while isinstance(buffer, np.ndarray | memoryview):
+        if isinstance(buffer, memoryview):
+            buffer = buffer.obj
+        elif buffer.base is None:
+            return bool(buffer.flags.owndata)
+        else:
+            buffer = buffer.base
+    return isinstance(buffer, _OWNERS)
+
+
+def any_on_device(addresses: Collection[int]) -> bool:
+    """Return whether one of several addresses is of the GPU's memory."""
+    if SIMULATED:
+        return simulator.end_of_array(addresses) is not None
+    from cuda.core import Buffer
+
+    return any(not Buffer.from_handle(each, 1).is_host_accessible for each in addresses)
+
+
+def _end(address: int) -> int:
+    """Return the end of an allocation."""
+    if SIMULATED:
+        found = simulator.end_of_array([address])
+        assert found is not None
+        return found
+    base, nbytes = driver.call("cuMemGetAddressRange", address)
+    return int(base) + int(nbytes)
+
 
 _SEQUENCE = (list, tuple)
 _BOTTOM = type(MPI.BOTTOM)
@@ -110,12 +202,12 @@ def on_device(*specs: Any) -> bool:
         if is_bottom(array):
             _check_bottom(specs[0])
             return False
-        return addresses.on_device(array)
+        return buffer_on_device(array)
     for spec in specs:
         if is_bottom(array_in(spec)):
             _check_bottom(spec)
     given = [array for array in map(array_in, specs) if not _nowhere(array)]
-    found = {addresses.on_device(array) for array in given}
+    found = {buffer_on_device(array) for array in given}
     if len(found) == 2:
         kinds = " and ".join(type(array).__name__ for array in given)
         raise refusal(
@@ -143,7 +235,7 @@ def _check_bottom(spec: Any) -> None:
             left += list(each)
     lowest = {0} | {each.Get_true_extent()[0] for each in datatypes if each}
     places = {first + low for first in displs for low in lowest}
-    if addresses.any_on_device({place for place in places if place > 0}):
+    if any_on_device({place for place in places if place > 0}):
         raise refusal(
             MPI.ERR_BUFFER,
             "MPI.BOTTOM: expected addresses of the host, got one of the device; pass "
@@ -163,7 +255,7 @@ def of_host(plain: Any, advice: str) -> Any:
     @functools.wraps(plain)
     def method(*args: Any, **options: Any) -> Any:
         for spec in (*args, *options.values()):
-            if addresses.on_device(array_in(spec)):
+            if buffer_on_device(array_in(spec)):
                 raise refusal(
                     MPI.ERR_BUFFER,
                     f"{name}: expected arrays on the host, got "
@@ -315,7 +407,7 @@ def typed(spec: Any, blocks: int) -> list[Items]:
     given = tuple(spec)
     if not 2 <= len(given) <= 4:
         raise _length(spec)
-    array = addresses.there(given[0])
+    array = there(given[0])
     counts, displs = (1,) * blocks, (0,) * blocks
     if len(given) > 2:
         counts, displs = _pair(given[1] if len(given) == 3 else given[1:3])
@@ -335,7 +427,7 @@ def parts(spec: Any, vector: bool = False) -> tuple[Any, Any, Any, Any]:
     The array is a device array, also of a buffer over such memory.
     """
     if not isinstance(spec, _SEQUENCE):
-        return addresses.there(spec), None, None, None
+        return there(spec), None, None, None
     count: Any = None
     displ: Any = None
     datatype: Any = None
@@ -352,7 +444,7 @@ def parts(spec: Any, vector: bool = False) -> tuple[Any, Any, Any, Any]:
     pair = isinstance(count, tuple) if vector else isinstance(count, _SEQUENCE)
     if pair and len(spec) < 4:
         count, displ = _pair(count)
-    return addresses.there(array), count, displ, datatype
+    return there(array), count, displ, datatype
 
 
 def _length(spec: Any) -> Exception:
@@ -426,3 +518,210 @@ def check_room(found: Items, blocks: int = 1) -> Items:
             f" {times}{found.number}, of bytes {low} to {high}; pass a smaller count",
         )
     return found
+
+
+_OURS = __name__.partition(".")[0]
+
+
+class Kind(type):
+    """Makes a class stand for the class of mpi4py that its body names as ``_plain``.
+
+    mpi4py's objects are instances of the class, and mpi4py's classes subclasses. A
+    method that is read from the class, such as ``MPI.Comm.Send``, takes objects of
+    both. Subclasses that a program makes are ordinary classes.
+    """
+
+    _plain: Any
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return type.__instancecheck__(cls, instance) or isinstance(
+            instance, cls.__dict__.get("_plain", ())
+        )
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return type.__subclasscheck__(cls, subclass) or issubclass(
+            subclass, cls.__dict__.get("_plain", ())
+        )
+
+    def __getattribute__(cls, name: str) -> Any:
+        """Return an attribute of the class; Python does not call this for objects."""
+        found = type.__getattribute__(cls, name)
+        if type(found) is FunctionType and name[0] != "_":
+            ours = found.__globals__["__name__"].partition(".")[0] == _OURS
+            plain = getattr(cls._plain, name, None) if ours else None
+            if plain is not None:
+                return _either(cls, found, plain)
+        return found
+
+
+@functools.cache
+def _either(cls: type, own: Callable[..., Any], plain: Any) -> Callable[..., Any]:
+    """Return a method of the class, which takes objects of mpi4py's class, too.
+
+    For these, it is mpi4py's method, which reads host memory only.
+    """
+    if own.__name__[0].isupper():
+        plain = of_host(plain, "call the method of an object of numba_symm.mpi")
+
+    @functools.wraps(own)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        call = own if type.__instancecheck__(cls, self) else plain
+        return call(self, *args, **options)
+
+    return method
+
+
+THREADS = 128
+MOST_BLOCKS = 1024
+
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+PackedStep = Callable[[int], None]
+"""Enqueues work on the stream with that handle."""
+
+
+def _gather(packed: Any, spread: Any, runs: Any, extent: int, words: int) -> None:
+    """Copy runs of words from their places to consecutive ones."""
+    for index in range(cuda.grid(1), packed.size, cuda.gridsize(1)):
+        run = index // words
+        item = run // runs.size
+        start = item * extent + runs[run - item * runs.size]
+        packed[index] = spread[start + index - run * words]
+
+
+def _scatter(packed: Any, spread: Any, runs: Any, extent: int, words: int) -> None:
+    """Copy consecutive runs of words to their places."""
+    for index in range(cuda.grid(1), packed.size, cuda.gridsize(1)):
+        run = index // words
+        item = run // runs.size
+        start = item * extent + runs[run - item * runs.size]
+        spread[start + index - run * words] = packed[index]
+
+
+_GATHER, _SCATTER = cuda.jit(_gather), cuda.jit(_scatter)
+
+
+def pack(message: Items, packed: Any) -> PackedStep:
+    """Return the copy of a message's elements to an array of as many bytes."""
+    return _moved(True, message, packed)
+
+
+def unpack(message: Items, packed: Any) -> PackedStep:
+    """Return the copy of an array's bytes to a message's elements, or to the first."""
+    return _moved(False, message, packed)
+
+
+def copy_of(found: Items, stream: int) -> Items:
+    """Return a copy of a message's elements, without gaps."""
+    made = arrays.empty((found.nbytes,), np.dtype(np.uint8), "Send")
+    copy = message(made)
+    if found.layout.runs is None:
+        streams.copy(copy.address, found.address, found.nbytes, stream)
+    else:
+        pack(found, made)(stream)
+    return copy
+
+
+def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:
+    layout = message.layout
+    runs = layout.runs
+    assert runs is not None  # else there is nothing to pack
+    target = arrays.view(packed, "pack")
+    whole = target.nbytes == message.nbytes  # else the last item is received in part
+    if layout.axes is not None and message.size and whole:
+        axes = (message.number, layout.extent), *layout.axes
+        lengths, strides = zip(*axes, strict=True)
+        place, first = target.address, message.address + runs[0]
+        run = layout.run
+        launch = kernel.bind(place, int(first), lengths, strides, run, packing)
+        return functools.partial(_regular, launch, message.array, packed)
+    irregular = _GATHER if packing else _SCATTER
+    low = min(layout.low, layout.low + (message.number - 1) * layout.extent)
+    high = layout.high + max(0, (message.number - 1) * layout.extent)
+    start = message.address + low
+    word = math.gcd(
+        *(8, layout.run, abs(layout.extent), start, target.address, target.nbytes),
+        *(runs - low),
+    )
+    kind = _WORDS[word]
+    spread = Memory(start, high - low, message.array).array(
+        (high - low) // word, np.dtype(kind)
+    )
+    flat = Memory(target.address, target.nbytes, packed).array(
+        target.nbytes // word, np.dtype(kind)
+    )
+    places = _table(((runs - low) // word).tobytes())
+    args = flat, spread, places, layout.extent // word, layout.run // word
+    return functools.partial(_launch, irregular, flat.size, args)
+
+
+def _regular(launch: Enqueue, spread: Any, packed: Any, stream: int) -> None:
+    """Enqueue a launch, which has the addresses of the arrays only."""
+    launch(stream)
+
+
+@functools.lru_cache(maxsize=64)
+def _table(table: bytes) -> Any:
+    return copied_to_device(np.frombuffer(table, np.int64).copy())
+
+
+def copied_to_device(array: Any) -> Any:
+    """Return a copy of a host array on the device, which is there on all streams.
+
+    A copy from pageable memory may return before it has reached the device.
+    """
+    made = cuda.to_device(array)
+    cuda.default_stream().synchronize()
+    return made
+
+
+def _launch(kernel: Any, size: int, args: tuple[Any, ...], stream: int) -> None:
+    """Enqueue a kernel of a thread for each of ``size`` elements."""
+    if not size:
+        return
+    blocks = min(-(-size // THREADS), MOST_BLOCKS)
+    threads = min(size, THREADS) if SIMULATED else THREADS
+    _configured(kernel, blocks, threads, stream)(*args)
+
+
+@functools.lru_cache(maxsize=256)
+def _configured(kernel: Any, blocks: int, threads: int, stream: int) -> Any:
+    """Return a kernel with its grid, without Numba's advice to launch more blocks."""
+    on = 0 if SIMULATED or not stream else cuda.external_stream(stream)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return kernel[blocks, threads, on]
+
+
+def fold(function: Callable[[Any, Any], Any], into: Any, of: Any) -> PackedStep:
+    """Return ``into[i] = function(into[i], of[i])``, of arrays of equal size."""
+    return functools.partial(_launch, _reducing(function), into.size, (into, of))
+
+
+@functools.lru_cache(maxsize=64)
+def _reducing(function: Callable[[Any, Any], Any]) -> Any:
+    reduced = device_function(function)
+
+    def reducing(into: Any, of: Any) -> None:
+        for index in range(cuda.grid(1), into.size, cuda.gridsize(1)):
+            into[index] = reduced(into[index], of[index])
+
+    return cuda.jit(reducing)
+
+
+def _swap(target: Any, compare: Any, origin: Any) -> None:
+    """Copy ``origin`` to ``target`` if that is equal to ``compare``."""
+    equal = True
+    for index in range(target.size):
+        equal = equal and target[index] == compare[index]
+    if equal:
+        for index in range(target.size):
+            target[index] = origin[index]
+
+
+_SWAP = cuda.jit(_swap)
+
+
+def compare_and_swap(target: Any, compare: Any, origin: Any) -> PackedStep:
+    """Return the step that does so, for arrays of bytes, by one thread."""
+    return functools.partial(_launch, _SWAP, 1, (target, compare, origin))

@@ -1,13 +1,26 @@
-"""Calls that were started and are waited for later: their states and statuses."""
+"""Calls that are waited for later, and the life of their communicators.
 
+The object of this package for a communicator of mpi4py, stored as its attribute.
+
+So a second call of ``Comm`` with the same communicator finds the first one's object.
+MPI drops the reference when the communicator of mpi4py is freed. The object then stays
+open, because closing it is collective.
+"""
+
+import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from mpi4py import MPI
 
+from numba_symm.collectives.communicator import Communicator, inside
+from numba_symm.errors import ArgumentError, ClosedError, RankLeft
+from numba_symm.gpu.streams import SideStream
+from numba_symm.launch.failures import Failure
 from numba_symm.mpi import progress
-from numba_symm.mpi.reading import translated
+from numba_symm.mpi.datatypes import translated
 
 PAUSE = 20e-6
 """Seconds between two looks for what other ranks do."""
@@ -254,3 +267,138 @@ def some_of(
             ended.append(index)
             objects.append(found)
     return (ended, objects) if pending else (None, None)
+
+
+@functools.cache
+def _key() -> int:
+    return MPI.Comm.Create_keyval()  # MPI copies no attribute to a duplicate
+
+
+def find(comm: Any) -> Any:
+    """Return the object for a communicator, or None."""
+    if not isinstance(comm, MPI.Comm) or not comm or comm.is_inter:
+        return None
+    return comm.Get_attr(_key())
+
+
+def note(made: Any) -> None:
+    """Make an object the one for its communicator."""
+    made.host.Set_attr(_key(), made)
+
+
+def forget(made: Any) -> None:
+    """Let later calls make a new object."""
+    if getattr(find(made.host), "_life", None) is made._life:
+        made.host.Delete_attr(_key())
+
+
+def check_equal(first: dict[str, Any], again: dict[str, Any]) -> None:
+    """Refuse options that differ from those of the first call."""
+    first, again = [
+        {name: each for name, each in given.items() if each is not None}
+        for given in (first, again)
+    ]
+    if not _equal(first, again):
+        raise ArgumentError(
+            "Comm: expected the options of the first MPI.Comm of this communicator, "
+            f"{_named(first)}, got {_named(again)}; pass the same, pass comm.Dup(), or "
+            "free the first one"
+        )
+
+
+def _equal(first: dict[str, Any], again: dict[str, Any]) -> bool:
+    return first.keys() == again.keys() and all(
+        each is again[name] or bool(each == again[name]) for name, each in first.items()
+    )
+
+
+def _named(given: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={each!r}" for name, each in sorted(given.items()))
+
+
+_BETWEEN_LOOKS = 0.01  # seconds between two looks for processes that have ended
+
+
+class Life:
+    """What changes in a communicator's life, for all objects of it.
+
+    Attributes:
+        owned: whether ``Free`` frees mpi4py's communicator, too.
+        name: that of mpi4py's constant in whose place it is, such as ``COMM_WORLD``.
+        made: the library's communicator, once it is needed.
+        side: the stream of nonblocking collectives, once it is needed.
+        freed: whether it was freed.
+        wraps: calls of ``Comm``, or of the method that made it, less those of ``Free``.
+        watched: the library's communicator whose failures count while this one has
+            none: the parent's, or after ``Free`` the one that was closed.
+    """
+
+    def __init__(self, owned: bool):
+        self.owned, self.name = owned, ""
+        self.made: Communicator | None = None
+        self.side: SideStream | None = None
+        self.freed, self.wraps = False, 0
+        self.watched: Communicator | None = None
+        self._parent: Communicator | None = None
+        self._numbers: Sequence[int] = ()  # by rank, its number in the parent
+        self._ended: int | None = None  # a rank without a process
+        self._due = 0.0  # when to look again for processes that have ended
+
+    def descend(self, parent: "Life", numbers: Sequence[int]) -> None:
+        """Look for the processes of a parent's ranks until this has its own.
+
+        Args:
+            parent: the parent's.
+            numbers: by rank, its number in the parent.
+        """
+        if parent.made is not None:
+            self._parent, self._numbers = parent.made, numbers
+        elif parent._parent is not None:
+            self._parent = parent._parent
+            self._numbers = [parent._numbers[number] for number in numbers]
+
+    @property
+    def failure(self) -> Failure | None:
+        """The failure that :meth:`check` raises, if this rank knows of one."""
+        found = self.made or self.watched
+        return None if found is None else inside(found).ranks.known_failure
+
+    def check(self) -> None:
+        """Raise if the library's communicator has failed, or a process has ended.
+
+        Until it is made, the parent's counts in its place, if ``watched`` is set.
+        Otherwise a rank would wait for a message of a rank that has left.
+        """
+        self._look_for_processes()
+        if self._ended is not None:
+            raise RankLeft(
+                f"rank {self._ended} has ended without closing its communicators",
+                ranks=(self._ended,),
+            )
+        if self.made is not None:
+            self.made.check()
+        elif self.watched is not None:
+            with suppress(ClosedError):  # the program may close the parent first
+                self.watched.check()
+            if self.failure is not None:  # the parent failed before it was closed
+                raise self.failure.exception()
+
+    def has_failed(self) -> bool:
+        """Return whether :meth:`check` would raise, which makes a failure known."""
+        self._look_for_processes()
+        found = self.made or self.watched
+        failed = found is not None and inside(found).ranks.failed
+        return failed or self._ended is not None
+
+    def _look_for_processes(self) -> None:
+        """Find a rank of this island whose process has ended without a close."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + _BETWEEN_LOOKS
+        if self.made is not None:
+            inside(self.made).ranks.board.report_ended("numba_symm.mpi")
+        elif self._parent is not None:
+            for number in inside(self._parent).ranks.ended():
+                if number in self._numbers:
+                    self._ended = self._numbers.index(number)

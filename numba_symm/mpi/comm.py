@@ -1,33 +1,36 @@
-"""mpi4py's communicators, whose buffer calls take device arrays."""
+"""The classes of communicators, which stand for mpi4py's, also grids and graphs.
+
+Communicators whose ranks are a grid or a graph, and collectives of neighbours.
+
+Such a collective is one exchange of all ranks, in which a rank sends to its neighbours
+only. What a rank sends to one neighbour several times (in a periodic grid of one or
+two ranks, or over several edges) is matched as MPI defines.
+"""
 
 import atexit
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import Any, Self
 
 from mpi4py import MPI
 
+from numba_symm.arguments import shown
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.errors import ClosedError, CollectiveError
-from numba_symm.launch import devices
-from numba_symm.launch.tagged import TaggedComm
-from numba_symm.mpi import (
-    collectives,
-    jobs,
-    messages,
-    progress,
-    reductions,
-    wraps,
-)
-from numba_symm.mpi.buffers import of_host
-from numba_symm.mpi.errors import FREED, MPIError, refusal
-from numba_symm.mpi.forms import forms, of_objects
-from numba_symm.mpi.life import Life
+from numba_symm.gpu.streams import SideStream
+from numba_symm.launch import devices, ranks
+from numba_symm.launch.ranks import TaggedComm
+from numba_symm.mpi import buffers, calls, collectives, jobs, messages, progress
+from numba_symm.mpi.buffers import Items, Kind, message, of_host, on_device
+from numba_symm.mpi.calls import Life
+from numba_symm.mpi.collectives import exchanged
+from numba_symm.mpi.datatypes import translated
+from numba_symm.mpi.errors import FREED, MPIError, MPITypeError, refusal
+from numba_symm.mpi.jobs import Job, forms, of_objects
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.p2p import Messages
-from numba_symm.mpi.reading import translated
 from numba_symm.mpi.words import Words
-from numba_symm.streams import SideStream
 
 
 def _numbers(comm: MPI.Comm, there: MPI.Comm) -> list[int]:
@@ -175,7 +178,7 @@ class Device(Messages):
         if not any(failed):
             made._life.watched = life.made or life.watched
         made._life.wraps = 1
-        wraps.note(made)
+        calls.note(made)
         return made
 
     def _serves_again(self, given: dict[str, Any]) -> bool:
@@ -190,7 +193,7 @@ class Device(Messages):
         try:
             island = inside(self.communicator).ranks
             with island.set_up("Comm"), island.exchange.agreed("Comm"):
-                wraps.check_equal(self._given, given)
+                calls.check_equal(self._given, given)
         except (CollectiveError, ClosedError):
             return False
         self._life.wraps += 1
@@ -273,7 +276,7 @@ class Device(Messages):
         if life.wraps > 0:
             return
         life.freed = True
-        wraps.forget(self)
+        calls.forget(self)
         if life.made is not None:
             life.watched = life.made
         try:
@@ -335,13 +338,13 @@ class Device(Messages):
     Alltoall, Ialltoall, Alltoall_init = forms("Alltoall", collectives.alltoall)
     Alltoallv, Ialltoallv, Alltoallv_init = forms("Alltoallv", collectives.alltoallv)
     Alltoallw, Ialltoallw, Alltoallw_init = forms("Alltoallw", collectives.alltoallw)
-    Reduce, Ireduce, Reduce_init = forms("Reduce", reductions.reduce)
-    Allreduce, Iallreduce, Allreduce_init = forms("Allreduce", reductions.allreduce)
+    Reduce, Ireduce, Reduce_init = forms("Reduce", collectives.reduce)
+    Allreduce, Iallreduce, Allreduce_init = forms("Allreduce", collectives.allreduce)
     Reduce_scatter_block, Ireduce_scatter_block, Reduce_scatter_block_init = forms(
-        "Reduce_scatter_block", reductions.reduce_scatter_block
+        "Reduce_scatter_block", collectives.reduce_scatter_block
     )
     Reduce_scatter, Ireduce_scatter, Reduce_scatter_init = forms(
-        "Reduce_scatter", reductions.reduce_scatter
+        "Reduce_scatter", collectives.reduce_scatter
     )
 
 
@@ -409,3 +412,398 @@ def _close_open() -> None:
         except CollectiveError as error:
             text = f"at the end of the program: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=1)
+
+
+_stray: Device | None = None
+"""Makes objects of communicators that no method of a communicator here has made."""
+
+
+def adopt_strays(world: Device) -> None:
+    """From now on, all ranks make objects of those, as of the communicator's own."""
+    global _stray
+    _stray = world
+
+
+def _adopted(comm: Any) -> Any:
+    """Return an object for a new communicator of ranks of this program."""
+    return comm if _stray is None else _stray._wrapped(comm)
+
+
+def _known(comm: Any) -> Any:
+    """Return an object of a communicator of mpi4py, if one was made of it."""
+    if comm and comm.is_inter:
+        return Intercomm(comm)
+    found = calls.find(comm)
+    return comm if found is None else _another(found, type(found))
+
+
+def _another(first: Any, cls: Any) -> Any:
+    """Return another object of a communicator of this module. Local.
+
+    After ``install``, ``Comm(comm)`` returns one, too. A program that was ported calls
+    ``Free`` as often as ``Comm``, and one of mpi4py does not, so it counts.
+    """
+    if cls is Comm:
+        first._life.wraps += 1
+    kind = type(first) if cls is Comm else cls
+    if issubclass(kind._plain, MPI.Topocomm):
+        kind._plain(first)  # mpi4py's error, if it has another topology
+    made = MPI.Comm.__new__(kind, first)
+    made._share(first)
+    return made
+
+
+class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
+    """A communicator of mpi4py, whose buffer calls take device arrays too.
+
+    It has the handle, the ranks and the attributes of ``comm``. mpi4py makes the calls
+    with host arrays or with objects, and has all other methods. ``Comm`` returns an
+    object of the class for ``comm``, such as :class:`Intracomm`. Construction is
+    collective; it binds this rank to a GPU. A second call with the same communicator
+    returns the same object, unless it has failed, or ``Free`` was called as often as
+    ``Comm``.
+
+    ``Intracomm``, the classes for grids and graphs, and a program's subclasses return a
+    new object of their own class. If ``comm`` is a communicator of this module, the new
+    object is made locally and stands for the same communicator, as in mpi4py. Without a
+    communicator, all of them return a null communicator.
+
+    Blocking calls wait for the stream that the array names, else for ``stream``. So
+    their arrays may be used when they return. Within a capture they return immediately.
+
+    Args:
+        comm: the communicator of mpi4py.
+        synchronize: False: blocking collectives return when they are enqueued, so
+            the arrays may be used by later work of that stream only.
+        options: ``device``, ``timeout``, ``stream``, ``debug``, ``multiprocessors``,
+            ``requests``, as for :class:`numba_symm.Communicator`. The communicators
+            that are made of this one have the same.
+
+    Attributes:
+        communicator: the library's communicator, for calls that MPI does not have.
+        host: the communicator of mpi4py.
+
+    Raises:
+        MPI.Exception: on all ranks.
+    """
+
+    _plain = MPI.Comm
+
+    # All is made here, because a subclass for mpi4py need not call ``__init__``.
+    @translated
+    def __new__(cls, comm: Any = None, synchronize: bool = True, **options: Any) -> Any:
+        """Return an object with the communicator's handle, if possible the first."""
+        if comm is not None and not isinstance(comm, MPI.Comm):
+            raise MPITypeError(
+                MPI.ERR_COMM,
+                f"{cls.__name__}: expected a communicator of mpi4py, got {shown(comm)};"
+                " pass MPI.COMM_WORLD, for example",
+            )
+        if not comm:
+            return MPI.Comm.__new__(cls, comm)
+        ranks.refuse_unusable(comm)
+        if comm.is_inter and issubclass(cls, Intercomm):
+            return Intercomm.__new__(cls, comm)  # mpi4py's pkl5 calls this method
+        if comm.is_inter:
+            raise MPITypeError(
+                MPI.ERR_COMM,
+                f"{cls.__name__}: expected an intracommunicator, got an "
+                "intercommunicator; pass comm.Merge()",
+            )
+        given = {**options, "synchronize": synchronize}
+        found = calls.find(comm)
+        if found is not None and cls is Comm and _stray is None:
+            if found._serves_again(given):
+                return found
+        elif isinstance(comm, Device) or found is not None:
+            first = comm if isinstance(comm, Device) else found
+            if options or not synchronize:
+                calls.check_equal(first._given, given)
+            return _another(first, cls)
+        if issubclass(cls._plain, MPI.Topocomm):
+            cls._plain(comm)  # mpi4py's error, if it has another topology
+        made = MPI.Comm.__new__(kind_of(comm) if cls is Comm else cls, comm)
+        made._begin(options, synchronize, owned=False)
+        made.post.open(False)  # no later call fails before all ranks return
+        made._life.wraps = 1
+        calls.note(made)
+        return made
+
+    @classmethod
+    def fromhandle(cls, handle: int) -> Any:
+        """Return the communicator of a handle."""
+        return _known(MPI.Comm.fromhandle(handle))
+
+    @classmethod
+    def fromint(cls, arg: int) -> Any:
+        """Return the communicator of an integer of MPI's ABI."""
+        return _known(MPI.Comm.fromint(arg))
+
+    @classmethod
+    def f2py(cls, arg: int) -> Any:
+        """Return the communicator of a handle of Fortran."""
+        return _known(MPI.Comm.f2py(arg))
+
+
+class Intracomm(Comm, MPI.Intracomm):  # type: ignore[misc]
+    """A communicator of one group of ranks."""
+
+    _plain = MPI.Intracomm
+
+    @translated
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
+        """Return a new communicator of a group of ranks. Collective over these."""
+        self.post.check_message("Create_group", 0, tag)
+        return self._wrapped(self.host.Create_group(group, tag))
+
+    @classmethod
+    def Create_from_group(cls, *args: Any, **options: Any) -> Any:
+        """Return a communicator of a group; after ``install``, for device arrays."""
+        return _adopted(MPI.Intracomm.Create_from_group(*args, **options))
+
+    @translated
+    def Create_intercomm(
+        self,
+        local_leader: int,
+        peer_comm: MPI.Intracomm,
+        remote_leader: int,
+        tag: int = 0,
+    ) -> Any:
+        """Return an intercommunicator, whose calls take host arrays only."""
+        self.post.check_message("Create_intercomm", local_leader, tag)
+        create = self.host.Create_intercomm
+        return self._wrapped(create(local_leader, peer_comm, remote_leader, tag))
+
+    def Create_cart(
+        self,
+        dims: Sequence[int],
+        periods: Sequence[bool] | None = None,
+        reorder: bool = False,
+    ) -> Any:
+        """Return a new communicator whose ranks are a grid."""
+        return self._wrapped(self.host.Create_cart(dims, periods, reorder))
+
+    def Create_graph(
+        self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
+    ) -> Any:
+        """Return a new communicator whose ranks are the nodes of a graph."""
+        return self._wrapped(self.host.Create_graph(index, edges, reorder))
+
+    def Create_dist_graph_adjacent(
+        self,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Return a new communicator of a graph, of which each rank names its edges."""
+        create = self.host.Create_dist_graph_adjacent
+        return self._wrapped(create(sources, destinations, *args, **options))
+
+    def Create_dist_graph(
+        self,
+        sources: Sequence[int],
+        degrees: Sequence[int],
+        destinations: Sequence[int],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Return a new communicator of a graph, of which each rank names some edges."""
+        create = self.host.Create_dist_graph
+        return self._wrapped(create(sources, degrees, destinations, *args, **options))
+
+    Scan, Iscan, Scan_init = forms("Scan", collectives.scan)
+    Exscan, Iexscan, Exscan_init = forms("Exscan", collectives.exscan)
+
+
+for _name in ("scan", "exscan"):
+    setattr(Intracomm, _name, of_objects(_name))
+
+
+ADVICE = "an intercommunicator takes no others; call the method of comm.Merge()"
+
+
+class Intercomm(Comm, MPI.Intercomm):  # type: ignore[misc]
+    """A communicator of two groups of ranks. Its calls take host arrays only.
+
+    ``Merge`` returns one that takes device arrays, if both groups are of this program.
+    """
+
+    _plain = MPI.Intercomm
+
+    @translated
+    def __new__(cls, comm: Any = None) -> Any:
+        """Return an object with the communicator's handle."""
+        if comm is not None and comm != MPI.COMM_NULL and not comm.is_inter:
+            raise MPITypeError(
+                MPI.ERR_COMM,
+                "Intercomm: expected an intercommunicator, got an intracommunicator; "
+                "pass a result of Create_intercomm",
+            )
+        made = MPI.Comm.__new__(cls, comm)
+        if isinstance(comm, Intercomm) and isinstance(comm, Device):
+            made._begin_inter(comm)
+        elif comm:  # of mpi4py's
+            made._begin_inter(None)
+        return made
+
+    def _begin_inter(self, parent: Device | None) -> None:
+        self._of_program = parent is not None
+        self._options = self._given = {} if parent is None else parent._options
+        self.host, self._life = MPI.Intercomm(self), Life(owned=parent is not None)
+
+    @translated
+    def Merge(self, high: bool = False) -> Any:
+        """Return a communicator of both groups."""
+        made = self.host.Merge(high)
+        return _adopted(made) if self._of_program else made
+
+    @translated
+    def Free(self) -> None:
+        """Free the communicator. Collective."""
+        MPI.Intercomm.Free(self)
+        self.host = MPI.Intercomm()
+
+    @translated
+    def Disconnect(self) -> None:
+        """Wait for the messages of this rank, and free the communicator. Collective."""
+        MPI.Intercomm.Disconnect(self)
+        self.host = MPI.Intercomm()
+
+
+_MADE_HERE = (
+    *("Free", "Disconnect", "Dup", "Clone", "Dup_with_info", "Idup", "Idup_with_info"),
+    *("Create", "Split", "Split_type", "free"),
+)
+
+for _name in dir(Device):
+    if _name[0] != "_" and _name not in _MADE_HERE and hasattr(MPI.Intercomm, _name):
+        setattr(Intercomm, _name, of_host(getattr(MPI.Intercomm, _name), ADVICE))
+
+
+add_kinds(Comm, Intracomm, Intercomm)
+
+
+def neighbor_allgather(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
+    """Send items to all neighbours, and receive as many from each."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    sources, destinations = comm.host.inoutedges
+    incoming = _blocks(recvbuf, len(sources))
+    outgoing = [message(sendbuf)] * len(destinations)
+    return _between(comm, "Neighbor_allgather", outgoing, incoming)
+
+
+def neighbor_allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
+    """Send items to all neighbours, and receive any number from each."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    sources, destinations = comm.host.inoutedges
+    incoming = buffers.vector(recvbuf, len(sources)).parts
+    outgoing = [message(sendbuf)] * len(destinations)
+    return _between(comm, "Neighbor_allgatherv", outgoing, incoming)
+
+
+def neighbor_alltoall(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
+    """Send items to each neighbour, and receive items from each."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    sources, destinations = comm.host.inoutedges
+    incoming = _blocks(recvbuf, len(sources))
+    outgoing = _blocks(sendbuf, len(destinations))
+    return _between(comm, "Neighbor_alltoall", outgoing, incoming)
+
+
+def neighbor_alltoallv(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
+    """Send items of any number to each neighbour, and receive such."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    sources, destinations = comm.host.inoutedges
+    incoming = buffers.vector(recvbuf, len(sources)).parts
+    outgoing = buffers.vector(sendbuf, len(destinations)).parts
+    return _between(comm, "Neighbor_alltoallv", outgoing, incoming)
+
+
+def neighbor_alltoallw(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
+    """Send items of any type and number to each neighbour, and receive such."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    sources, destinations = comm.host.inoutedges
+    incoming = buffers.typed(recvbuf, len(sources))
+    outgoing = buffers.typed(sendbuf, len(destinations))
+    return _between(comm, "Neighbor_alltoallw", outgoing, incoming)
+
+
+def _blocks(spec: Any, number: int) -> list[Items]:
+    found = message(spec, number)
+    each = found.number
+    return [found.items(block * each, each) for block in range(number)]
+
+
+def _between(comm: Any, what: str, outgoing: list[Items], incoming: list[Items]) -> Job:
+    """Return the job of messages to the destinations and from the sources."""
+    sources, destinations = comm.host.inoutedges
+    sends: list[list[Items]] = [[] for _ in range(comm.size)]
+    receives: list[list[Items]] = [[] for _ in range(comm.size)]
+    for rank, part in zip(destinations, outgoing, strict=True):
+        if rank != MPI.PROC_NULL:
+            sends[rank].append(part)
+    order = list(range(len(sources)))
+    if comm.host.topology == MPI.CART:
+        # What a rank sends downwards, its neighbour there receives from above.
+        order = [edge ^ 1 for edge in order]
+    for edge in order:
+        if sources[edge] != MPI.PROC_NULL:
+            receives[sources[edge]].append(incoming[edge])
+    return exchanged(comm, what, sends, receives)
+
+
+class Topocomm(Intracomm, MPI.Topocomm):  # type: ignore[misc]
+    """A communicator with neighbours, and the collectives between them."""
+
+    _plain = MPI.Topocomm
+
+    Neighbor_allgather, Ineighbor_allgather, Neighbor_allgather_init = forms(
+        "Neighbor_allgather", neighbor_allgather
+    )
+    Neighbor_allgatherv, Ineighbor_allgatherv, Neighbor_allgatherv_init = forms(
+        "Neighbor_allgatherv", neighbor_allgatherv
+    )
+    Neighbor_alltoall, Ineighbor_alltoall, Neighbor_alltoall_init = forms(
+        "Neighbor_alltoall", neighbor_alltoall
+    )
+    Neighbor_alltoallv, Ineighbor_alltoallv, Neighbor_alltoallv_init = forms(
+        "Neighbor_alltoallv", neighbor_alltoallv
+    )
+    Neighbor_alltoallw, Ineighbor_alltoallw, Neighbor_alltoallw_init = forms(
+        "Neighbor_alltoallw", neighbor_alltoallw
+    )
+
+
+for _name in ("neighbor_allgather", "neighbor_alltoall"):
+    setattr(Topocomm, _name, of_objects(_name))
+
+
+class Cartcomm(Topocomm, MPI.Cartcomm):  # type: ignore[misc]
+    """A communicator whose ranks are a grid, made by ``Comm.Create_cart``."""
+
+    _plain = MPI.Cartcomm
+
+    def Sub(self, remain_dims: Sequence[bool]) -> Any:
+        """Return a new communicator of this rank's part of the grid."""
+        return self._wrapped(self.host.Sub(remain_dims))
+
+
+class Graphcomm(Topocomm, MPI.Graphcomm):  # type: ignore[misc]
+    """A communicator whose ranks are a graph, made by ``Comm.Create_graph``."""
+
+    _plain = MPI.Graphcomm
+
+
+class Distgraphcomm(Topocomm, MPI.Distgraphcomm):  # type: ignore[misc]
+    """A communicator of a graph, made by ``Comm.Create_dist_graph`` and its like."""
+
+    _plain = MPI.Distgraphcomm
+
+
+add_kinds(Topocomm, Cartcomm, Graphcomm, Distgraphcomm)

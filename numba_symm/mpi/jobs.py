@@ -1,25 +1,28 @@
-"""A call on device arrays: what it enqueues, in order, on one stream."""
+"""A call on device arrays, and the three methods that start it."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 from numba import cuda
 
-from numba_symm import arrays, own_arrays, streams
-from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.collectives.enqueueing import REFUSALS
+from numba_symm.collectives.invocation import check_writable
 from numba_symm.environment import SIMULATED
-from numba_symm.events import Event
-from numba_symm.mpi import packing
-from numba_symm.mpi.buffers import Items
-from numba_symm.mpi.errors import MPIError, unsupported
-from numba_symm.mpi.packing import PackedStep
-from numba_symm.own_arrays import Memory
-from numba_symm.streams import SideStream
+from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.arrays import Memory
+from numba_symm.gpu.events import Event
+from numba_symm.gpu.streams import SideStream
+from numba_symm.mpi import buffers
+from numba_symm.mpi.buffers import Items, PackedStep, array_in, on_device
+from numba_symm.mpi.datatypes import translated
+from numba_symm.mpi.errors import MPIError, refusal, unsupported
+from numba_symm.mpi.requests import Prequest, Started
 
 MethodCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A method of the communicator, and its arguments but the stream."""
@@ -89,7 +92,7 @@ class Job:
             return self.view(message)
         packed = self.temporary(message.size, message.layout.base)
         if message.size:
-            self.then_move(packing.pack, message, packed)
+            self.then_move(buffers.pack, message, packed)
         return packed
 
     def write(self, message: Items) -> Any:
@@ -151,7 +154,7 @@ class Job:
             )
         self._lingers = True
         with self._all_or_none(self.stream):
-            made = own_arrays.empty((size,), dtype, self.what)
+            made = arrays.empty((size,), dtype, self.what)
         self._kept.append(made)
         return made
 
@@ -172,7 +175,7 @@ class Job:
     def then_move(
         self, move: Callable[[Items, Any], PackedStep], message: Items, packed: Any
     ) -> None:
-        """Add ``packing.pack`` or ``packing.unpack``."""
+        """Add ``buffers.pack`` or ``buffers.unpack``."""
         with self._all_or_none(self.stream):
             self._steps.append(move(message, packed))
 
@@ -181,7 +184,7 @@ class Job:
         check_writable(message.view, self.what)
         if message.size:
             with self._all_or_none(self.stream):
-                self._last.append(packing.unpack(message, packed))
+                self._last.append(buffers.unpack(message, packed))
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Add a call of a method of the communicator."""
@@ -275,3 +278,199 @@ class Job:
             CollectiveError: the communicator has failed.
         """
         wait(self.communicator, self.stream)
+
+
+Build = Callable[..., Job | None]
+"""Takes a ``Comm`` and the arguments of mpi4py's method; see ``collectives.py``."""
+
+Method = Callable[..., Any]
+
+
+def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
+    """Return the methods of a collective, such as Bcast, Ibcast and Bcast_init.
+
+    If the arrays are on the host, each calls mpi4py's method of its name.
+    """
+
+    def blocking(self: Any, *args: Any, **options: Any) -> None:
+        key, used = _key_of(name, args, options)
+        if key is not None:
+            communicator = self.communicator
+            within = inside(communicator)
+            known = within.memory.young.get(key)
+            if known is not None:
+                call, number = known
+                stream = stream_for(communicator, used[number])
+                if within.made(call.enqueue(stream), call, stream, used):
+                    if self.synchronizes:
+                        wait(communicator, stream)
+                    return
+        job = build(self, *args, **options)
+        if job is None:
+            getattr(self.host, name)(*args, **options)
+            return
+        job.start()
+        if key is not None:
+            _remember(key, job, used)
+        if self.synchronizes:
+            job.wait()
+        else:
+            job.linger()
+
+    def nonblocking(self: Any, *args: Any, **options: Any) -> Any:
+        job = build(self, *args, **options)
+        if job is None:
+            return getattr(self.host, f"I{name.lower()}")(*args, **options)
+        return _started(self, job)
+
+    def persistent(self: Any, *args: Any, **options: Any) -> Any:
+        given = args[:-1] if args and isinstance(args[-1], MPI.Info) else args
+        kept = {key: value for key, value in options.items() if key != "info"}
+        job = build(self, *given, **kept)
+        if job is None:
+            return getattr(self.host, f"{name}_init")(*args, **options)
+        specs = [spec for spec in (*given, *kept.values()) if on_device(spec)]
+        used = [buffers.there(array_in(spec)) for spec in specs]
+        return Prequest(functools.partial(_started, self, job), used)
+
+    return (
+        _named(blocking, name, build, ""),
+        _named(nonblocking, f"I{name.lower()}", build, _STARTED),
+        _named(persistent, f"{name}_init", build, _PREPARED),
+    )
+
+
+_OF_ALL_RANKS = ("Reduce_scatter",)  # without recvcounts, ranks exchange their counts
+
+
+def _key_of(
+    name: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, list[Any]]:
+    """Return the key of a call, None if it is not of a plain form, and its arrays.
+
+    The arguments of a plain form are arrays, pairs of an array and a type, operators,
+    roots and MPI.IN_PLACE. An array is read anew, because its memory may differ now.
+    """
+    found: list[Any] = []
+    if name in _OF_ALL_RANKS:
+        return None, found
+    key: list[Any] = [name]
+    if options:
+        key += options
+        args = (*args, *options.values())
+    for value in args:
+        kind = type(value)
+        if kind is list or kind is tuple:
+            if len(value) != 2 or not isinstance(value[1], MPI.Datatype):
+                return None, found
+            value, datatype = value
+            if not datatype.is_predefined or not arrays.on_device(value):
+                return None, found
+            key.append(datatype.handle)
+        elif isinstance(value, MPI.Op):
+            key.append(value.handle)
+            continue
+        elif kind is int or value is MPI.IN_PLACE:
+            key += kind, int(value)
+            continue
+        elif not arrays.on_device(value):
+            return None, found
+        key.append(arrays.fields(value, name))
+        found.append(value)
+    return tuple(key) if found else None, found
+
+
+def _remember(key: Any, job: Job, given: list[Any]) -> None:
+    """Remember a job that is one call of the communicator on these arrays.
+
+    The value is the packed call, and which of the arrays may name the stream.
+    """
+    found, within = job.only_call(), inside(job.communicator)
+    # In debug mode, all ranks compare the call, so all must prepare it.
+    if found is None or within.debug:
+        return
+    method, x, options = found
+    places = [id(array) for array in given]
+    needed = [job.array, *x, options.get("out")]
+    if any(id(each) not in places for each in needed if each is not None):
+        return
+    prepare = getattr(job.communicator, f"{method.__name__}_init")
+    call = prepare(*x, **options, stream=job.stream).call
+    within.memory.put(key, (call, places.index(id(job.array))))
+
+
+_STARTED = "\n\nReturns a request; until it is done, use none of the arrays."
+_PREPARED = "\n\nReturns a request, which ``Start()`` starts each time."
+
+
+def _started(comm: Any, job: Job) -> Started:
+    if job.captured:  # into a graph, whose later nodes follow it
+        job.start()
+        return Started(job.wait, lambda: True)
+    done = job.start_beside(comm.side)
+    wait = functools.partial(job.wait_for, done)
+    return Started(wait, functools.partial(job.test_for, done))
+
+
+_ROOMS = {"recv": (0, "buf"), "irecv": (0, "buf"), "sendrecv": (3, "recvbuf")}
+"""The memory for a pickled object, among the arguments of mpi4py's methods."""
+
+
+def _has_no_memory(kind: type) -> bool:
+    """Return whether objects of a class neither are nor contain device arrays."""
+    return not (
+        hasattr(kind, "copy_to_host")
+        or hasattr(kind, "__getattr__")
+        or issubclass(kind, (list, tuple, *buffers.ASKED))
+    )
+
+
+_holds_none: Any = functools.lru_cache(maxsize=256)(_has_no_memory)
+
+
+def of_objects(name: str) -> Method:
+    """Return mpi4py's method of that name, which pickles objects.
+
+    It refuses Numba's device arrays, which cannot be pickled, and buffers over
+    addresses of the GPU. Arrays of CuPy and torch can be pickled, through host memory.
+    No device array can be the memory for a pickled object.
+    """
+    place, room = _ROOMS.get(name, (0, ""))
+    plain = getattr(MPI.Topocomm, name)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        # A program makes many of these calls, with numbers and shapes.
+        for given in (*args, *options.values()) if options else args:
+            if _holds_none(type(given)):
+                continue
+            for each in given if isinstance(given, list | tuple) else (given,):
+                if not _holds_none(type(each)):
+                    check(each)
+        if room:
+            memory = options.get(room, args[place] if len(args) > place else None)
+            if memory is not None and buffers.buffer_on_device(memory):
+                raise refused(memory, f"{room} on the host")
+        return plain(self, *args, **options)
+
+    def check(given: Any) -> None:
+        own = hasattr(given, "copy_to_host") and arrays.on_device(given)
+        if own or buffers.there(given) is not given:
+            raise refused(given, "objects that can be pickled")
+
+    def refused(given: Any, expected: str) -> Exception:
+        return refusal(
+            MPI.ERR_BUFFER,
+            f"{name}: expected {expected}, got {type(given).__name__} on the device; "
+            f"call {name.capitalize()}, or pass x.copy_to_host()",
+        )
+
+    return functools.update_wrapper(method, plain)
+
+
+def _named(method: Method, name: str, build: Build, more: str) -> Method:
+    found = translated(method, build, name)
+    functools.update_wrapper(found, build)  # its arguments, for inspect.signature
+    found.__name__ = name
+    found.__qualname__ = f"Comm.{name}"
+    found.__doc__ = f"{build.__doc__}{more}"
+    return found

@@ -5,7 +5,7 @@ through memory that the ranks of an island share (``words.py``), or to other isl
 through MPI. Here the receiver matches envelopes and receives by MPI's rules of source,
 tag and order. The receive then copies the data, on a stream of its own, so it may run
 beside the program's kernels. Words tell when each copy has ended. Above a limit of
-bytes that were not received, a send copies later (``sends.py``). The data of
+bytes that were not received, a send copies later (``mpi/p2p.py``). The data of
 messages to ranks of other islands passes through host memory and MPI. Envelopes and
 data have communicators of their own, so host messages do not meet them.
 """
@@ -21,18 +21,19 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm import arrays, environment, streams
-from numba_symm.cache import Cache
+from numba_symm import environment
+from numba_symm.collectives.invocation import Cache
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
-from numba_symm.launch import tagged, waiting
+from numba_symm.gpu import arrays, streams
+from numba_symm.launch import ranks, waiting
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait, begin
 from numba_symm.mpi import progress, rooms
 from numba_symm.mpi.calls import BUSY, PAUSE, waited
 from numba_symm.mpi.errors import FREED, MPIError, refusal, unsupported
 from numba_symm.mpi.progress import Channel, Data, after_messages, apart
-from numba_symm.mpi.rings import (
+from numba_symm.mpi.rooms import (
     LINE,
     MATCHED,
     NO_SLOT,
@@ -40,9 +41,10 @@ from numba_symm.mpi.rings import (
     READY,
     RINGS,
     THERE,
+    CopyStream,
+    Unread,
     compiled,
 )
-from numba_symm.mpi.rooms import CopyStream, Unread
 from numba_symm.mpi.words import FIELDS, Envelope, Words
 
 LOOKS = 2000
@@ -114,7 +116,7 @@ class Post(Unread):
         self._send, self.arrive = compiled("send"), compiled("arrive")
         self.known = Cache(1024)
         self._interrupted = False  # whether some messages of set-up are left in MPI
-        self._exchange = StoreExchange(tagged.whole(self._own, owned=False), "Comm")
+        self._exchange = StoreExchange(ranks.whole(self._own, owned=False), "Comm")
         words.users += 1
         self._has_others = len(self.ranks) < host.size
         self._coming: list[MPI.Request] = []  # the receive of the next envelope by MPI

@@ -6,25 +6,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm import own_arrays, streams
-from numba_symm.arrays import view
-from numba_symm.collectives.checks import check_writable
+from numba_symm.collectives.invocation import check_writable
 from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
-from numba_symm.events import Event
-from numba_symm.mpi import buffers, packing, progress, rooms
+from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.arrays import Memory, view
+from numba_symm.gpu.events import Event
+from numba_symm.mpi import buffers, progress, rooms
+from numba_symm.mpi.buffers import Kind
 from numba_symm.mpi.calls import describe
+from numba_symm.mpi.datatypes import translated
 from numba_symm.mpi.errors import MPIError, refusal
-from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.messages import LOOKS, Post
 from numba_symm.mpi.progress import MOST, seen
-from numba_symm.mpi.reading import translated
 from numba_symm.mpi.requests import Own
-from numba_symm.mpi.rings import LINE, NO_SLOT, READ, READY
-from numba_symm.mpi.rooms import Opened
+from numba_symm.mpi.rooms import LINE, NO_SLOT, READ, READY, Opened
 from numba_symm.mpi.words import Envelope, failure_of
-from numba_symm.own_arrays import Memory
 
 
 class Incoming(NamedTuple):
@@ -246,7 +244,7 @@ class Receiving(Own):
         if slot == NO_SLOT:
             if not self._has_arrived(found):
                 return
-            self._staged = own_arrays.empty((nbytes,), _BYTE, "Recv")
+            self._staged = arrays.empty((nbytes,), _BYTE, "Recv")
             place, self._tried = view(self._staged, "Recv").address, True
             streams.copy_from_host(place, self._data.ctypes.data, nbytes, stream)
         elif looks or words.values[LINE * slot + READY] >= number:
@@ -266,7 +264,7 @@ class Receiving(Own):
             count = -(-nbytes // max(items.layout.nbytes, 1))  # the last may be a part
             items = items._replace(array=self._array, number=count)
             packed = Memory(place, nbytes, self._block).array(nbytes, _BYTE)
-            packing.unpack(items, packed)(stream)
+            buffers.unpack(items, packed)(stream)
             nbytes = 0
         elif slot == NO_SLOT or nbytes > message_copy.MOST:
             streams.copy(into.address, place, nbytes, stream)

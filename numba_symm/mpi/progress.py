@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm import environment, streams, threads
-from numba_symm.launch import duplicates, waiting
+from numba_symm import environment, process
+from numba_symm.gpu import streams
+from numba_symm.launch import locks, waiting
 from numba_symm.launch.waiting import Wait, begin
 
 _PAUSE = 1e-3  # seconds between two looks of the thread
 
-_pending: dict[Any, None] = {}  # of ``sends.Sending``
+_pending: dict[Any, None] = {}  # of ``p2p.Sending``
 _matching: list[tuple[Callable[[], None], Any]] = []
 _lock = threading.Lock()  # of the thread's start and end
 _thread: threading.Thread | None = None
@@ -48,7 +49,7 @@ def add(message: Any, enter: Callable[[str], None]) -> None:
             made = threading.Thread(
                 target=_serve, args=(enter,), name="numba_symm messages", daemon=True
             )
-            threads.start(made, "Isend")
+            process.start(made, "Isend")
             _thread = made
 
 
@@ -149,8 +150,8 @@ def apart(host: Any, number: int, look: Callable[[], bool]) -> list[Any]:
     """
     wait = Wait("Comm", host.rank, environment.chosen_setup_timeout())
     with waiting.watching(look):
-        made = duplicates.duplicates(host, number, wait)
-    duplicates.claim(made[0])
+        made = locks.duplicates(host, number, wait)
+    locks.claim(made[0])
     return made
 
 

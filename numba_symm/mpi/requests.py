@@ -7,8 +7,9 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from mpi4py import MPI
 
-from numba_symm import arrays
 from numba_symm.arguments import shown
+from numba_symm.gpu import arrays
+from numba_symm.mpi.buffers import Kind
 from numba_symm.mpi.calls import (
     StartedCall,
     any_of,
@@ -19,9 +20,8 @@ from numba_symm.mpi.calls import (
     tested,
     waited,
 )
+from numba_symm.mpi.datatypes import translated
 from numba_symm.mpi.errors import MPITypeError, refusal
-from numba_symm.mpi.kinds import Kind
-from numba_symm.mpi.reading import translated
 
 P = ParamSpec("P")
 T = TypeVar("T")

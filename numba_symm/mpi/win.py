@@ -1,4 +1,6 @@
-"""One-sided calls of mpi4py on device memory that every rank has mapped.
+"""One-sided calls on device memory, and the locks and fences of a window.
+
+One-sided calls of mpi4py on device memory that every rank has mapped.
 
 Puts and gets are copies between this rank's memory and the target's, enqueued on the
 stream of the origin's array. Before each call that synchronizes the window, the host
@@ -6,46 +8,512 @@ waits for these streams. Before those that let other ranks access this rank's me
 also waits for the streams of the communicator and of the window's array. Then it calls
 the same method of a window of mpi4py, which implements epochs, locks and errors. A
 fence instead waits for the other ranks itself, because they may end meanwhile.
-Accumulates hold a lock of their own on the target (``window_locks.py``), so they are
+Accumulates hold a lock of their own on the target (see below), so they are
 atomic among each other, for all types and operators.
+
+Locks of a window's accumulates, and its fences, without MPI, which cannot be polled.
+
+All ranks map one file. A lock is a byte of it, which a rank locks while it changes the
+memory of one rank (:mod:`numba_symm.launch.locks`). So a rank that waits for a lock has
+a deadline, and runs Python's signal handlers. The Linux kernel releases the lock of a
+process that ends. But the memory may then be changed in part. So the holder also stores
+its number in the file. It stores the number after it has got the lock, and clears it
+before it releases the lock. A rank that gets the lock and finds a number raises.
+
+Each rank also keeps a byte of its own locked. So the others see when its process ends,
+in their calls and while they wait for it in a fence.
 """
 
+import fcntl
+import functools
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm import arrays, environment, streams
+from numba_symm import dtypes, environment, process
 from numba_symm.arguments import shown
+from numba_symm.collectives.invocation import check_writable
 from numba_symm.environment import SIMULATED
+from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft, SymmError
+from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.arrays import ArrayView, Memory
+from numba_symm.launch import locks
+from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.ranks import grouped, name_ranks
-from numba_symm.launch.waiting import watching
-from numba_symm.mpi import addresses, buffers, packing
-from numba_symm.mpi.buffers import Items
+from numba_symm.launch.store import StoreExchange
+from numba_symm.launch.waiting import Wait, watching
+from numba_symm.memory.backends import memory_file
+from numba_symm.mpi import buffers, collectives, datatypes
+from numba_symm.mpi.buffers import Items, Kind, message
 from numba_symm.mpi.comm import Device
-from numba_symm.mpi.errors import refusal, unsupported
-from numba_symm.mpi.kinds import Kind
-from numba_symm.mpi.one_sided import (
-    Origin,
-    bytes_of,
-    check_single,
-    copied,
-    mapped_by_all,
-    moving,
-    reduced,
-    synchronizing,
-    target_of,
-    units_of_all,
-)
+from numba_symm.mpi.datatypes import integer, natural, translated, whole
+from numba_symm.mpi.errors import MPIError, MPITypeError, refusal, unsupported
 from numba_symm.mpi.pending import DoneRequest
-from numba_symm.mpi.reading import natural, translated
-from numba_symm.mpi.window_locks import WindowLocks
+from numba_symm.sharing import SharedHandle, open_shared, share
+from numba_symm.sharing.kinds import locate
+from numba_symm.sharing.sent import leave_out
+
+# Beyond the file's end: a byte for each rank.
+_LOCKS = 1 << 40  # locked by the rank that changes its memory
+_ALIVE = 1 << 41  # locked by the rank itself while it uses the window
+
+
+class WindowLocks:
+    """The locks of one window, one for the memory of each rank. Collective.
+
+    Args:
+        exchange: the ranks.
+        what: the call that makes the window.
+        seconds: how long a rank waits for a lock; 0: indefinitely.
+    """
+
+    def __init__(self, exchange: StoreExchange, what: str, seconds: float):
+        self._rank, self._seconds, size = exchange.rank, seconds, exchange.size
+        self._fd = -1
+        process.note(self, what)
+        self._threads = threading.RLock()  # threads of one process share its locks
+        self._inside = [False] * size  # whether this rank is in ``held``
+        with ExitStack() as undo:
+            channel, fd = undo.enter_context(IpcChannel(exchange)), -1
+            with exchange.agreed("making the locks of a window"):
+                if self._rank == 0:
+                    fd = memory_file("numba_symm window", 16 * size)
+                    undo.callback(os.close, fd)
+                    for rank in range(1, size):
+                        channel.send_fd(rank, fd)
+            with ExitStack() as made:
+                made.callback(self.close)
+                with exchange.agreed("mapping the locks of a window"):
+                    if self._rank != 0:
+                        fd = channel.recv_fd(0)
+                        undo.callback(os.close, fd)
+                    self._fd = locks.reopened(fd)
+                    locks.lock(self._fd, _ALIVE + self._rank)
+                    memory = mmap.mmap(fd, 16 * size)
+                    self._holders, self._met = np.frombuffer(memory, "i8").reshape(
+                        2, size
+                    )
+                made.pop_all()
+        process.watch(self)
+
+    @contextmanager
+    def held(self, target: int, what: str) -> Iterator[None]:
+        """Hold the lock of a rank's memory during the block.
+
+        Args:
+            target: the rank.
+            what: the call, for errors.
+
+        Raises:
+            CollectiveTimeout: another rank has held it for too long.
+            RankLeft: a rank has ended while it held the lock.
+            SymmError: this thread holds it, so a signal handler makes this call.
+        """
+        self._check()
+        mine, release = self._rank + 1, locks.unlocking(_LOCKS + target)
+        with self._threads:
+            # The file's lock would admit the handler, and its end would release it.
+            if self._inside[target]:
+                raise SymmError(
+                    f"{what}: expected no signal handler to make this call while it "
+                    "interrupts another change of the same memory in this window; let "
+                    "the handler set a flag, and make the call after it"
+                )
+            try:
+                self._inside[target] = True
+                self._acquire(target, what)
+                holder = int(self._holders[target])
+                if holder:
+                    raise RankLeft(
+                        f"{what}: rank {holder - 1} ended while it changed the memory "
+                        f"of rank {target} in this window; free the window, and make "
+                        "a new one of the remaining ranks",
+                        ranks=(holder - 1,),
+                        operation=what,
+                    )
+                self._holders[target] = mine
+                yield
+            finally:
+                # Not only after the store: a signal handler may have raised before it.
+                if self._holders[target] == mine:
+                    self._holders[target] = 0
+                self._inside[target] = False
+                # The first call here, because a signal handler may raise after it.
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, release)
+
+    def _acquire(self, target: int, what: str) -> None:
+        wait = Wait(what, self._rank, self._seconds)
+        while not locks.try_lock(self._fd, _LOCKS + target):
+            number = int(self._holders[target])  # 0: it has just got the lock
+            holder = (number - 1,) if number else ()
+            if wait.pause(holder):
+                raise CollectiveTimeout(
+                    f"{what}: rank {self._rank} {wait.text(holder)}, which changes the "
+                    f"memory of rank {target} in this window (timeout: "
+                    f"{self._seconds:g} s); continue or end the rank that changes it, "
+                    "or pass a longer timeout= to MPI.Comm",
+                    ranks=(self._rank, *holder),
+                    operation=what,
+                )
+
+    def meet(self, what: str, seconds: float = 0) -> list[int]:
+        """Wait until every rank has called this as often as this one, or has ended.
+
+        Collective. After an exception, a rank may call it again in the same place.
+
+        Args:
+            what: the call, for errors.
+            seconds: how long to wait; 0: indefinitely.
+
+        Returns:
+            The ranks that have ended before.
+
+        Raises:
+            CollectiveTimeout: a rank did not come in time.
+        """
+        self._check()
+        wait, met = Wait(what, self._rank, seconds), self._met
+        met[self._rank] += 1
+        try:
+            while True:
+                absent = [
+                    rank for rank in range(len(met)) if met[rank] < met[self._rank]
+                ]
+                running = [rank for rank in absent if self._runs(rank)]
+                if not running:
+                    return absent
+                if wait.pause(running):
+                    raise wait.error(running)
+        except BaseException:
+            met[self._rank] -= 1
+            raise
+
+    def check(self, what: str, ranks: Sequence[int]) -> None:
+        """Raise RankLeft if the process of one of these ranks has ended."""
+        self._check()
+        for rank in ranks:
+            if rank != self._rank and not self._runs(rank):
+                raise RankLeft(
+                    f"{what}: rank {rank} has ended without freeing the window; free "
+                    "the window, and make a new one of the remaining ranks",
+                    ranks=(rank,),
+                    operation=what,
+                )
+
+    def _runs(self, rank: int) -> bool:
+        return locks.is_locked(self._fd, _ALIVE + rank)
+
+    def _check(self) -> None:
+        if self._fd < 0:
+            raise ClosedError("Win: Free was called on the window; make a new one")
+
+    def close(self) -> None:
+        """Close the file, and so release this rank's locks. Local and idempotent."""
+        process.forget(self)
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def disown(self) -> None:
+        """Close a forked child's copy, which would keep its parent's locks."""
+        self.close()
+
 
 _BYTE = np.dtype(np.uint8)
-_Use = tuple[int, list[packing.PackedStep]]
+
+
+def bytes_of(found: Items) -> Any:
+    """Return the bytes of a message without gaps."""
+    memory = Memory(found.address, found.nbytes, found.array)
+    return memory.array(found.nbytes, _BYTE)
+
+
+def copied(of: Items, into: Items) -> list[buffers.PackedStep]:
+    """Return the copy of one message's elements to those of another one."""
+    if not of.nbytes:
+        return []
+    if of.layout.runs is None and into.layout.runs is None:
+        to, source, nbytes = into.address, of.address, of.nbytes
+        return [lambda stream: streams.copy(to, source, nbytes, stream)]
+    if of.layout.runs is None:
+        return [buffers.unpack(into, bytes_of(of))]
+    if into.layout.runs is None:
+        return [buffers.pack(of, bytes_of(into))]
+    between = arrays.empty((of.nbytes,), _BYTE, "a one-sided call")
+    return [buffers.pack(of, between), buffers.unpack(into, between)]
+
+
+def reduced(of: Items, into: Items, op: Any, what: str) -> list[buffers.PackedStep]:
+    """Return the reduction of one message's elements into those of another one."""
+    if op == MPI.NO_OP or not of.nbytes:
+        return []
+    if op == MPI.REPLACE:
+        return copied(of, into)
+    base = of.layout.base
+    if base != into.layout.base or not (of.layout.uniform and into.layout.uniform):
+        raise refusal(
+            MPI.ERR_TYPE,
+            f"{what}: expected elements of one type at origin and target, got {base} "
+            f"and {into.layout.base}",
+        )
+    name = collectives.operator(op, base, what)
+    if name in dtypes.LOCATED:
+        raise refusal(
+            MPI.ERR_OP,
+            f"{what}: MPI.MINLOC and MPI.MAXLOC are for collectives; pass another "
+            "operator, or copy the pairs to the host",
+        )
+    element = dtypes.element(base, what)
+    dtypes.check(name, element, what)
+    function = dtypes.REDUCTIONS.get(name, name)
+    made = [
+        Memory(each.address, each.nbytes, each.array).array(each.size, base)
+        if each.layout.runs is None
+        else arrays.empty((each.size,), base, what)
+        for each in (of, into)
+    ]
+    steps = [buffers.pack(of, made[0])] if of.layout.runs is not None else []
+    if into.layout.runs is None:
+        return [*steps, buffers.fold(function, made[1], made[0])]
+    steps += [buffers.pack(into, made[1]), buffers.fold(function, made[1], made[0])]
+    return [*steps, buffers.unpack(into, made[1])]
+
+
+def check_single(**specs: Any) -> None:
+    """Refuse specifications of more than one item, or of different types."""
+    found = {}
+    for name, spec in specs.items():
+        array, count, _, datatype = buffers.parts(spec)
+        layout = datatypes.dense(getattr(array, "dtype", _BYTE))
+        if datatype is not None:
+            layout = buffers.layout_of(datatype)
+        number = count
+        if count is None:
+            held = getattr(array, "nbytes", None)
+            nbytes = len(_numpy(array)) if held is None else held
+            number = nbytes // max(layout.nbytes, 1)
+        if whole(number, "count", MPI.ERR_COUNT) != 1:
+            raise refusal(
+                MPI.ERR_COUNT,
+                f"{name}: expecting a single element, got {number}; pass one",
+            )
+        found[name] = layout.nbytes
+    if len(set(found.values())) != 1:
+        raise refusal(
+            MPI.ERR_TYPE,
+            f"mismatch in {' and '.join(found)} MPI datatypes: items of "
+            f"{', '.join(map(str, found.values()))} bytes; pass equal ones",
+        )
+
+
+def target_of(
+    target: Any, origin: Items, memory: Any, rank: int, unit: int, what: str
+) -> Items:
+    """Return the items of a target specification, of as many bytes as origin.
+
+    Args:
+        target: the specification: None, a displacement, or a list or tuple of a
+            displacement, a count and a datatype, of which the last ones may be missing.
+        origin: the origin's items.
+        memory: the memory of the target rank.
+        rank: the target rank.
+        unit: its displacement unit.
+        what: the call.
+    """
+    given = (target,) if not isinstance(target, (list, tuple)) else tuple(target)
+    if len(given) > 3:
+        raise refusal(
+            MPI.ERR_ARG,
+            f"{what}: expected a target of 3 items at most, got {len(given)}; pass "
+            "[displacement, count, type]",
+        )
+    disp, number, layout = 0, origin.number, origin.layout
+    if given and given[0] is not None:
+        disp = whole(given[0], "displacement", MPI.ERR_DISP)
+    if len(given) > 1:
+        number = natural(given[1], "count", MPI.ERR_COUNT)
+    if len(given) > 2:
+        layout = buffers.layout_of(given[2])
+    view = ArrayView(0, (0,), _BYTE, "C", False)
+    if memory is not None:
+        view = arrays.view(memory, what)
+    found = Items(memory, view, disp * unit, number, layout)
+    try:
+        buffers.check_room(found)
+    except ValueError as error:
+        raise refusal(
+            MPI.ERR_RMA_RANGE,
+            f"{what}: expected items within the {view.nbytes} bytes of rank {rank},"
+            f" got displacement {disp} and {number} items; pass fewer",
+        ) from error
+    if found.nbytes != origin.nbytes:
+        raise refusal(
+            MPI.ERR_COUNT,
+            f"{what}: expected as many bytes at the target as the origin's "
+            f"{origin.nbytes}, got {found.nbytes}; pass as many",
+        )
+    return found
+
+
+def units_of_all(exchange: StoreExchange, what: str, given: Any) -> list[int]:
+    """Return all ranks' displacement units, or refuse a wrong one on all ranks."""
+    unit, text = 0, shown(given)
+    with suppress(MPIError):
+        unit = integer(given, what, "disp_unit", MPI.ERR_DISP)
+    everyone = exchange.all_gather((unit, text), "displacement units")
+    for rank, (unit, text) in enumerate(everyone):
+        if unit < 1:
+            raise refusal(
+                MPI.ERR_DISP,
+                f"{what}: expected a displacement unit of 1 byte or more, got {text} "
+                f"on rank {rank}; pass the bytes of an item",
+            )
+    return [unit for unit, _ in everyone]
+
+
+def mapped_by_all(
+    exchange: StoreExchange, what: str, make: Callable[[], Any]
+) -> tuple[Any, list[Any]]:
+    """Return this rank's memory, which ``make`` returns, and that of all ranks.
+
+    Raise on all ranks or on none. A rank that failed alone would not allocate what the
+    other ranks allocate with it.
+    """
+    memory, own, mapped, error = None, None, [], None
+    try:
+        memory = make()
+        if memory is not None:
+            own = _shared(memory, exchange.size, what)
+    except Exception as caught:
+        error = caught
+    handle = b"" if own is None else own.to_bytes()
+    everyone = exchange.all_gather((handle, error is None), "handles")
+    try:
+        if all(fine for _, fine in everyone):
+            for handle, _ in everyone:
+                of = SharedHandle.from_bytes(handle) if handle else None
+                mapped.append(None if of is None else open_shared(of))
+    except Exception as caught:
+        error = caught
+    causes = exchange.all_gather(None if error is None else str(error), "outcome")
+    failed = [rank for rank, cause in enumerate(causes) if cause is not None]
+    if not failed:
+        return memory, mapped
+    for array in mapped:
+        if array is not None:
+            array.close()
+    if own is not None:
+        own.cancel()
+    if error is not None:
+        raise error
+    raise refusal(
+        MPI.ERR_WIN,
+        f"{what}: rank {failed[0]} cannot allocate, share or map memory: "
+        f"{causes[failed[0]]}",
+    )
+
+
+def _shared(memory: Any, opens: int, what: str) -> SharedHandle:
+    """Return the handle of an array that every rank opens once."""
+    view = arrays.dense(arrays.view(memory, what), what)
+    if locate(view.address, view.nbytes) is None:
+        raise refusal(
+            MPI.ERR_BUFFER,
+            f"{what}: the array is in this process' private memory; under the "
+            "simulator, use MPI.Win.Allocate_device or comm.communicator.empty",
+        )
+    shared = share(memory, opens=opens)
+    leave_out(shared)  # the program itself has not shared it
+    return shared
+
+
+def synchronizing(name: str, step: Callable[[Any, str], None]) -> Any:
+    """Return the method of ``MPI.Win`` of that name, after a step of the window."""
+    plain = getattr(MPI.Win, name)
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **options: Any) -> None:
+        if not self._of_host:
+            step(self, name)
+        plain(self, *args, **options)
+
+    return translated(method)
+
+
+def moving(method: Any) -> Any:
+    """Return a method of windows of device memory as one of all windows.
+
+    mpi4py's method serves windows of host memory. It would read or write addresses of
+    the device there.
+    """
+    plain = buffers.of_host(
+        getattr(MPI.Win, method.__name__),
+        "the window is over host memory; make it with MPI.Win.Allocate_device",
+    )
+
+    @functools.wraps(method)
+    def either(self: Any, *args: Any, **options: Any) -> Any:
+        call = plain if self._of_host else method
+        return call(self, *args, **options)
+
+    return translated(either)
+
+
+class Origin:
+    """The items of an origin, on the device; a host array is copied there and back."""
+
+    def __init__(self, win: Any, spec: Any, written: bool = False):
+        self._win, self._host = win, None
+        self._written = written
+        array = buffers.array_in(spec)
+        if array is not None and not buffers.buffer_on_device(array):
+            self._host = _numpy(array)
+            if written and not self._host.flags.writeable:
+                raise refusal(
+                    MPI.ERR_BUFFER,
+                    f"message: expecting an array that may be written, got "
+                    f"{type(array).__name__} that is read-only; pass a copy",
+                )
+            self._there = buffers.copied_to_device(np.ascontiguousarray(self._host))
+            several = isinstance(spec, (list, tuple))
+            spec = [self._there, *spec[1:]] if several else self._there
+        self._spec = spec
+
+    def __enter__(self) -> Items:
+        found = message(self._spec)
+        if self._written:
+            check_writable(found.view, "Win")
+        return found
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None and self._host is not None:
+            self._win._settle()  # the copy there lives as long
+            if self._written:
+                self._host[...] = self._there.copy_to_host()
+
+
+def _numpy(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return array
+    try:
+        return np.frombuffer(array, np.uint8)
+    except (TypeError, ValueError, BufferError) as error:
+        raise MPITypeError(
+            MPI.ERR_BUFFER,
+            f"message: expecting an array on the device or the host, got "
+            f"{shown(array)}; pass one",
+        ) from error
+
+
+_BYTE = np.dtype(np.uint8)
+_Use = tuple[int, list[buffers.PackedStep]]
 """A stream, and steps on it, which keep temporary arrays."""
 
 
@@ -93,7 +561,7 @@ class Win(MPI.Win, metaclass=Kind):
         window is over device memory if any array is on the device.
         """
         if not isinstance(comm, Device):
-            if addresses.on_device(memory):
+            if buffers.buffer_on_device(memory):
                 raise refusal(
                     MPI.ERR_COMM,
                     "Win.Create: expected a communicator of numba_symm.mpi, such as "
@@ -113,7 +581,7 @@ class Win(MPI.Win, metaclass=Kind):
                 "Win.Create: expected arrays on the device on all ranks, or on the host"
                 " on all, got both; copy one to where the others are",
             )
-        own = None if nowhere else addresses.there(memory)
+        own = None if nowhere else buffers.there(memory)
         return cls._made(comm, "Win.Create", lambda: own, disp_unit, info)
 
     @classmethod
@@ -299,7 +767,7 @@ class Win(MPI.Win, metaclass=Kind):
         for number, _ in used:
             self._used.pop(number, None)
 
-    def _run(self, steps: list[packing.PackedStep], array: Any) -> None:
+    def _run(self, steps: list[buffers.PackedStep], array: Any) -> None:
         stream = self._comm.post.stream_of(array, "Win")
         first, last = next(self._numbers), next(self._numbers)
         self._used[first] = stream, steps  # an interrupt may leave some steps enqueued
@@ -412,7 +880,7 @@ class Win(MPI.Win, metaclass=Kind):
             into = self._target(target_rank, target_disp, new, "Compare_and_swap")
             steps = copied(into, got)
             parts = [bytes_of(each) for each in (into, old, new)]
-            self._run([*steps, packing.compare_and_swap(*parts)], got.array)
+            self._run([*steps, buffers.compare_and_swap(*parts)], got.array)
 
     # With requests, which are done when the origin may be used.
 
@@ -492,4 +960,4 @@ def _plain(comm: Any) -> Any:
 
 
 def _where(memory: Any) -> str:
-    return "device" if addresses.on_device(memory) else "host"
+    return "device" if buffers.buffer_on_device(memory) else "host"

@@ -33,16 +33,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import arrays, driver, driver_table
-from numba_symm.backends.host import address_of, mapped, memory_file
 from numba_symm.collectives.kernels import message_copy
-from numba_symm.driver_table import WORD, struct
 from numba_symm.environment import SIMULATED
+from numba_symm.gpu import arrays, compiled, driver
+from numba_symm.gpu.compiled import WORD, struct
 from numba_symm.launch import waiting
-from numba_symm.members import Members
+from numba_symm.launch.members import Members
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import packing, progress, rings, rooms
-from numba_symm.mpi.rings import (
+from numba_symm.memory.backends import address_of, mapped, memory_file
+from numba_symm.mpi import buffers, progress, rooms
+from numba_symm.mpi.rooms import (
     BLOCK,
     LINE,
     NO_SLOT,
@@ -51,10 +51,12 @@ from numba_symm.mpi.rings import (
     READ,
     READY,
     SLOTS,
+    Opened,
     Port,
     Ring,
+    Room,
+    Rooms,
 )
-from numba_symm.mpi.rooms import Opened, Room, Rooms
 
 _NOWHERE = -1  # a number that no block has
 
@@ -98,7 +100,7 @@ _envelope = partial(tuple.__new__, Envelope)  # in less time than ``Envelope(...
 
 def failure_of(status: int) -> BaseException:
     """Return the error of a launch that has failed."""
-    return driver_table.raised() or driver.failure("cuLaunchKernelEx", status)
+    return compiled.raised() or driver.failure("cuLaunchKernelEx", status)
 
 
 class Words:
@@ -119,8 +121,8 @@ class Words:
         at: the address of the first word in this process.
         to: by place, this rank's ring there, and the bell.
         bell: this rank's.
-        copy, publish: see ``rings.py``.
-        look: see ``rings.py``: ``wait``.
+        copy, publish: see ``mpi/rooms.py``.
+        look: see ``mpi/rooms.py``: ``wait``.
     """
 
     def __init__(self, ranks: Members, allocator: SymmetricMemoryAllocator):
@@ -160,7 +162,9 @@ class Words:
                 self._memory = memory.from_buffer(self._mapping)
                 self._undo = undo  # in case a rank fails
                 self._on_gpu = waiting.undisturbed(self._register)
-                self._counts = packing.on_device(np.zeros(SLOTS * size, np.int64))
+                self._counts = buffers.copied_to_device(
+                    np.zeros(SLOTS * size, np.int64)
+                )
                 self._counts_at = arrays.view(self._counts, "Comm").address
                 self._launch = self._bound()
             self._undo = undo.pop_all()
@@ -170,8 +174,8 @@ class Words:
         self.port.slots[:] = range(SLOTS * rank, SLOTS * (rank + 1))
         self.port.free = SLOTS
         self._entries = deque(range(BLOCKS))
-        self._take, self.copy = rings.compiled("take"), rings.compiled("copy")
-        self.publish, self.look = rings.compiled("publish"), rings.compiled("wait")
+        self._take, self.copy = rooms.compiled("take"), rooms.compiled("copy")
+        self.publish, self.look = rooms.compiled("publish"), rooms.compiled("wait")
         address = ctypes.addressof(self._memory)
         self.at, self._handles = address, address + int(memory.handles.offset)
         first = address + memory.bells.offset
@@ -199,11 +203,11 @@ class Words:
         first = self.port_at + Port.values.offset
         pointers = (WORD * 8)(*range(first, first + 64, 8))
         port.parameters = ctypes.addressof(pointers)
-        port.launch = driver_table.address("cuLaunchKernelEx")
+        port.launch = compiled.address("cuLaunchKernelEx")
         if not SIMULATED:
             return launch, pointers
         simulated = message_copy.Simulated(port.values, port.config)
-        port.kernel = driver_table.stand_in(simulated)
+        port.kernel = compiled.stand_in(simulated)
         return launch, pointers, simulated
 
     def take(self) -> int:

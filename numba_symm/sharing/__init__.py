@@ -19,15 +19,14 @@ Source: PyTorch's ``CudaIPCTypes``.
 from dataclasses import dataclass
 from typing import Any
 
-from numba_symm import arrays, streams
 from numba_symm.arguments import index
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays, streams
 from numba_symm.sharing import kinds, layout, received
-from numba_symm.sharing.consumer import consumer
-from numba_symm.sharing.handle import SharedHandle
-from numba_symm.sharing.received import ReceivedData
-from numba_symm.sharing.ref_counters import RefCounterFile
+from numba_symm.sharing.counters import RefCounterFile
+from numba_symm.sharing.layout import SharedHandle
+from numba_symm.sharing.received import ReceivedData, consumer
 from numba_symm.sharing.sent import (
     Limbo,
     SentData,

@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from numba_symm import open_files, threads
+from numba_symm import process
 from numba_symm.errors import ClosedError, ExchangeError
-from numba_symm.launch.ends import credentials
-from numba_symm.sharing.finalizer_lock import log
+from numba_symm.launch.fds import credentials
+from numba_symm.sharing.counters import log
 
 COUNTERS, MEMORY = range(2)
 """The kinds of requests: for a counter file; for the memory of a shared array."""
@@ -85,7 +85,7 @@ class Broker:
         thread = threading.Thread(
             target=self._serve, name="numba_symm broker", daemon=True
         )
-        threads.start(thread, "share")
+        process.start(thread, "share")
 
     def close(self) -> None:
         """Close the socket in a forked child, which does not have the thread."""
@@ -225,7 +225,7 @@ def _answer_of(received: list[_Received]) -> Answer:
     if not fds or flags & socket.MSG_CTRUNC:
         raise ExchangeError(
             "the file descriptor of a shared array was lost: this process may have "
-            f"too many open files; {open_files.advice()}"
+            f"too many open files; {process.advice()}"
         )
     return fds[0], int(number)
 

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm import backends, driver
-from numba_symm.backends import Mapping, ipc, vmm
-from numba_symm.backends.host import HostBackend
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError, DriverError
-from numba_symm.events import current_device
+from numba_symm.gpu import driver
+from numba_symm.gpu.arrays import Memory
+from numba_symm.gpu.events import current_device
 from numba_symm.launch import devices
+from numba_symm.memory import backends
 from numba_symm.memory.allocator import block_around
-from numba_symm.own_arrays import Memory
+from numba_symm.memory.backends import HostBackend, Mapping
 
 GOING_WITH_ARRAYS = ("host",)
 """Kinds whose mapping ends with its last array, without an explicit unmap."""
@@ -153,7 +153,7 @@ def _export_pool(pool: int) -> int:
 
 def _locate_in_cuda_malloc(address: int) -> SharedAllocation:
     try:
-        found = ipc.allocation_around(address, "share")
+        found = backends.allocation_around(address, "share")
     except BackendError:
         raise _refused(
             address,
@@ -162,7 +162,7 @@ def _locate_in_cuda_malloc(address: int) -> SharedAllocation:
             "segments, or memory that another library imported)",
         ) from None
     return SharedAllocation(
-        "ipc", found.address, found.nbytes, ipc.IpcBackend().export(found)
+        "ipc", found.address, found.nbytes, backends.IpcBackend().export(found)
     )
 
 
@@ -276,7 +276,7 @@ def _import_pool(
     if own:
         return pool
     try:
-        driver.call("cuMemPoolSetAccess", pool, [vmm.access_of(ordinal)], 1)
+        driver.call("cuMemPoolSetAccess", pool, [backends.access_of(ordinal)], 1)
     except BaseException:
         driver.call("cuMemPoolDestroy", pool)
         raise

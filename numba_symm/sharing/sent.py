@@ -15,16 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from numba_symm import streams
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError, ExchangeError
-from numba_symm.events import Event, on_device_of
+from numba_symm.gpu import streams
+from numba_symm.gpu.events import Event, on_device_of
 from numba_symm.memory.allocator import on_allocation_failure
 from numba_symm.sharing import broker
-from numba_symm.sharing.counters import ALTERED
-from numba_symm.sharing.finalizer_lock import FinalizerLock, log
-from numba_symm.sharing.handle import SharedHandle
-from numba_symm.sharing.ref_counters import RefCounterFile
+from numba_symm.sharing.counters import ALTERED, FinalizerLock, RefCounterFile, log
+from numba_symm.sharing.layout import SharedHandle
 
 LIMBO_WARNING = 1000
 """The number of entries in limbo above which a warning is given."""

@@ -29,7 +29,7 @@ class Blocks:
         self.machine, self.code = machine, code
         self.world = world = World(machine, code)
         self.size, self.grid = world.size, machine.random.randrange(world.blocks) + 1
-        made = code.block_workspace
+        made = code.block_exchange
         sizes = self.grid, THREADS, VECTORS
         addresses = world.map("workspace", made.nbytes(self.size, *sizes), 0)
         self.contexts, self.marks = [], []

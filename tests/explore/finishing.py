@@ -79,7 +79,7 @@ def fused(code, transport=None, wrap=False):
         outputs_of[0] = world.random.choice([in_place, outputs_of[0]])
         if len(outputs_of) > 1:  # as an updated residual
             outputs_of[1] = world.random.choice([others, outputs_of[1]])
-        operand = world.code.runs.Operand(FLOAT32, world.code.runs.EACH)
+        operand = world.code.puts.Operand(FLOAT32, world.code.puts.EACH)
         for rank, end in enumerate(world.ends):
             for address, host in ((arrays[rank], given[rank]), (others[rank], other)):
                 for i, word in enumerate(host.ravel().view(np.int64).tolist()):
@@ -138,7 +138,7 @@ def epilogues(code, failed=False, kinds=(ELEMENTS, ROWS)):
         wanted = results_of(kind, given, sizes)
         outputs = [world.map(f"output {k}", nbytes, 0) for k in range(len(wanted))]
         arrays, others = world.map("reduced", nbytes), world.map("other", nbytes)
-        runs, finishing = code.runs, code.finishing
+        runs, finishing = code.puts, code.finishing
         operand = runs.Operand(FLOAT32, runs.EACH)
         for rank, end in enumerate(world.ends):
             for address, host in ((arrays[rank], given), (others[rank], other)):

@@ -58,7 +58,7 @@ Work = Launch | Mark | Follow
 class Stream(list[Work]):
     """A stream of a rank besides its first one, for copies and kernels of one block.
 
-    Its methods are those of ``numba_symm.streams.SideStream``.
+    Its methods are those of ``numba_symm.gpu.streams.SideStream``.
     """
 
     def __init__(self, rank: int):

@@ -35,7 +35,7 @@ Not modelled
   depended on that order, the access would be reported as a race. Relaxed packets rely
   on the branch that depends on their flag, as on GPUs.
 - Only the latest few values of an address are kept.
-- Atomic updates (``updates.py``) reach memory immediately.
+- Atomic updates (``explore/threads.py``) reach memory immediately.
 - No kernel here uses scopes other than the system's, or the total order of fences.
 - At most two kernels of a stream run at a time, and none starts early directly behind a
   copy, an event, or on a side stream.
@@ -180,7 +180,7 @@ class Memory:
         fresh: addresses of which every load returns what has reached memory last, as a
             record does that has been there for the time of a poll.
 
-    The others are the assumptions about the platform (``docs/architecture.md``). Each
+    The others are the assumptions about the platform (``docs/protocols.md``). Each
     one can be dropped:
         starts_see: whether the accesses of a rank's kernels happened before its later
             kernels.

@@ -13,13 +13,6 @@ from numba_symm.device.barriers import (
     grid_barrier_arrive,
     grid_barrier_wait,
 )
-from numba_symm.device.counting import (
-    GE,
-    put_with_signal,
-    signal_set,
-    wait_until,
-    wait_until_at,
-)
 from numba_symm.device.intrinsics import (
     array_at,
     atomic_add,
@@ -35,13 +28,18 @@ from numba_symm.device.intrinsics import (
     syncthreads,
     syncthreads_or,
 )
-from numba_symm.device.packet_puts import get_packets_block, put_packets_block
+from numba_symm.device.packets import get_packets_block, put_packets_block
 from numba_symm.device.puts import get_block, put_block
 from numba_symm.device.signals import (
+    GE,
     MAX_CHANNELS,
     peer_address,
     put_signal,
+    put_with_signal,
+    signal_set,
     wait_signal,
+    wait_until,
+    wait_until_at,
 )
 
 DEPTH, DATA, READ = 2, 0, 1  # of a pipeline, and its channels

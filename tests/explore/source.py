@@ -21,8 +21,8 @@ from explore import intrinsics
 from explore.launches import Launch
 from explore.markers import Edit, marked
 from numba_symm.collectives import kernels
-from numba_symm.collectives.algorithms import Algorithm
 from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.collectives.select import Algorithm
 
 
 class Shape(NamedTuple):
@@ -53,21 +53,14 @@ _MODULES = (
     "numba_symm.collectives.protocols.binding",
     "numba_symm.collectives.protocols.partition",
     "numba_symm.device.polling",
-    "numba_symm.device.signals",
-    "numba_symm.device.puts",
-    "numba_symm.device.counting",
-    "numba_symm.device.barriers",
-    "numba_symm.device.codecs",
     "numba_symm.device.arithmetic",
     "numba_symm.device.lanes",
-    "numba_symm.device.runs",
-    "numba_symm.device.digests",
-    "numba_symm.device.exact",
+    "numba_symm.device.puts",
+    "numba_symm.device.signals",
+    "numba_symm.device.barriers",
     "numba_symm.device.groups",
     "numba_symm.device.order",
     "numba_symm.device.packets",
-    "numba_symm.device.packet_puts",
-    "numba_symm.device.block_workspace",
     "numba_symm.device.block_exchange",
     "numba_symm.collectives.protocols.finishing",
     "numba_symm.collectives.protocols.exchanges",
@@ -81,7 +74,7 @@ _MODULES = (
     "numba_symm.collectives.protocols.handshake",
     "numba_symm.collectives.protocols.copies",
     *_KERNELS,
-    "numba_symm.pads",
+    "numba_symm.memory.pads",
     "numba_symm.engines.deadline",
     "numba_symm.collectives.select",
     "numba_symm.collectives.operations",
@@ -102,7 +95,7 @@ _NEVER_STOP = {"range", "len", "min", "max", "int", "word_of"}  # merely for spe
 
 
 class _Kernel:
-    """A substitute for ``numba_symm.kernels.Kernel``, with our launches."""
+    """A substitute for ``numba_symm.gpu.kernels.Kernel``, with our launches."""
 
     def __init__(
         self,
@@ -200,7 +193,7 @@ class _Filled(ast.NodeTransformer):
 
 
 class _Copy(NamedTuple):
-    """A substitute for ``numba_symm.streams.Copy``."""
+    """A substitute for ``numba_symm.gpu.streams.Copy``."""
 
     target: int
     source: int
@@ -262,11 +255,11 @@ def _device_code(
     add = functools.partial(_add, known)
     for name in _PACKAGES:
         add(name, ModuleType(name))
-    add("numba_symm.streams", streams)
+    add("numba_symm.gpu.streams", streams)
     add("numba_symm.device.intrinsics", intrinsics)
     add("numba_symm.device.checks", intrinsics)
     add("numba_symm.environment", environment)
-    add("numba_symm.kernels", compiled)
+    add("numba_symm.gpu.kernels", compiled)
     binds = (made.bind for _, _, made in entries)
     theirs = (getattr(bind, "func", bind).__module__ for bind in binds)
     modules = dict.fromkeys((*_MODULES, *theirs))

@@ -51,7 +51,7 @@ def exact_sums(code, failed=False):
                 add(kernels.bind(kernel, end, grid, *given), stream)
                 if grid > 1:
                     given = records[adding], 1 + adding, 0, grid, INT64, op
-                    add(code.reduce_shards.bind(end, *given), stream)
+                    add(code.pack.bind_reduce_shards(end, *given), stream)
             kernel = kernels.round_kernel(world.size, name, 64)
             add(kernels.bind(kernel, end, 1, *records, outputs[rank]), stream)
             wanted = model(name, x, y).view(np.uint64).item()

@@ -1,6 +1,6 @@
 """The assumptions about the platform that each protocol needs.
 
-``memory.py`` defines the assumptions, ``docs/architecture.md`` gives their sources. If
+``memory.py`` defines the assumptions, ``docs/protocols.md`` gives their sources. If
 an assumption that a protocol needs is dropped, the search finds a fault. If all others
 are dropped together, it finds none.
 """

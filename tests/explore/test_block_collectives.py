@@ -10,18 +10,18 @@ from explore.test_failures import IMPATIENT
 
 IN_ORDER = "in_rank_order(rank, low, high, spare)"
 BROKEN = {
-    "one half": within("block_workspace", "half", "epoch & 1", "0"),
+    "one half": within("block_exchange", "half", "epoch & 1", "0"),
     "epochs that do not advance": within("block_exchange", "next", "epoch + 1", "1"),
     "epochs that are not kept": removed("block_exchange", "keep"),
     "one epoch for all threads": within(
-        "block_workspace",
+        "block_exchange",
         "epoch",
         "ws.threads * block + thread",
         "ws.threads * block",
     ),
-    "one mailbox for all ranks": replaced("block_workspace", "ranks", "return 0"),
-    "one mailbox for all vectors": replaced("block_workspace", "vectors", "return 0"),
-    "one mailbox for all blocks": within("block_workspace", "line", "block", "0"),
+    "one mailbox for all ranks": replaced("block_exchange", "ranks", "return 0"),
+    "one mailbox for all vectors": replaced("block_exchange", "vectors", "return 0"),
+    "one mailbox for all blocks": within("block_exchange", "line", "block", "0"),
     "no wait for packets": within("block_exchange", "wait", "EVERYONE", "0"),
     "loads before all threads have stored": removed("block_exchange", "stored"),
     "results before all threads have stored": removed("block_exchange", "agree"),

@@ -8,18 +8,18 @@ from explore.source import device_code
 from explore.world import World
 
 CHUNKS = 5
-ADD_RELAXED = within("counting", "signal-add", "'release'", "'relaxed'")
+ADD_RELAXED = within("signals", "signal-add", "'release'", "'relaxed'")
 RELAXED = within(
-    "counting",
+    "signals",
     "load-count",
     "ld_acquire_sys_u64(address)",
     "ld_relaxed_sys_u64(address)",
 )
-SET_RELAXED = within("counting", "set", "st_release_sys_u64", "st_relaxed_sys_u64")
+SET_RELAXED = within("signals", "set", "st_release_sys_u64", "st_relaxed_sys_u64")
 BROKEN = {
     "a signal that does not release": ADD_RELAXED,
     "a wait that does not acquire": RELAXED,
-    "a signal before all threads have copied": removed("counting", "copied"),
+    "a signal before all threads have copied": removed("signals", "copied"),
     "no wait for credit": removed("programs", "await-credit"),
     "credit before all threads have read": removed("programs", "all-read"),
 }

@@ -67,7 +67,7 @@ def pipelines(code, base=0):
                 break
             for channel in range(2):
                 for rank in range(world.size):
-                    word = code.counting.MAX_CHANNELS * 4 + 8 * channel
+                    word = code.signals.MAX_CHANNELS * 4 + 8 * channel
                     place = pad + world.size * word + 8 * rank
                     world.memory.plant(place, 8, base)
             for at in range(0, 32 * MOST, 8):
@@ -98,19 +98,19 @@ BROKEN_PACKETS = {
     "credit before all threads have read": (
         0,
         within(
-            "packet_puts",
+            "packets",
             "all-received",
             "syncthreads_or(not arrived)",
             "(not arrived)",
         ),
     ),
     "a packet of any epoch": (0, within("packets", "wrong", "fourth ^ flag", "0")),
-    "nothing wiped": (WRAP, removed("packet_puts", "wipe")),
-    "half a vector wiped": (WRAP, removed("packet_puts", "wipe-second")),
+    "nothing wiped": (WRAP, removed("packets", "wipe")),
+    "half a vector wiped": (WRAP, removed("packets", "wipe-second")),
     "one mailbox wiped": (
         WRAP,
         within(
-            "packet_puts",
+            "packets",
             "wipe",
             "word_of(epoch) & _LAST",
             "epoch * (epoch & 1) & _LAST",
@@ -118,7 +118,7 @@ BROKEN_PACKETS = {
     ),
     "what is wiped is of an epoch": (
         WRAP,
-        within("packet_puts", "number", "word_of(epoch) << 1 | 1", "epoch << 1"),
+        within("packets", "number", "word_of(epoch) << 1 | 1", "epoch << 1"),
     ),
     "credit that does not release what is wiped": (WRAP, SET_RELAXED),
 }

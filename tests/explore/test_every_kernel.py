@@ -37,7 +37,7 @@ def conversions(code):
         outputs = world.map("output", 8 * count)
         for rank, end in enumerate(world.ends):
             given = (INT64, INT64), inputs[rank], outputs[rank], count
-            add(code.convert.bind(end, *given), world.streams[rank])
+            add(code.pack.bind_convert(end, *given), world.streams[rank])
             world.expect(outputs[rank], words[rank])
         world.run()
 
@@ -60,7 +60,7 @@ def reductions_of_shards(code):
             for i, word in enumerate(words):
                 world.memory.plant(shards[rank] + 8 * i, 8, word)
             given = shards[rank], vectors, own, number, INT64, "sum"
-            add(code.reduce_shards.bind(end, *given), world.streams[rank])
+            add(code.pack.bind_reduce_shards(end, *given), world.streams[rank])
             total = [sum(words[i :: 2 * vectors]) for i in range(2 * vectors)]
             world.expect(shards[rank] + 16 * vectors * own, total)
         world.run()
@@ -107,7 +107,7 @@ def messages_to_itself(code):
             sent = Message(rank, inputs[rank] + 8 * first, 8 * count)
             sent = world.counting(rank, sent, first, count)
             taken = Message(rank, outputs[rank], 8 * count, stored[rank], 8)
-            add(code.counted_copy.bind(end, sent, taken), world.streams[rank])
+            add(code.pack.bind_counted_copy(end, sent, taken), world.streams[rank])
             world.expect(outputs[rank], words[rank][first:])
             world.expect(stored[rank], [count])
 
@@ -129,7 +129,7 @@ def digests(code):
             for i, byte in enumerate(words[rank][6].to_bytes(8, "little")):
                 world.memory.plant(inputs[rank] + 8 * 6 + i, 1, byte)
             given = inputs[rank], 8 * 7, 0, 4, 3, sums[rank]
-            add(code.digest.bind(*given), world.streams[rank])
+            add(code.pack.bind_digest(*given), world.streams[rank])
             padded = np.array([*words[rank], 0], np.int64)
             vectors = hashes(padded).reshape(4, 2).sum(axis=1, dtype=np.uint64)
             found = np.zeros((2, threads), np.uint64)
@@ -183,7 +183,7 @@ ENOUGH = 5  # schedules of a scenario, in which it launches all its kernels
 
 def test_the_source_names_kernels():
     assert len(every_kernel()) > 10
-    assert "numba_symm.pads.make_fence" in every_kernel()
+    assert "numba_symm.memory.pads.make_fence" in every_kernel()
 
 
 OF_ONE_BLOCK = {"make_barrier", "make_handshake", "make_round"}

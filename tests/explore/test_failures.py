@@ -92,7 +92,7 @@ BROKEN = {
     ),
     "data of packets that did not arrive": (
         ("packets",),
-        within("packet_puts", "received", "arrived", "True"),
+        within("packets", "received", "arrived", "True"),
     ),
     "a mailbox is cleared before data arrives": (
         ("one_shot_sentinel",),

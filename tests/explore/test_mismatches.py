@@ -25,8 +25,8 @@ from explore.source import device_code
 from explore.test_failures import IMPATIENT
 from explore.test_operations import PAIRS, add_call, anywhere
 from explore.world import DRAW, FLOAT64, INT64, World, add, wanted_of
-from numba_symm.collectives.algorithms import Arrays
 from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.collectives.select import Arrays
 from tests.algorithms import ONE_SHOTS, entry
 from tests.algorithms import TWO_SHOTS as TWO
 

@@ -12,8 +12,8 @@ import pytest
 from explore.scenarios import a_count, a_limit, holds, worlds
 from explore.source import device_code
 from explore.world import DRAW, INT64, World, add, wanted_of
-from numba_symm.collectives.algorithms import Arrays
 from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.collectives.select import Arrays
 
 PAIRS = [
     (name, algorithm)

@@ -25,8 +25,8 @@ from explore.scheduler import TIMEOUT
 from explore.source import Shape, device_code
 from explore.test_failures import HASTE, IMPATIENT
 from explore.world import ALGORITHMS, World, by_way
-from numba_symm.collectives.algorithms import GENERAL
 from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.collectives.select import GENERAL
 
 TRANSPORTS = "sentinel", "marked", "ll"
 EXCHANGES = [name for name, each in OPERATIONS.items() if name != "all_reduce"]

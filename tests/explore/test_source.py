@@ -10,12 +10,12 @@ from explore import intrinsics
 from explore.launches import Launch
 from explore.scheduler import Machine
 from explore.source import compiled, device_code, executed, paths
-from numba_symm.kernels import _device_files
+from numba_symm.gpu.kernels import _device_files
 
 DECORATED = re.compile(
     r"^ *@.*\b(?:(?:device|array)_function|sliced\(\w+\))$", re.MULTILINE
 )
-NOT_EXPLORED = {"ptx", "sim", "checks", "packing", "pairs", "block_collectives"}
+NOT_EXPLORED = {"ptx", "sim", "checks", "buffers", "block_collectives"}
 """Instructions, and checks of their arguments; kernels on one rank's arrays; plain
 arithmetic; functions that only call what ``block_exchange`` makes."""
 

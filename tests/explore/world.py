@@ -13,8 +13,8 @@ from explore.memory import REGION, Finding
 from explore.messages import Messages
 from explore.scheduler import TIMEOUT
 from numba_symm import dtypes
-from numba_symm.collectives.algorithms import GENERAL, Arrays
 from numba_symm.collectives.operations import ALL_REDUCE, OPERATIONS
+from numba_symm.collectives.select import GENERAL, Arrays
 from tests.algorithms import ONE_SHOTS, those
 from tests.expected import expected
 from tests.operators import in_tree

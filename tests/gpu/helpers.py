@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from numba_symm.streams import handle_of
+from numba_symm.gpu.streams import handle_of
 from tests.sharing.work import fill_kernel
 
 MILLISECOND = 1_000_000  # nanoseconds

@@ -8,7 +8,8 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import arrays, dtypes
+from numba_symm import dtypes
+from numba_symm.gpu import arrays
 from tests.gpu.helpers import Pointer, of_ranks, optional, to_device
 from tests.ranks.helpers import check_works, refused
 

@@ -8,12 +8,12 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import streams
 from numba_symm.bench import __main__ as bench
 from numba_symm.bench.contenders import CONTENDERS
+from numba_symm.bench.measure import new_stream
 from numba_symm.bench.operations import REDUCTIONS, TYPES
-from numba_symm.bench.streams import new_stream
-from numba_symm.kernels import bound
+from numba_symm.gpu import streams
+from numba_symm.gpu.kernels import bound
 
 NAMES = {"nccl", "nccl-cupy", "nccl-symm", "torch", "mpi"}
 AGAINST = f"--against {','.join(sorted(NAMES))}"

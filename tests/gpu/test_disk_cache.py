@@ -3,7 +3,7 @@
 import numpy as np
 
 import numba_symm as ns
-from numba_symm.kernels import Kernel
+from numba_symm.gpu.kernels import Kernel
 from tests.gpu.helpers import to_device
 from tests.spawned import run_ranks
 

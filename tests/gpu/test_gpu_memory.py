@@ -7,7 +7,7 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import deferred
+from numba_symm.gpu import streams
 from tests.gpu.helpers import add, fill
 from tests.ranks.helpers import check_works
 
@@ -25,7 +25,7 @@ def free_bytes(world):
     """Return the free memory of this rank's GPU while no rank does anything."""
     gc.collect()
     cuda.synchronize()
-    deferred.give_back()
+    streams.give_back()
     cuda.current_context().deallocations.clear()
     world.barrier()
     free = cuda.current_context().get_memory_info().free

@@ -10,8 +10,8 @@ from cuda.core import Device
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import deferred
 from numba_symm.collectives.operations import ALL_REDUCE
+from numba_symm.gpu import streams
 from tests.coded import coded_sum
 from tests.gates import intercepted
 from tests.gpu.helpers import (
@@ -438,7 +438,7 @@ def test_a_communicator_may_be_dropped_during_a_capture(comm, world, stream, mod
     assert context_is_alive()
     with ns.Communicator(world, timeout=60) as another:  # unmaps the lost one's memory
         check_works(another)
-    assert not deferred._queue.steps
+    assert not streams._queue.steps
     check_works(comm)
 
 

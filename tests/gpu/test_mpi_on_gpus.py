@@ -8,7 +8,7 @@ from cuda.core import Device
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm import streams
+from numba_symm.gpu import streams
 from tests.gpu.helpers import (
     add,
     capturing,

@@ -12,8 +12,8 @@ from cuda.core import Device
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import streams
 from numba_symm.engines import nccl
+from numba_symm.gpu import streams
 from tests.gpu.helpers import (
     add,
     capturing,

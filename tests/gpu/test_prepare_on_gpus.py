@@ -4,7 +4,7 @@ import numpy as np
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import kernels
+from numba_symm.gpu import kernels
 from tests.gpu.helpers import to_device
 
 COUNTS = (1, 5, 100, 1 << 10, 1 << 14, (1 << 16) + 3, 1 << 18, 1 << 20, 1 << 22)

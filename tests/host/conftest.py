@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pytest
 
-from numba_symm import code_cache, driver, streams
 from numba_symm.engines import deadline
+from numba_symm.gpu import driver, loads, streams
 from numba_symm.launch import waiting
 
 
@@ -15,10 +15,10 @@ from numba_symm.launch import waiting
 def cache(tmp_path, monkeypatch):
     """Use an empty cache here and in other processes; return its folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(code_cache, "_warned", False)
-    code_cache._files.cache_clear()
-    yield code_cache.folder()
-    code_cache._files.cache_clear()
+    monkeypatch.setattr(loads, "_warned", False)
+    loads._files.cache_clear()
+    yield loads.folder()
+    loads._files.cache_clear()
 
 
 class Gpu:

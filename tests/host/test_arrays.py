@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from numba.cuda.cudadrv.driver import MemoryPointer, OwnedPointer
 
-from numba_symm import arguments, arrays, streams
+from numba_symm import arguments
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays, streams
 
 HOST, CUDA, ROCM = (1, 0), (2, 1), (10, 0)  # DLPack's devices
 BFLOAT16, FLOAT8 = 4, 10  # DLPack's type codes

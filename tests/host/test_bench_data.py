@@ -3,12 +3,14 @@ import functools
 import numpy as np
 import pytest
 
-from numba_symm.bench import data
-from numba_symm.bench.data import CHUNK, PERIOD, Tiled
+from numba_symm.bench import operations as measured
 from numba_symm.bench.operations import (
+    CHUNK,
     OPERATIONS,
+    PERIOD,
     REDUCTIONS,
     TYPES,
+    Tiled,
     reduced,
     reducible,
 )
@@ -26,7 +28,7 @@ def pattern(dtype=np.int32):
 
 def filled(contents):
     array = np.zeros(contents.count * contents.itemsize, np.uint8)
-    data.fill(array, contents)
+    measured.fill(array, contents)
     return array
 
 
@@ -46,9 +48,9 @@ def test_filling_repeats_the_pattern_from_its_start(count, start):
 def test_filled_elements_are_right_and_poisoned_ones_wrong(dtype):
     contents = Tiled(pattern(dtype), 5, 1000)
     array = filled(contents)
-    assert data.count_wrong(array, [contents]) == 0
-    data.poison(array)
-    assert data.count_wrong(array, [contents]) == 1000
+    assert measured.count_wrong(array, [contents]) == 0
+    measured.poison(array)
+    assert measured.count_wrong(array, [contents]) == 1000
 
 
 @pytest.mark.parametrize("index", [0, 1, CHUNK - 1, CHUNK, CHUNK + PERIOD + 1])
@@ -56,7 +58,7 @@ def test_one_wrong_bit_is_found_at_any_index(index):
     contents = Tiled(pattern(np.float16), 9, CHUNK + PERIOD + 2)
     array = filled(contents)
     array[2 * index + 1] ^= 1
-    assert data.count_wrong(array, [contents]) == 1
+    assert measured.count_wrong(array, [contents]) == 1
 
 
 def test_a_block_in_the_wrong_place_is_wrong():
@@ -67,17 +69,17 @@ def test_a_block_in_the_wrong_place_is_wrong():
         array[block : 2 * block].copy(),
         array[:block].copy(),
     )
-    assert data.count_wrong(array, [contents]) > 100_000
+    assert measured.count_wrong(array, [contents]) > 100_000
 
 
 def test_expected_contents_are_concatenated():
     parts = [Tiled(pattern(), 0, 10), Tiled(pattern()[::-1], 3, CHUNK + 4)]
     array = np.concatenate([filled(part) for part in parts])
-    assert data.count_wrong(array, parts) == 0
+    assert measured.count_wrong(array, parts) == 0
     array[4 * 10] ^= 1
     array[-1] ^= 1
-    assert data.count_wrong(array, parts) == 2
-    assert data.count_wrong(array, parts[::-1]) > CHUNK // 2
+    assert measured.count_wrong(array, parts) == 2
+    assert measured.count_wrong(array, parts[::-1]) > CHUNK // 2
 
 
 @pytest.mark.parametrize("op", REDUCTIONS)

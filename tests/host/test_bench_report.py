@@ -4,7 +4,7 @@ import json
 import pytest
 
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import facts, plot, progress, report, traffic
+from numba_symm.bench import measure, report, sweep
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.report import Report
 
@@ -182,7 +182,7 @@ def test_messages_of_a_window_have_a_rate_and_a_size_of_their_own():
 
 
 def test_a_plot_has_a_line_for_each_contender_with_its_best_times():
-    found = plot.lines(RUN)
+    found = report.lines(RUN)
     assert list(found) == ["numba_symm", "nccl", "torch"]
     assert [size for size, _, _ in found["nccl"]] == [1 << 10, 1 << 20, 1 << 30]
     size, time, bandwidth = found["torch"][1]
@@ -192,7 +192,7 @@ def test_a_plot_has_a_line_for_each_contender_with_its_best_times():
 
 def test_each_type_has_its_own_line():
     run = RUN | {"rows": [row(), row(type="half")]}
-    labels = list(plot.lines(run))
+    labels = list(report.lines(run))
     assert {"numba_symm, float sum", "numba_symm, half sum"} <= set(labels)
 
 
@@ -200,9 +200,9 @@ def test_no_two_of_28_lines_look_the_same():
     """As with --algorithm all, of which each type has a line."""
     own = ["numba_symm, float sum", "numba_symm, half sum"]
     others = [f"numba_symm_{number}" for number in range(28)]
-    looks = [sorted(style.items()) for style in plot.styles(own + others)]
+    looks = [sorted(style.items()) for style in report.styles(own + others)]
     assert all(looks.count(look) == 1 for look in looks)
-    red = plot.OURS["color"]
+    red = report.OURS["color"]
     assert [dict(look)["color"] == red for look in looks] == [True] * 2 + [False] * 28
 
 
@@ -256,12 +256,12 @@ def test_plot_refuses_a_folder_that_does_not_exist(tmp_path, capsys):
 
 
 def test_the_title_has_the_operation_and_the_devices():
-    assert plot.title(RUN) == "all_reduce, float sum, 4 x NVIDIA H200"
+    assert report.title(RUN) == "all_reduce, float sum, 4 x NVIDIA H200"
     moved = RUN | {"operation": "broadcast", "rows": [row(op="none")]}
-    assert plot.title(moved) == "broadcast, float, 4 x NVIDIA H200"
+    assert report.title(moved) == "broadcast, float, 4 x NVIDIA H200"
     moved["rows"] += [row(op="none", type="half")]
-    assert plot.title(moved) == "broadcast, several types, 4 x NVIDIA H200"
-    assert {"numba_symm, float", "numba_symm, half"} <= set(plot.lines(moved))
+    assert report.title(moved) == "broadcast, several types, 4 x NVIDIA H200"
+    assert {"numba_symm, float", "numba_symm, half"} <= set(report.lines(moved))
 
 
 @pytest.mark.parametrize(
@@ -269,25 +269,25 @@ def test_the_title_has_the_operation_and_the_devices():
     [(512, "512"), (1 << 10, "1K"), (1 << 22, "4M"), (3 << 29, "1.5G")],
 )
 def test_sizes_have_a_suffix(size, wanted):
-    assert plot.human(size) == wanted
+    assert report.human(size) == wanted
 
 
 def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):
-    assert facts.commit(tmp_path) == "unknown"
+    assert report.commit(tmp_path) == "unknown"
 
 
 def test_multicast_is_disabled_for_contenders():
-    assert facts.NVLS_OFF["NCCL_NVLS_ENABLE"] == "0"
-    assert facts.NVLS_OFF["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+    assert report.NVLS_OFF["NCCL_NVLS_ENABLE"] == "0"
+    assert report.NVLS_OFF["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
 def test_there_is_no_bar_without_a_terminal(monkeypatch, capfd):
     monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
     monkeypatch.delenv("PMI_SIZE", raising=False)
-    assert progress.terminal() is None
-    with progress.bar(shown=True) as bar:
+    assert sweep.terminal() is None
+    with sweep.bar(shown=True) as bar:
         task = bar.add_task("rows", total=2)
-        with progress.hidden(bar):
+        with sweep.hidden(bar):
             print("a row")
         bar.update(task, advance=1, refresh=True)
     shown = capfd.readouterr()
@@ -296,9 +296,9 @@ def test_there_is_no_bar_without_a_terminal(monkeypatch, capfd):
 
 def test_the_bar_does_not_hide_the_cursor(monkeypatch):
     shown = io.StringIO()
-    monkeypatch.setattr(progress, "terminal", lambda: shown)
+    monkeypatch.setattr(sweep, "terminal", lambda: shown)
     monkeypatch.setenv("TERM", "xterm")
-    with progress.bar(shown=True) as bar:
+    with sweep.bar(shown=True) as bar:
         bar.update(bar.add_task("rows", total=2), advance=1, refresh=True)
     assert "rows" in shown.getvalue()
     assert "\x1b[?25" not in shown.getvalue()
@@ -322,7 +322,7 @@ NEEDED = {
 
 @pytest.mark.parametrize(("name", "nbytes"), NEEDED.items())
 def test_what_a_hierarchical_algorithm_sends(name, nbytes):
-    assert traffic.needed(name, [(0, 1), (2,)], 12) == nbytes
+    assert measure.needed(name, [(0, 1), (2,)], 12) == nbytes
 
 
 def test_the_bytes_between_islands_are_shown_beside_what_is_needed():

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_symm import driver
-from numba_symm.bench import streams
+from numba_symm.bench import measure
+from numba_symm.gpu import driver
 
 STEPS = [
     *("cuStreamBeginCapture", "call", "cuStreamEndCapture"),
@@ -105,10 +105,10 @@ class Driver:
 
 def capture(monkeypatch, fake):
     monkeypatch.setattr(driver, "function", fake.function)
-    monkeypatch.setattr(streams.cuda, "defer_cleanup", nullcontext)
+    monkeypatch.setattr(measure.cuda, "defer_cleanup", nullcontext)
     device = SimpleNamespace(MULTIPROCESSOR_COUNT=132)
-    monkeypatch.setattr(streams.cuda, "get_current_device", lambda: device)
-    stream = object.__new__(streams.GpuStream)
+    monkeypatch.setattr(measure.cuda, "get_current_device", lambda: device)
+    stream = object.__new__(measure.GpuStream)
     stream.handle = 7
     fake.call = lambda *handle: handle
     return stream.capture([fake.function("call")], lambda _: nullcontext())

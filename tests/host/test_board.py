@@ -8,8 +8,6 @@ from threading import Thread
 
 import pytest
 
-from numba_symm import board, waits
-from numba_symm.board import Board
 from numba_symm.errors import (
     CallMismatch,
     CollectiveError,
@@ -18,19 +16,21 @@ from numba_symm.errors import (
     RankLeft,
     SymmError,
 )
-from numba_symm.failures import Failure, describe
+from numba_symm.launch import board, failures
+from numba_symm.launch.board import Board
+from numba_symm.launch.failures import Failure, describe
 from numba_symm.launch.waiting import Wait
 from tests.boards import on_ranks, record, store
 from tests.threads import outcomes
 
-KERNELS = {number: each for number, each in waits.TABLE.items() if each.place}
+KERNELS = {number: each for number, each in failures.TABLE.items() if each.place}
 
 
 @pytest.mark.parametrize("operation", KERNELS)
 def test_a_record_names_who_waited_for_whom_and_where(operation):
     words, place = KERNELS[operation].words, KERNELS[operation].place
     text, who = f"rank 1 waited for rank 2 in {words}, {place} 5", (1, 2)
-    if operation == waits.WAIT_WORD:  # any rank may store it
+    if operation == failures.WAIT_WORD:  # any rank may store it
         text, who = f"rank 1 waited in {words}", (1,)
     error, found, hint, ranks, name, limit = describe(record(operation))
     assert (error, found, limit) == (CollectiveTimeout, text, "")
@@ -38,7 +38,7 @@ def test_a_record_names_who_waited_for_whom_and_where(operation):
     assert ranks == who
     assert name == words
     other = describe(record(operation, epoch=77))
-    if operation in waits.SIGNALS:  # of later blocks
+    if operation in failures.SIGNALS:  # of later blocks
         assert other.text == text
         assert "so 77 of its blocks start only after others" in other.hint
     else:
@@ -47,20 +47,20 @@ def test_a_record_names_who_waited_for_whom_and_where(operation):
 
 def test_a_record_of_a_larger_communicator_names_the_node():
     place = [4, 5, 6], ["a", "a", "b"]
-    text = describe(record(waits.BARRIER), "", *place).text
+    text = describe(record(failures.BARRIER), "", *place).text
     assert text == "rank 5 waited for rank 6 on b in barrier, block 5"
-    text = describe(record(waits.ENDED), "zeros", *place).text
+    text = describe(record(failures.ENDED), "zeros", *place).text
     assert text.startswith("rank 6 on b has ended without closing the communicator; ")
 
 
 @pytest.mark.parametrize(
     ("operation", "words"),
     [
-        (waits.PUT_SIGNAL, "it made no call that matches this one"),
-        (waits.WAIT_SIGNAL, "it made no call that matches this one"),
-        (waits.TRANSFER, "it sends or receives something else"),
-        (waits.BARRIER, "its call differs from this one"),
-        (waits.LATE, "its call differs from this one"),
+        (failures.PUT_SIGNAL, "it made no call that matches this one"),
+        (failures.WAIT_SIGNAL, "it made no call that matches this one"),
+        (failures.TRANSFER, "it sends or receives something else"),
+        (failures.BARRIER, "its call differs from this one"),
+        (failures.LATE, "its call differs from this one"),
     ],
 )
 def test_a_hint_names_other_causes(operation, words):
@@ -69,10 +69,10 @@ def test_a_hint_names_other_causes(operation, words):
 
 def test_who_leaves_is_not_late():
     said = "zeros\nleft zeros with Mistake"
-    failure = describe(record(waits.ABANDONED), said)
+    failure = describe(record(failures.ABANDONED), said)
     text = "rank 1 left zeros with Mistake"
     assert failure == Failure(RankLeft, text, "", (1,), "zeros")
-    failure = describe(record(waits.ENDED), "zeros")
+    failure = describe(record(failures.ENDED), "zeros")
     assert failure.text == (
         "rank 2 has ended without closing the communicator; rank 1 waited for it in "
         "zeros"
@@ -90,11 +90,11 @@ def differing(operation):
 
 
 def test_a_mismatch_names_the_ranks_that_differ_and_in_what():
-    text = differing(waits.CALL_MISMATCH)
+    text = differing(failures.CALL_MISMATCH)
     assert "operation, count, dtype, op or root; " in text
     assert text.endswith("Communicator(…, debug=True) reports the difference")
     assert text.startswith("rank 1's call differs from rank 2's: operation")
-    text = differing(waits.TRANSFER_MISMATCH)
+    text = differing(failures.TRANSFER_MISMATCH)
     assert text.startswith("rank 1 receives another number of bytes than rank 2 sends")
 
 
@@ -105,16 +105,16 @@ def test_the_parts_of_a_record_do_not_run_into_each_other(rank, peer, place, epo
     text = (
         f"rank {rank} waited for rank {peer} in barrier, block {place}, epoch {epoch}"
     )
-    assert describe(record(waits.BARRIER, rank, peer, place, epoch)).text == text
+    assert describe(record(failures.BARRIER, rank, peer, place, epoch)).text == text
 
 
 def test_what_is_too_wide_is_cut_and_spoils_nothing_else():
-    found = describe(record(waits.BARRIER, 1, 2, 0x10005, (1 << 24) + 3))
+    found = describe(record(failures.BARRIER, 1, 2, 0x10005, (1 << 24) + 3))
     assert found.text == "rank 1 waited for rank 2 in barrier, block 5, epoch 3"
 
 
 def test_a_record_fits_the_signed_word_that_kernels_store():
-    for operation in waits.TABLE:
+    for operation in failures.TABLE:
         assert 0 < record(operation, 255, 255, 0xFFFF, 0xFFFFFF) < 1 << 63
 
 
@@ -237,7 +237,7 @@ def test_a_report_that_is_interrupted_is_finished_by_the_next(number):
 def test_a_kernels_record_is_read_by_the_rank_it_was_stored_for():
     def play(made, comm):
         if comm.rank == 0:
-            store(made.address, 1, record(waits.BARRIER, rank=0, peer=2))
+            store(made.address, 1, record(failures.BARRIER, rank=0, peer=2))
         comm.barrier()
         return made.failure()
 
@@ -294,7 +294,7 @@ def test_a_failure_s_facts_are_kept_by_a_copy():
 def test_the_first_failure_stays():
     def play(made, comm):
         if comm.rank == 0:
-            store(made.address, 0, record(waits.BARRIER, 1, 0))
+            store(made.address, 0, record(failures.BARRIER, 1, 0))
             made.abandon("is away")
         comm.barrier()
         return made.failure()

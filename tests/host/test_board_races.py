@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from numba_symm import board, waits
+from numba_symm.launch import board, failures
 from numba_symm.launch.waiting import Wait
 from tests.boards import on_ranks, record, store
 
@@ -47,7 +47,7 @@ def test_nobody_continues_if_a_rank_sees_a_record_before_it_votes(seeing):
         def and_a_record(step, wait, **options):
             found = reached(step, wait, **options)
             if not options and comm.rank in seeing:
-                store(made.address, comm.rank, record(waits.BARRIER))
+                store(made.address, comm.rank, record(failures.BARRIER))
             return found
 
         made._reached = and_a_record

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numba_symm import board
 from numba_symm.errors import CollectiveError
+from numba_symm.launch import board
 from numba_symm.launch.waiting import Wait
 from tests.boards import on_ranks
 

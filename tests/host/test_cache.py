@@ -1,6 +1,6 @@
 """The cache of packed launches."""
 
-from numba_symm.cache import UNKNOWN, Cache
+from numba_symm.collectives.invocation import UNKNOWN, Cache
 
 
 def test_used_values_stay_and_unused_ones_are_evicted():

@@ -11,8 +11,7 @@ from cuda.bindings import driver
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from numba.cuda.cudadrv.driver import MemoryPointer
 
-from numba_symm import arrays, libraries, streams
-from numba_symm.collectives import select, spelling, staging
+from numba_symm.collectives import invocation, select, staging
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.invocation import Invocation
@@ -23,6 +22,7 @@ from numba_symm.collectives.operations import (
     Operation,
 )
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays, streams
 from numba_symm.launch import devices
 from tests.gates import gate
 
@@ -139,9 +139,9 @@ def test_the_names_of_others_raise_with_ours(name, right):
 
 
 def test_every_name_that_an_error_has_instead_is_an_attribute():
-    others = vars(spelling.OthersNames).values()
-    rights = {each._right for each in others if type(each) is spelling._Misspelled}
-    assert rights == {*spelling._CALLS, *spelling._NAMES}
+    others = vars(invocation.OthersNames).values()
+    rights = {each._right for each in others if type(each) is invocation._Misspelled}
+    assert rights == {*invocation._CALLS, *invocation._NAMES}
     assert all(hasattr(Communicator, right) for right in rights - {"rank", "size"})
 
 
@@ -197,8 +197,8 @@ def test_a_new_output_is_of_the_callers_library(calls, launched, monkeypatch):
 
     read = arrays._ArrayClass(lambda x, what: x.fields, None, None)
     monkeypatch.setitem(arrays.KINDS, Theirs, read)
-    library = libraries.Library("theirs", empty, over, None)
-    monkeypatch.setitem(libraries._KNOWN, Theirs, library)
+    library = arrays.Library("theirs", empty, over, None)
+    monkeypatch.setitem(arrays._KNOWN, Theirs, library)
     monkeypatch.setattr(streams, "is_capturing", lambda stream: False)
     found = call(calls, Theirs(X, (8, 4), "F"), None)
     assert found.fields == (Y, (8, 4), np.float32, "F", False)

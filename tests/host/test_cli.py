@@ -10,7 +10,7 @@ import pytest
 
 import numba_symm
 from numba_symm.bench import options
-from numba_symm.command import cli, launcher, status
+from numba_symm.command import cli, doctor, launcher
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch.devices import GPU
 
@@ -349,7 +349,7 @@ def test_a_job_ends_with_a_command_that_is_killed():
 
 
 def test_without_a_job_status_prints_an_empty_list(monkeypatch, capsys):
-    monkeypatch.setattr(status, "found", lambda _: [])
+    monkeypatch.setattr(doctor, "found", lambda _: [])
     assert cli.main(["status", "--json"]) == 0
     assert capsys.readouterr().out == "[]\n"
     assert cli.main(["status"]) == 1
@@ -357,7 +357,7 @@ def test_without_a_job_status_prints_an_empty_list(monkeypatch, capsys):
 
 
 def test_an_output_that_cannot_be_written_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(status, "found", lambda _: [])
+    monkeypatch.setattr(doctor, "found", lambda _: [])
     with Path("/dev/full").open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert cli.main(["status", "--json"]) == 1

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from numba_symm import code_cache
 from numba_symm.collectives.kernels import chunked_all_reduce
 from numba_symm.dtypes import UserOperator, element
+from numba_symm.gpu import loads
 from numba_symm.launch import locks
 
 KEY = b"the key of a kernel"
@@ -26,7 +26,7 @@ KEY = b"the key of a kernel"
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from numba_symm import code_cache
+from numba_symm.gpu import loads
 
 key, log, seconds = sys.argv[1].encode(), Path(sys.argv[2]), float(sys.argv[3])
 
@@ -36,7 +36,7 @@ def compile_it():
     time.sleep(seconds)
     return b"code"
 
-print(code_cache.compiled_once(key, compile_it))
+print(loads.compiled_once(key, compile_it))
 """
 
 
@@ -112,21 +112,21 @@ def test_a_process_that_is_stopped_is_not_waited_for_indefinitely(
     first = start(seconds=600)
     wait_until(lambda: compilations(log) == 1)
     os.kill(first.pid, signal.SIGSTOP)
-    monkeypatch.setattr(code_cache, "LONGEST_WAIT", 0.3)
+    monkeypatch.setattr(loads, "LONGEST_WAIT", 0.3)
     begun = time.monotonic()
     with pytest.warns(RuntimeWarning, match="was it stopped"):
-        assert code_cache.compiled_once(KEY, lambda: b"mine") == b"mine"
+        assert loads.compiled_once(KEY, lambda: b"mine") == b"mine"
     assert 0.3 < time.monotonic() - begun < 300
-    assert code_cache.load(KEY) == b"mine"
+    assert loads.load(KEY) == b"mine"
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """Count looks at the disk and at locks: "disk", "node", or "key", by thread."""
     found = Counter()
-    bytes_ = {code_cache._byte(KEY): "key"}
-    bytes_[code_cache._byte(code_cache._on_this_node(KEY))] = "node"
-    load, is_locked = code_cache.load, locks.is_locked
+    bytes_ = {loads._byte(KEY): "key"}
+    bytes_[loads._byte(loads._on_this_node(KEY))] = "node"
+    load, is_locked = loads.load, locks.is_locked
 
     def loading(key):
         found["disk", threading.get_ident()] += 1
@@ -136,7 +136,7 @@ def asked(monkeypatch):
         found[bytes_[byte], threading.get_ident()] += 1
         return is_locked(descriptor, byte)
 
-    monkeypatch.setattr(code_cache, "load", loading)
+    monkeypatch.setattr(loads, "load", loading)
     monkeypatch.setattr(locks, "is_locked", asking)
     return lambda what: sorted(n for (kind, _), n in found.items() if kind == what)
 
@@ -144,7 +144,7 @@ def asked(monkeypatch):
 def waiting(number):
     """Start threads that need the kernel; each returns its thread."""
     threads = [
-        threading.Thread(target=code_cache.compiled_once, args=(KEY, lambda: b"code"))
+        threading.Thread(target=loads.compiled_once, args=(KEY, lambda: b"code"))
         for _ in range(number)
     ]
     for thread in threads:
@@ -165,9 +165,9 @@ def test_those_who_wait_for_a_process_of_their_node_ask_about_it_only(
 
 
 def test_one_process_of_a_node_asks_about_another_node(cache, asked):
-    code_cache.store(b"another key", b"")  # makes the folder
-    descriptor = code_cache._opened()
-    locks.lock(descriptor, code_cache._byte(KEY))  # as a process of another node does
+    loads.store(b"another key", b"")  # makes the folder
+    descriptor = loads._opened()
+    locks.lock(descriptor, loads._byte(KEY))  # as a process of another node does
     threads = waiting(3)
     wait_until(lambda: sum(asked("key")) >= 10)
     os.close(descriptor)
@@ -187,21 +187,21 @@ def test_long_waits_are_polled_rarely(monkeypatch):
         now[0] += seconds
 
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr(code_cache, "time", clock)
+    monkeypatch.setattr(loads, "time", clock)
     monkeypatch.setattr(locks, "is_locked", lambda *given: now[0] < 10)
-    code_cache._await_entry(0, 1, 2)
+    loads._await_entry(0, 1, 2)
     assert len(sleeps) < 200  # 500 at intervals of 20 ms
     late = (now[0] - 10) / 10
-    assert late < 1 / code_cache._FINENESS
+    assert late < 1 / loads._FINENESS
     assert sleeps[0] == min(sleeps) <= 0.02
 
 
 def test_who_has_compiled_most_begins_first(cache, monkeypatch):
     sleeps = []
-    monkeypatch.setattr(code_cache.time, "sleep", sleeps.append)
-    monkeypatch.setattr(code_cache, "_compiled", 0)
+    monkeypatch.setattr(loads.time, "sleep", sleeps.append)
+    monkeypatch.setattr(loads, "_compiled", 0)
     for number in range(3):
-        code_cache.compiled_once(b"key %d" % number, lambda: b"")
+        loads.compiled_once(b"key %d" % number, lambda: b"")
     assert sleeps == sorted(sleeps, reverse=True)
     assert len(set(sleeps)) == 3
 
@@ -213,10 +213,10 @@ def test_a_wait_can_be_interrupted(start, log, monkeypatch):
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(code_cache.time, "sleep", interrupt)
+    monkeypatch.setattr(loads.time, "sleep", interrupt)
     before = open_files()
     with pytest.raises(KeyboardInterrupt):
-        code_cache.compiled_once(KEY, lambda: b"mine")
+        loads.compiled_once(KEY, lambda: b"mine")
     assert open_files() == before
 
 
@@ -226,10 +226,10 @@ def test_a_lock_ends_with_the_compilation_even_if_that_fails(cache):
 
     for _ in "12":
         with pytest.raises(ValueError, match=r"^$"):
-            code_cache.compiled_once(KEY, fail)
-    assert code_cache.compiled_once(KEY, lambda: b"code") == b"code"
+            loads.compiled_once(KEY, fail)
+    assert loads.compiled_once(KEY, lambda: b"code") == b"code"
     files = [file.name for file in cache.iterdir() if file.is_file()]
-    assert files == [code_cache._LOCKS]  # one for all kernels
+    assert files == [loads._LOCKS]  # one for all kernels
 
 
 def test_where_nothing_can_be_locked_every_process_compiles(cache, monkeypatch):
@@ -238,8 +238,8 @@ def test_where_nothing_can_be_locked_every_process_compiles(cache, monkeypatch):
 
     monkeypatch.setattr(locks, "try_lock", unsupported)
     with pytest.warns(RuntimeWarning, match=r"cannot be locked.*No locks"):
-        assert code_cache.compiled_once(KEY, lambda: b"code") == b"code"
-    assert code_cache.load(KEY) == b"code"
+        assert loads.compiled_once(KEY, lambda: b"code") == b"code"
+    assert loads.load(KEY) == b"code"
 
 
 @pytest.mark.parametrize("where", ["a file", "no home"])
@@ -252,7 +252,7 @@ def test_without_a_cache_every_process_compiles(cache, monkeypatch, where):
         monkeypatch.setenv("HOME", "~nobody-here")
         monkeypatch.setattr("pathlib.Path.home", no_home)
     with pytest.warns(RuntimeWarning, match="cannot be read") as warned:
-        assert code_cache.compiled_once(KEY, lambda: b"code") == b"code"
+        assert loads.compiled_once(KEY, lambda: b"code") == b"code"
     assert [each.filename for each in warned] == [__file__]
 
 
@@ -280,16 +280,16 @@ def test_a_child_forked_meanwhile_keeps_no_lock(cache, start, monkeypatch):
         children.append(child)
         return b"code"
 
-    monkeypatch.setattr(code_cache, "LONGEST_WAIT", 600)
+    monkeypatch.setattr(loads, "LONGEST_WAIT", 600)
     try:
-        code_cache.compiled_once(KEY, forking)
-        (cache / code_cache._LOCKS).touch()
+        loads.compiled_once(KEY, forking)
+        (cache / loads._LOCKS).touch()
         for entry in (cache / "entries").rglob("*"):
             if entry.is_file():
                 entry.unlink()
         began = time.monotonic()
-        assert code_cache.compiled_once(KEY, lambda: b"again") == b"again"
-        assert time.monotonic() - began < code_cache.LONGEST_WAIT / 2
+        assert loads.compiled_once(KEY, lambda: b"again") == b"again"
+        assert time.monotonic() - began < loads.LONGEST_WAIT / 2
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)
@@ -300,7 +300,7 @@ def test_without_room_for_an_entry_those_who_waited_compile_together(
     cache, asked, monkeypatch
 ):
     """If they compiled one after another, the last of many ranks would be late."""
-    monkeypatch.setattr(code_cache, "store", lambda key, code: None)
+    monkeypatch.setattr(loads, "store", lambda key, code: None)
     together, compiling = threading.Barrier(4), threading.Event()
 
     def first():
@@ -313,7 +313,7 @@ def test_without_room_for_an_entry_those_who_waited_compile_together(
         return b"code"
 
     threads = [
-        threading.Thread(target=code_cache.compiled_once, args=(KEY, each))
+        threading.Thread(target=loads.compiled_once, args=(KEY, each))
         for each in (first, *4 * [later])
     ]
     for thread in threads:

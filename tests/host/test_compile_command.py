@@ -16,12 +16,13 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from numba_symm import code_cache, pads
 from numba_symm.collectives import tuned
 from numba_symm.collectives.kernel_set import NAMES
 from numba_symm.command import cli, compiling
 from numba_symm.errors import SymmError
-from numba_symm.kernels import Kernel
+from numba_symm.gpu import loads
+from numba_symm.gpu.kernels import Kernel
+from numba_symm.memory import pads
 from tests.host.test_cli import gpu, start
 
 HERE = ("--ranks", "2", "--cc", "9.0")
@@ -368,7 +369,7 @@ def test_info_shows_the_cache_and_how_much_is_in_it(
     monkeypatch.setattr(compiling, "_multiprocessors", lambda gpus: [132])
     jobs = compiling.wanted(parsed()).jobs()
     for kernel, capability in jobs[:3]:
-        code_cache.store(kernel.key(capability), bytes(1 << 20))
+        loads.store(kernel.key(capability), bytes(1 << 20))
     compiling.show(compiling.facts(), printed)
     text = printed.export_text()
     assert "limits.json: 2 ranks, NVIDIA H200, version " in text

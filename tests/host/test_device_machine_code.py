@@ -19,11 +19,11 @@ from numba.cuda.typing.typeof import typeof
 from numba_symm import device as symm
 from numba_symm.bench.in_kernel import repeat
 from numba_symm.collectives.protocols import handshake
-from numba_symm.device import Context, Guard, Team, WorkspaceContext, links
-from numba_symm.device.block_workspace import CheckedWorkspaceContext
+from numba_symm.device import Context, Guard, Team, WorkspaceContext, instructions
+from numba_symm.device.block_exchange import CheckedWorkspaceContext
 from numba_symm.device.signals import CheckedContext
-from numba_symm.kernels import REGISTERS, Kernel
-from numba_symm.pads import context_type
+from numba_symm.gpu.kernels import REGISTERS, Kernel
+from numba_symm.memory.pads import context_type
 from tests.machine_code import Code, opcodes
 from tests.ranks.memory import test_device_atomics as atomics
 from tests.ranks.memory import test_device_barriers as barriers
@@ -98,7 +98,7 @@ def test_an_acquire_drops_what_l1_holds_and_a_release_waits_for_stores():
 
 
 def test_atomics_are_refused_where_links_have_none(monkeypatch):
-    monkeypatch.setattr(links, "_missing", ["GPU-a and GPU-b"])
+    monkeypatch.setattr(instructions, "_missing", ["GPU-a and GPU-b"])
     text = "native atomics .NVLink., got none between GPU-a and GPU-b; give each rank"
     with pytest.raises(TypingError, match=text):
         compiled(atomics.last_one_adds, WORDS)

@@ -6,8 +6,9 @@ import types
 import pytest
 
 import numba_symm as ns
-from numba_symm import engines, streams
+from numba_symm import engines
 from numba_symm.engines.nccl import CURE, Installation
+from numba_symm.gpu import streams
 
 OLD, NEW = Installation("NCCL 2.21.5", ""), Installation("NCCL 2.28.9", "")
 NONE = Installation("", f"nccl4py cannot be imported: {CURE}")

@@ -6,14 +6,14 @@ import threading
 
 import pytest
 
-from numba_symm import driver_table, entry
+from numba_symm.gpu import compiled, entry
 from tests.gates import answered, gate
 
 CALLS = 20_000
 FAILED = 700  # a status of the driver
 EVENT = 9
 HANDLES = [0, 1, 4096, 8192, 12288]
-NAMES = {name: index << 16 for index, name in enumerate(driver_table.WHERE)}
+NAMES = {name: index << 16 for index, name in enumerate(compiled.WHERE)}
 
 
 class World:
@@ -36,7 +36,7 @@ class World:
     def function(self, name):
         def call(*args):
             if name == "cuLaunchKernelEx":
-                stream = driver_table.Config.from_address(args[0]).stream or 0
+                stream = compiled.Config.from_address(args[0]).stream or 0
                 args = args[1:3], stream
             failed = self.note(name, args)
             if not failed and name == "cuStreamIsCapturing":
@@ -142,7 +142,7 @@ def test_random_calls_are_those_of_the_model(monkeypatch, seed):
     """Streams end, captures begin, words change, and the driver fails at times."""
     draw, world = random.Random(seed), World(monkeypatch)
     gate, ready = world.gate.gate, world.gate.gate.ready
-    model, config = Model(world, ready), driver_table.Config()
+    model, config = Model(world, ready), compiled.Config()
     kinds = [
         (entry.LAUNCH, ctypes.addressof(config), 77, 78),
         (entry.COPY, 1, 2, 3),
@@ -220,7 +220,7 @@ def test_a_thread_is_refused_while_another_one_is_in_the_driver(monkeypatch):
         inside.set()
         return not leave.wait(30)
 
-    found, config = [], driver_table.Config()
+    found, config = [], compiled.Config()
     made = gate(monkeypatch, cuLaunchKernelEx=launch)
     about, step = ctypes.c_int64(0), (entry.LAUNCH, ctypes.addressof(config), 1, 2)
     block = entry.block_of(made.gate, ctypes.addressof(about), 0, [step], 0)

@@ -7,9 +7,9 @@ import pytest
 
 from numba_symm import Communicator, SymmetricMemory, device, explore
 from numba_symm.device import host_atomics
-from numba_symm.explore import intrinsics
-from numba_symm.explore.communicator import ExploredCommunicator, ExploredMemory
-from numba_symm.memory import device_workspaces
+from numba_symm.explore import standins
+from numba_symm.explore.host import ExploredCommunicator, ExploredMemory
+from numba_symm.memory import allocator
 
 HEAD = """
 import numpy as np
@@ -56,7 +56,7 @@ def test_some_methods_and_atomics_are_compared():
 @pytest.mark.parametrize("name", ATOMICS)
 def test_an_atomic_has_the_parameters_of_the_librarys(name):
     """Those of a GPU have another first parameter, of Numba's."""
-    symm = intrinsics.device().known[intrinsics.DEVICE]
+    symm = standins.device().known[standins.DEVICE]
     found = parameters(getattr(symm, name))
     assert found == parameters(getattr(host_atomics, name))
     assert found == parameters(getattr(device, name))[1:]
@@ -89,8 +89,8 @@ def test_a_workspace_holds_as_many_bytes_as_the_librarys(tmp_path, threads):
         symm.all_reduce(ws, x)
 
     ws = comm.device_workspace(1, {threads}, bytes={32 * threads})
-    assert ws.ctx.vectors == {device_workspaces.vectors(threads, 32 * threads)} == 2
-    assert ws.ctx.threads == {device_workspaces.warps(threads)}
+    assert ws.ctx.vectors == {allocator.vectors(threads, 32 * threads)} == 2
+    assert ws.ctx.threads == {allocator.warps(threads)}
     kernel[1, {threads}](ws.ctx, comm.zeros(LENGTH, np.uint8))
     comm.synchronize()
     """

@@ -4,11 +4,9 @@ import random
 
 import pytest
 
-from numba_symm.explore.faults import Fault, Pruned
-from numba_symm.explore.machine import Machine
-from numba_symm.explore.memory import LOAD, STORE, UPDATE, Strong
-from numba_symm.explore.observers import Name, Numbers
-from numba_symm.explore.search import Search
+from numba_symm.explore.exploration import Search
+from numba_symm.explore.machine import Machine, Name, Numbers
+from numba_symm.explore.memory import LOAD, STORE, UPDATE, Fault, Pruned, Strong
 from tests import litmus
 
 

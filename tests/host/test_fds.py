@@ -13,7 +13,7 @@ from numba_symm.errors import (
     CollectiveTimeout,
     ExchangeError,
 )
-from numba_symm.launch import ends, fds, waiting
+from numba_symm.launch import fds, waiting
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from tests.descriptors import content, gathered, memory, open_channel, open_fds
@@ -125,7 +125,7 @@ def test_received_descriptors_are_not_inherited():
             fd = memory("mine")
             received = channel.all_gather_fds(fd)
             inheritable = [os.get_inheritable(each) for each in received]
-            ends.close_all([fd, *received])
+            fds.close_all([fd, *received])
             return inheritable
 
     assert run_ranks(2, play) == [[False, False]] * 2

@@ -11,7 +11,7 @@ import pytest
 from numba_symm.errors import (
     ExchangeError,
 )
-from numba_symm.launch import ends, fds
+from numba_symm.launch import fds
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.waiting import Wait
 from tests.descriptors import gathered, name_of, open_channel, open_fds
@@ -53,7 +53,7 @@ def says(greeting, files=1):
         rights = array.array("i", [write for _, write in pipes])
         control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if files else []
         stranger.sendmsg([greeting(token)], control)
-        ends.close_all(rights)
+        fds.close_all(rights)
         calls.append((stranger, [read for read, _ in pipes]))
 
     return call
@@ -103,7 +103,7 @@ def all_closed(reads):
             for read in reads
         )
     finally:
-        ends.close_all(reads)
+        fds.close_all(reads)
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_DGRAM])

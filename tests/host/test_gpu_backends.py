@@ -7,12 +7,15 @@ import signal
 import pytest
 from cuda.bindings import driver as binding
 
-from numba_symm import driver
-from numba_symm.backends.ipc import IpcBackend, allocation_around
-from numba_symm.backends.protocol import Allocation
-from numba_symm.backends.vmm import VmmBackend
-from numba_symm.board import Board
 from numba_symm.errors import BackendError, DriverError
+from numba_symm.gpu import driver
+from numba_symm.launch.board import Board
+from numba_symm.memory.backends import (
+    Allocation,
+    IpcBackend,
+    VmmBackend,
+    allocation_around,
+)
 
 MIB = 1 << 20
 UNDO = {

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_symm import driver, driver_table, entry, streams
-from numba_symm.collectives import graphs
-from numba_symm.collectives.enqueueing import PackedCall
-from numba_symm.collectives.graphs import Graphs
+from numba_symm.collectives import enqueueing
+from numba_symm.collectives.enqueueing import Graphs, PackedCall
 from numba_symm.errors import DriverError
-from numba_symm.record import Description
+from numba_symm.gpu import compiled, driver, entry, streams
+from numba_symm.launch.call_records import Description
 from tests.gates import gate
 
 PLACES = ((1, False, 3), (4, False, 1))
@@ -57,8 +56,8 @@ class Driver:
 def cuda(monkeypatch):
     made = Driver()
     monkeypatch.setattr(driver, "call", made.call)
-    monkeypatch.setattr(driver_table, "launch", lambda: made.launch)
-    monkeypatch.setattr(graphs, "PLACES", PLACES)
+    monkeypatch.setattr(compiled, "launch", lambda: made.launch)
+    monkeypatch.setattr(enqueueing, "PLACES", PLACES)
     monkeypatch.setattr(streams, "relaxed", contextmanager(lambda: (yield)))
     return made
 
@@ -67,7 +66,7 @@ def cuda(monkeypatch):
 def pack(monkeypatch, cuda):
     """Return what packs a call of so many launches, and the communicator's graphs."""
     made = gate(monkeypatch)
-    monkeypatch.setattr(graphs, "places", graphs._Places)
+    monkeypatch.setattr(enqueueing, "places", enqueueing._Places)
     apart = contextmanager(lambda: (yield))
     order = SimpleNamespace(done=True, closed=False, apart=apart, gate=made.gate)
     order.is_done = lambda: order.done
@@ -95,7 +94,7 @@ def test_each_graph_replaces_one_that_is_at_least_as_large(cuda, pack):
     assert not cuda.nodes  # what was captured is destroyed
     without = pack(2)
     assert graph_of(without) == 0
-    assert entry.Head.from_buffer(without.block).countdown == graphs.AGAIN
+    assert entry.Head.from_buffer(without.block).countdown == enqueueing.AGAIN
     last = pack(1)
     assert graph_of(last)
     assert not graph_of(pack(1))

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from numba_symm import deferred, engines, events, streams
-from numba_symm.arrays import ArrayView
+from numba_symm import engines
 from numba_symm.collectives import communicator, equality, lifetime, requests
 from numba_symm.engines import mpi as engine
 from numba_symm.errors import DriverError
-from numba_symm.mpi import host_only, jobs, messages, rooms, sends, win
+from numba_symm.gpu import events, streams
+from numba_symm.gpu.arrays import ArrayView
+from numba_symm.mpi import host_only, jobs, messages, p2p, rooms, win
 from numba_symm.sharing import received, sent
-from numba_symm.sharing.consumer import Reference
+from numba_symm.sharing.received import Reference
 from tests.executing import ExecutingDriver, Unordered
 from tests.orders import guarded, orders, places_in_tests
 
@@ -91,7 +92,7 @@ def a_stream():
 def test_every_branch_that_orders_a_gpu_is_named_by_a_test():
     found, named = guarded(), places_in_tests()
     assert len(found) > 25
-    assert "mpi.sends.on_host" in found
+    assert "mpi.p2p.on_host" in found
     missing = found - named.keys()
     assert not missing, f"no test records the order in {missing}: add one, by @orders"
     gone = named.keys() - found
@@ -99,8 +100,8 @@ def test_every_branch_that_orders_a_gpu_is_named_by_a_test():
 
 
 @orders(
-    *("events.Event.record", "events.Event.wait"),
-    *("events.Event.query", "events.Event.synchronize"),
+    *("gpu.events.Event.record", "gpu.events.Event.wait"),
+    *("gpu.events.Event.query", "gpu.events.Event.synchronize"),
 )
 def test_events(gpu):
     event = an_event(gpu)
@@ -119,7 +120,11 @@ def test_events(gpu):
         gpu.reads("read")()
 
 
-@orders("events.Stream.query", "events.Stream.synchronize", "events.Stream.wait_stream")
+@orders(
+    "gpu.events.Stream.query",
+    "gpu.events.Stream.synchronize",
+    "gpu.events.Stream.wait_stream",
+)
 def test_streams(gpu):
     stream = a_stream()
     for wait in (stream.query, stream.synchronize):
@@ -134,9 +139,9 @@ def test_streams(gpu):
 
 
 @orders(
-    *("streams.copy", "streams.copy_to_host", "streams.copy_from_host"),
-    "streams.spoil_capture",
-    "streams.Fill.__call__",
+    *("gpu.streams.copy", "gpu.streams.copy_to_host", "gpu.streams.copy_from_host"),
+    "gpu.streams.spoil_capture",
+    "gpu.streams.Fill.__call__",
 )
 def test_copies_are_enqueued_on_their_stream(gpu):
     gpu.work()
@@ -151,14 +156,14 @@ def test_copies_are_enqueued_on_their_stream(gpu):
         streams.copy(MORE, DATA + 4, 4, OTHER)
 
 
-@orders("deferred.give_back")
+@orders("gpu.streams.give_back")
 def test_dropped_memory_is_released_when_the_gpu_is_idle(gpu):
-    gpu.take(deferred)
-    deferred.defer(gpu.frees("release"))
+    gpu.take(streams)
+    streams.defer(gpu.frees("release"))
     gpu.failing = {"cuCtxSynchronize"}
-    deferred.give_back()
+    streams.give_back()
     gpu.failing = set()
-    deferred.give_back()
+    streams.give_back()
     assert gpu.names[-2:] == ["cuCtxSynchronize", "release"]
 
 
@@ -178,9 +183,9 @@ def test_a_digest_is_read_after_its_kernel_has_run(gpu, monkeypatch):
     gpu.take(equality)
     view = ArrayView(64, (3,), np.dtype(np.int64), "C", False)
     monkeypatch.setattr(equality.arrays, "view", lambda *_: view)
-    monkeypatch.setattr(equality.kernel, "bind", lambda *_: None)
+    monkeypatch.setattr(equality.kernel, "bind_digest", lambda *_: None)
     sums = MagicMock(copy_to_host=gpu.reads("read", np.ones((1, 4), np.int64)))
-    monkeypatch.setattr(equality.own_arrays, "empty", lambda *_: sums)
+    monkeypatch.setattr(equality.arrays, "empty", lambda *_: sums)
     calls = MagicMock()
     calls.streams.of.return_value = STREAM
     calls.usable.side_effect = lambda view, what: view
@@ -279,11 +284,11 @@ def test_the_stream_of_copies_is_destroyed_when_it_is_done(gpu):
         gpu.launch("another", stream)
 
 
-@orders("mpi.sends.on_host")
+@orders("mpi.p2p.on_host")
 def test_data_for_another_island_is_read_when_its_copy_has_ended(gpu):
-    gpu.take(sends)
+    gpu.take(p2p)
     whole = SimpleNamespace(runs=None)
-    data = sends.on_host(SimpleNamespace(address=DATA, nbytes=8, layout=whole), STREAM)
+    data = p2p.on_host(SimpleNamespace(address=DATA, nbytes=8, layout=whole), STREAM)
     gpu.host("MPI", data.ctypes.data)()
 
 
@@ -367,7 +372,7 @@ def test_threads_wait_for_what_each_other_enqueued(gpu, monkeypatch):
     assert not window._used
 
 
-@orders("sharing.consumer.Reference.wait")
+@orders("sharing.received.Reference.wait")
 def test_an_array_is_given_back_when_its_stream_is_done(gpu, monkeypatch):
     gpu.take(sys.modules[Reference.__module__])
     reference = object.__new__(Reference)

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_symm.memory import heap as heap_module
-from numba_symm.memory.heap import Heap
-from numba_symm.ranges import Misses, Ranges
+from numba_symm.memory import allocator as heap_module
+from numba_symm.memory.allocator import Heap, Misses, Ranges
 
 FIRST, MOST = 5, 2  # a number, and how many allocations a call maps
 
@@ -83,7 +82,7 @@ def test_calls_are_packed_anew_if_their_ordinary_memory_is_mapped(
     """It was another library's, or was freed, so its addresses are the block's now."""
     peers = SimpleNamespace(addresses=(100, 900), seen=(100, 700))
     monkeypatch.setattr(heap_module, "map_peers", lambda *_: peers)
-    monkeypatch.setattr("numba_symm.ranges._MOST", most)
+    monkeypatch.setattr("numba_symm.memory.allocator._MOST_RANGES", most)
     heap._found, heap._misses, heap._dropped = Ranges(), Misses(), set()
     packed = []
     heap.changed = lambda: packed.append("anew")

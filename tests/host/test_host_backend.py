@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from numba_symm import backends, open_files
-from numba_symm.backends import host_memory
-from numba_symm.backends.host import HostBackend
+from numba_symm import process
 from numba_symm.errors import ArgumentError, BackendError
-from numba_symm.own_arrays import Memory
+from numba_symm.gpu.arrays import Memory
+from numba_symm.memory import backends
+from numba_symm.memory.backends import HostBackend
 
 ROOT = Path(__file__).parents[2]
 PEER = """
 import sys
-from numba_symm.backends.host import HostBackend
+from numba_symm.memory.backends import HostBackend
 
 backend, fd, nbytes = HostBackend(), int(sys.argv[1]), int(sys.argv[2])
 mapping = backend.open(fd, nbytes)
@@ -152,14 +152,14 @@ def test_a_peers_memory_that_is_too_small_is_refused(backend):
 @pytest.mark.parametrize("asked", [None, 1 << 62, 1 << 64])
 def test_more_than_there_is_cannot_be_allocated(backend, asked):
     # Another rank's share is what is too much of all that there is.
-    asked = asked or host_memory.available()
+    asked = asked or backends.available()
     with pytest.raises(BackendError, match=r"^expected \d+ bytes on each of 2 ranks"):
         backend.allocate(asked, ranks=2)
 
 
 def test_what_was_allocated_before_counts_until_it_was_written(backend, monkeypatch):
     page = mmap.PAGESIZE
-    monkeypatch.setattr(host_memory, "available", lambda: 100 * page)
+    monkeypatch.setattr(backends, "available", lambda: 100 * page)
     first = backend.allocate(60 * page)
     for pages, ranks in ((41, 1), (1, 2)):
         text = f"{100 * page} bytes left for all, .* take {ranks * 60 * page};"
@@ -215,9 +215,9 @@ def test_what_is_left_by_host_and_groups(
     (groups / folder).mkdir(parents=True)
     for name, text in {**files, "memory.stat": STAT}.items():
         (groups / folder / name).write_text(text)
-    monkeypatch.setattr(host_memory, "_PROC", proc)
-    monkeypatch.setattr(host_memory, "_GROUPS", groups)
-    assert host_memory.available() == left
+    monkeypatch.setattr(backends, "_PROC", proc)
+    monkeypatch.setattr(backends, "_GROUPS", groups)
+    assert backends.available() == left
 
 
 def test_too_many_open_files_raise(backend):
@@ -243,7 +243,7 @@ def test_a_limit_of_file_sizes_is_named(backend):
             backend.allocate(1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "(ulimit -f)" in open_files.advice_for(caught.value)
+    assert "(ulimit -f)" in process.advice_for(caught.value)
 
 
 def test_nobody_can_change_the_size_of_a_peers_memory(backend):

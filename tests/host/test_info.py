@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from numba_symm.command import cli, compiling, job, launcher
+from numba_symm.command import cli, compiling, launcher
 from numba_symm.launch import info
 from tests.host.test_cli import gpu, start
 
@@ -72,7 +72,7 @@ def test_info_of_a_job_has_no_codes_of_a_terminal(mpi, monkeypatch, capsys):
     islands = []
     monkeypatch.setattr(info, "show", lambda found, console: console.print("[bold]one"))
     monkeypatch.setattr(compiling, "show", lambda *given: None)
-    monkeypatch.setattr(job, "islands", lambda: islands.append("two") or "two")
+    monkeypatch.setattr(cli, "islands", lambda: islands.append("two") or "two")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # as Open MPI gives ranks
     monkeypatch.setenv("TERM", "xterm")
     assert cli.main(["info"]) == 0

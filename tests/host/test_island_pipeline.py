@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_symm.collectives.islands import pipeline
-from numba_symm.collectives.islands.pipeline import CHUNKS, Stages, overlapped
-from numba_symm.collectives.islands.sizes import DEFAULT
+from numba_symm.collectives.islands import rails
+from numba_symm.collectives.islands.rails import CHUNKS, Stages, overlapped
+from numba_symm.collectives.islands.site import DEFAULT_SIZES
 from numba_symm.collectives.protocols.workspace import VECTOR
 
 
@@ -66,9 +66,9 @@ def test_stages_are_in_order_and_two_halves_of_the_staging_memory_suffice(exchan
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_a_message_has_several_chunks_but_not_small_ones(shards):
-    width, most, least = 4, shards * DEFAULT.chunk * VECTOR, DEFAULT.chunk
-    few = pipeline.several(shards * least // width, shards, width, most, least)
+    width, most, least = 4, shards * DEFAULT_SIZES.chunk * VECTOR, DEFAULT_SIZES.chunk
+    few = rails.several(shards * least // width, shards, width, most, least)
     assert few == shards * least // width  # one chunk
     large = CHUNKS * shards * least
-    assert CHUNKS * pipeline.several(large, shards, width, most, least) >= large
-    assert pipeline.several(100 * large, shards, width, most, least) == most
+    assert CHUNKS * rails.several(large, shards, width, most, least) >= large
+    assert rails.several(100 * large, shards, width, most, least) == most

@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from numba_symm import dtypes
-from numba_symm.collectives.islands import several
-from numba_symm.collectives.islands.gaps import strided
-from numba_symm.collectives.islands.sizes import IN_THE_SIMULATOR, ON_GPUS
+from numba_symm.collectives.islands import construction
+from numba_symm.collectives.islands.rails import strided
+from numba_symm.collectives.islands.site import IN_THE_SIMULATOR, ON_GPUS
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.errors import ArgumentError
 from tests.expected import expected
@@ -339,10 +339,10 @@ def test_ranges_at_equal_distances_are_one_copy():
 
 def test_calls_fit_for_as_many_islands_as_are_accepted():
     most = ON_GPUS.islands
-    several._refuse_too_many(most, ON_GPUS)
+    construction._refuse_too_many(most, ON_GPUS)
     text = f"expected at most {most} islands.*65536 KiB.*, got {most + 1};"
     with pytest.raises(ArgumentError, match=text):
-        several._refuse_too_many(most + 1, ON_GPUS)
+        construction._refuse_too_many(most + 1, ON_GPUS)
     job = ScheduledJob(even(most, 1), most_chunks=4)
     for name in (*NAMES, "barrier"):
         assert job.schedule(most // 2, name, 9, "float16"), name

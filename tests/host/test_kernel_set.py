@@ -10,13 +10,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from numba_symm import arrays, dtypes
-from numba_symm.arrays import ArrayView
-from numba_symm.collectives import exact_sums, kernel_set, select, wires
-from numba_symm.collectives.algorithms import GENERAL
+from numba_symm import dtypes
+from numba_symm.collectives import composed, kernel_set, select
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.invocation import Invocation
-from numba_symm.collectives.islands.binder import STEPS
+from numba_symm.collectives.islands.construction import STEPS
 from numba_symm.collectives.kernel_set import (
     COUNTS,
     GAPS,
@@ -32,11 +30,14 @@ from numba_symm.collectives.protocols.binding import Call
 from numba_symm.collectives.protocols.credit import Message, Span
 from numba_symm.collectives.protocols.handshake import make_handshake
 from numba_symm.collectives.requests import Requests
-from numba_symm.collectives.transfers import Transfers
+from numba_symm.collectives.select import GENERAL
+from numba_symm.collectives.staging import Transfers
 from numba_symm.device import compiler
 from numba_symm.errors import ArgumentError
-from numba_symm.kernels import Kernel
-from numba_symm.waits import BARRIER
+from numba_symm.gpu import arrays
+from numba_symm.gpu.arrays import ArrayView
+from numba_symm.gpu.kernels import Kernel
+from numba_symm.launch.failures import BARRIER
 from tests.kernels import bound_kernels, every_kernel, listed, named
 from tests.whole import WHOLE
 
@@ -183,7 +184,7 @@ def test_sums_by_codes_bind_kernels_that_are_listed():
         places = (chance.choice([16, 2]) + (k << 30) for k in (1, 2))
         with listed() as found:
             call = Call(*places, count, element, "sum")
-            wires.bind(end, Binder(end), "int8", call, 1 << 40)
+            composed.bind_codes(end, Binder(end), "int8", call, 1 << 40)
         bound |= found
     assert len(bound) > 6
     assert bound.keys() <= known
@@ -202,7 +203,7 @@ def test_exact_sums_of_any_size_and_alignment_bind_kernels_that_are_listed(name)
                 x, y = (an_array(chance, count, element.dtype, k << 40) for k in (1, 2))
                 places = x.address, y.address if name == "dot" else x.address, 1 << 45
                 given = name, element, places, count, 1 << 46
-                exact_sums.bind(end, Binder(end), *given)
+                composed.bind_exact_sum(end, Binder(end), *given)
         bound |= found
     assert len(bound) > 10
     assert bound.keys() <= set(known)

@@ -18,7 +18,7 @@ from cuda.bindings import driver
 from cuda.core.utils import FileStreamProgramCache
 from numba.cuda import types
 
-from numba_symm import code_cache, driver_table, dtypes, kernels, pads
+from numba_symm import dtypes
 from numba_symm.collectives.kernels import (
     barrier,
     chunked_all_reduce,
@@ -32,10 +32,11 @@ from numba_symm.collectives.kernels import (
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import handshake
 from numba_symm.device import Context, Guard, signals
-from numba_symm.kernels import GUARD, Kernel
+from numba_symm.gpu import compiled, kernels, loads
+from numba_symm.gpu.kernels import GUARD, Kernel, Packed
 from numba_symm.launch import locks
-from numba_symm.packed import Packed
-from numba_symm.waits import BARRIER
+from numba_symm.launch.failures import BARRIER
+from numba_symm.memory import pads
 
 BFLOAT16 = dtypes.element(ml_dtypes.bfloat16, "test")
 FLOAT32 = dtypes.element(np.float32, "test")
@@ -262,7 +263,7 @@ def test_early_launches_wait_on_gpus_that_have_them():
 
 @pytest.mark.parametrize("early", [False, True])
 def test_an_early_launch_has_an_attribute_of_the_driver(early):
-    config = driver_table.launch_config(7, 128, 2, early)
+    config = compiled.launch_config(7, 128, 2, early)
     found = driver.CUlaunchConfig(ctypes.addressof(config))
     assert (found.gridDimX, found.gridDimY, found.gridDimZ) == (7, 1, 1)
     assert (found.blockDimX, found.blockDimY, found.blockDimZ) == (128, 2, 1)
@@ -331,8 +332,8 @@ def fake_driver(monkeypatch, cubin, tmp_path):
     import cuda.core
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code_cache.folder().mkdir(parents=True)
-    file = code_cache.folder() / code_cache._LOCKS
+    loads.folder().mkdir(parents=True)
+    file = loads.folder() / loads._LOCKS
     seen = SimpleNamespace(calls=[], cache={}, compiled=0, locked=[])
 
     class Loaded:
@@ -357,7 +358,7 @@ def fake_driver(monkeypatch, cubin, tmp_path):
 
     monkeypatch.setattr(cuda.core, "ObjectCode", Object)
     monkeypatch.setattr(kernels.driver, "call", call)
-    monkeypatch.setattr(code_cache, "_files", lambda: seen.cache)
+    monkeypatch.setattr(loads, "_files", lambda: seen.cache)
     monkeypatch.setattr(Kernel, "cubin", compile_once)
     monkeypatch.setattr(kernels, "_leave_mark", lambda: None)
     kernels._loaded.cache_clear()
@@ -370,7 +371,7 @@ def is_locked(file, kernel):
     if not file.exists():
         return False
     with file.open("r+") as opened:
-        byte = code_cache._byte(kernel.key((9, 0)))
+        byte = loads._byte(kernel.key((9, 0)))
         return locks.is_locked(opened.fileno(), byte)
 
 
@@ -391,7 +392,7 @@ def test_a_kernel_is_compiled_once_and_then_read_from_disk(fake_driver, cubin):
     key = KERNELS["put_signal"].key((9, 0))
     (entry,) = fake_driver.cache.values()
     assert entry.endswith(cubin)
-    assert code_cache.load(key) == cubin
+    assert loads.load(key) == cubin
 
 
 def load_twice():
@@ -405,8 +406,8 @@ def load_twice():
 def cache(fake_driver, monkeypatch, tmp_path):
     """Return the folder of a new cache on disk."""
     folder = tmp_path / "cache"
-    monkeypatch.setattr(code_cache, "_warned", False)
-    monkeypatch.setattr(code_cache, "_files", lambda: FileStreamProgramCache(folder))
+    monkeypatch.setattr(loads, "_warned", False)
+    monkeypatch.setattr(loads, "_files", lambda: FileStreamProgramCache(folder))
     return folder
 
 
@@ -457,7 +458,7 @@ def test_without_a_usable_cache_kernels_are_compiled(
     elif without == "home":
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setattr(Path, "home", lambda: Path("~nobody-here").expanduser())
-        monkeypatch.setattr(code_cache, "_files", FileStreamProgramCache)
+        monkeypatch.setattr(loads, "_files", FileStreamProgramCache)
     elif without == "space":
         monkeypatch.setattr(tempfile, "mkstemp", no_space)
     else:

@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from numba_symm import arrays, dtypes
+from numba_symm import dtypes
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays
 
 ADDRESS, STREAM = 4096, 77
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from numba_symm import libraries
 from numba_symm.errors import ArgumentError, BackendError
-from numba_symm.own_arrays import Memory
+from numba_symm.gpu import arrays
+from numba_symm.gpu.arrays import Memory
 
 CURRENT, OTHER = 7, 8  # streams
 
@@ -112,7 +112,7 @@ def torch(monkeypatch, streams):
 
 def known(monkeypatch, module):
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(libraries, "_KNOWN", {})
+    monkeypatch.setattr(arrays, "_KNOWN", {})
     return module
 
 
@@ -121,21 +121,21 @@ def test_outputs_are_allocated_by_the_callers_library_on_the_calls_stream(
     cupy, torch, streams, stream
 ):
     x = CupyArray((2, 3), np.float16)
-    found = libraries.empty(x, (4, 5), "F", stream, "all_gather")
+    found = arrays.empty_like(x, (4, 5), "F", stream, "all_gather")
     assert type(found) is CupyArray
     assert (found.shape, found.dtype, found.order) == ((4, 5), np.float16, "F")
     for order, strides in (("C", (15, 5, 1)), ("F", (1, 2, 6))):
         x = Tensor((2, 3), "torch.bfloat16")
-        found = libraries.empty(x, (2, 3, 5), order, stream, "all_gather")
+        found = arrays.empty_like(x, (2, 3, 5), order, stream, "all_gather")
         assert type(found) is Tensor
         assert (found.shape, found.strides) == ((2, 3, 5), strides)
         assert (found.dtype, found.device) == ("torch.bfloat16", "cuda:0")
     assert streams == [stream] * 3
-    libraries.empty(x, (2, 0, 5), "C", CURRENT, "all_gather")
+    arrays.empty_like(x, (2, 0, 5), "C", CURRENT, "all_gather")
     assert streams[-1] == CURRENT  # it is the current one again
     text = r"all_gather: expected room for a new output of shape \(99,\), got out of m"
     with pytest.raises(BackendError, match=text):
-        libraries.empty(CupyArray((2,)), (99,), "C", stream, "all_gather")
+        arrays.empty_like(CupyArray((2,)), (99,), "C", stream, "all_gather")
 
 
 def test_outputs_for_all_other_arrays_are_numbas(cupy, torch):
@@ -143,24 +143,24 @@ def test_outputs_for_all_other_arrays_are_numbas(cupy, torch):
         """With DLPack only."""
 
     for x in (Exporter(), np.ones(2), None):
-        assert libraries.empty(x, (3,), "C", CURRENT, "all_gather") is None
-    assert libraries.as_that_of(Exporter(), 5) == 5
-    assert libraries.as_that_of(CupyArray((2,)), None) is None
+        assert arrays.empty_like(x, (3,), "C", CURRENT, "all_gather") is None
+    assert arrays.as_that_of(Exporter(), 5) == 5
+    assert arrays.as_that_of(CupyArray((2,)), None) is None
 
 
 def test_a_subclass_has_outputs_of_its_library(cupy):
     class Mine(CupyArray):
         pass
 
-    assert libraries.of(Mine((2,))) is libraries.of(CupyArray((2,))) is not None
+    assert arrays.of(Mine((2,))) is arrays.of(CupyArray((2,))) is not None
 
 
 def test_arrays_over_memory_keep_it(cupy, torch):
     memory = Memory(4096, 24, object())
-    library = libraries.named(cupy, "empty")
+    library = arrays.named(cupy, "empty")
     found = library.over(memory, (2, 3), np.dtype(np.float32))
     assert (found.shape, found.memptr) == ((2, 3), ((4096, 24, memory), 0))
-    library = libraries.named(torch, "empty")
+    library = arrays.named(torch, "empty")
     found = library.over(memory, (3, 4), np.dtype(np.float32))
     exported, address = found.source
     assert (found.shape, found.dtype, address) == ((3, 4), "torch.float32", 4096)
@@ -171,26 +171,26 @@ def test_arrays_over_memory_keep_it(cupy, torch):
 
 def test_like_names_a_library(cupy, torch):
     for like in (cupy, CupyArray((2,))):
-        assert libraries.named(like, "empty").name == "cupy"
+        assert arrays.named(like, "empty").name == "cupy"
     for like in (torch, Tensor((2,), "torch.float32")):
-        assert libraries.named(like, "empty").name == "torch"
+        assert arrays.named(like, "empty").name == "torch"
     for like in (None, cuda):
-        assert libraries.named(like, "empty") is None
+        assert arrays.named(like, "empty") is None
     for like in (np, "cupy", 3, np.ones(2)):
         with pytest.raises(ArgumentError, match="like: expected cupy, torch, or an"):
-            libraries.named(like, "empty")
+            arrays.named(like, "empty")
 
 
 def test_types_that_a_library_lacks_are_refused(cupy, torch):
     for like, dtype in ((cupy, np.dtype("V3")), (torch, np.dtype(np.uint16))):
-        library = libraries.named(like, "empty")
+        library = arrays.named(like, "empty")
         with pytest.raises(ArgumentError, match=f"expected a dtype of {library.name}"):
-            libraries.check_type(library, dtype, "empty")
-        libraries.check_type(library, np.dtype(np.float32), "empty")
-    libraries.check_type(None, np.dtype(np.uint16), "empty")
+            arrays.check_type(library, dtype, "empty")
+        arrays.check_type(library, np.dtype(np.float32), "empty")
+    arrays.check_type(None, np.dtype(np.uint16), "empty")
 
 
 def test_the_simulator_has_arrays_of_numba_only(cupy, monkeypatch):
-    monkeypatch.setattr(libraries, "SIMULATED", True)
+    monkeypatch.setattr(arrays, "SIMULATED", True)
     with pytest.raises(ArgumentError, match="expected no cupy, because arrays of the"):
-        libraries.named(cupy, "empty")
+        arrays.named(cupy, "empty")

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_symm import code_cache, environment, kernels, loads
+from numba_symm import environment
 from numba_symm.collectives import kernel_set, lifetime
-from numba_symm.kernels import Kernel
+from numba_symm.gpu import kernels, loads
+from numba_symm.gpu.kernels import Kernel
 
 
 @pytest.fixture
@@ -117,7 +118,7 @@ def test_what_is_not_cached_is_named(gpu, monkeypatch):
 def test_a_damaged_list_is_replaced(gpu, monkeypatch, content, recwarn):
     construct()
     FIRST.load()
-    (place,) = code_cache.folder().glob("*.loads")
+    (place,) = loads.folder().glob("*.loads")
     place.write_bytes(content)
     start(monkeypatch)
     construct()
@@ -136,7 +137,7 @@ def test_a_damaged_list_is_replaced(gpu, monkeypatch, content, recwarn):
 def test_another_users_list_is_not_used(gpu, monkeypatch):
     construct()
     FIRST.load()
-    (place,) = code_cache.folder().glob("*.loads")
+    (place,) = loads.folder().glob("*.loads")
     os.chown(place, 12345, -1)
     start(monkeypatch)
     with pytest.warns(RuntimeWarning, match="belongs to another user"):
@@ -157,7 +158,7 @@ def test_a_list_that_cannot_be_written_is_said_once(gpu, monkeypatch):
 def test_damaged_lists_are_not_described(gpu):
     construct()
     FIRST.load()
-    (place,) = code_cache.folder().glob("*.loads")
+    (place,) = loads.folder().glob("*.loads")
     for content in ("\n", "- second\n", "\n# x\n\n- \n"):
         place.write_text(content)
         assert [line for line in loads.described() if "second" in line] == []

@@ -4,12 +4,13 @@ import re
 
 import pytest
 
-from numba_symm import dtypes, kernels
+from numba_symm import dtypes
 from numba_symm.collectives.kernels import one_shot
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.workspace import ONE_SHOT
 from numba_symm.dtypes import UserOperator
 from numba_symm.engines import deadline
+from numba_symm.gpu import kernels
 from tests.machine_code import machine_code, read_together
 from tests.operators import ELEMENTS, PAIRS
 from tests.whole import WHOLE
@@ -146,7 +147,8 @@ def test_a_users_function_is_compiled_into_the_kernel(name, function):
 def test_a_users_kernel_never_meets_the_disk(monkeypatch):
     import cuda.core
 
-    monkeypatch.setattr(kernels, "code_cache", None)
+    for name in ("compiled_once", "load", "store"):
+        monkeypatch.setattr(kernels.loads, name, None)
     monkeypatch.setattr(kernels.Kernel, "cubin", lambda kernel, cc: b".text._Z1f\0")
     monkeypatch.setattr(kernels.driver, "call", lambda name, *args: name)
     code = type("Code", (), {"from_cubin": staticmethod(lambda code: Loaded())})

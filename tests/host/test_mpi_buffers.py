@@ -13,12 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI as plain
 
-from numba_symm import arrays, dtypes, errors
+from numba_symm import dtypes, errors
 from numba_symm import mpi as MPI
+from numba_symm.gpu import arrays
 from numba_symm.launch import ranks
 from numba_symm.mpi import buffers, datatypes
+from numba_symm.mpi.datatypes import translated
 from numba_symm.mpi.errors import MPIError, as_mpi
-from numba_symm.mpi.reading import translated
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from numba import cuda, from_dtype
 from numba.cuda import types
 
 from numba_symm import dtypes
-from numba_symm.mpi import packing
+from numba_symm.mpi import buffers
 
 CAPABILITY = (9, 0)
 
@@ -28,8 +28,8 @@ def array(dtype):
     return types.Array(from_dtype(np.dtype(dtype)), 1, "C")
 
 
-@pytest.mark.parametrize("word", packing._WORDS.values())
-@pytest.mark.parametrize("kernel", [packing._GATHER, packing._SCATTER])
+@pytest.mark.parametrize("word", buffers._WORDS.values())
+@pytest.mark.parametrize("kernel", [buffers._GATHER, buffers._SCATTER])
 def test_copies_of_items_with_gaps(kernel, word):
     words, runs = array(word), array(np.int64)
     text = compiled(kernel, words, words, runs, types.int64, types.int64)
@@ -42,22 +42,22 @@ def test_reductions_of_accumulates(dtype):
     for name in dtypes.operators(element):
         if name == "avg":
             continue
-        kernel = packing._reducing(dtypes.REDUCTIONS[name])
+        kernel = buffers._reducing(dtypes.REDUCTIONS[name])
         assert "st." in compiled(kernel, array(dtype), array(dtype)), name
 
 
 def test_compare_and_swap():
     each = array(np.uint8)
-    assert "st.global" in compiled(packing._SWAP, each, each, each)
+    assert "st.global" in compiled(buffers._SWAP, each, each, each)
 
 
 def test_copies_to_the_device_have_ended(monkeypatch):
     """Kernels on other streams read them."""
     log = []
     stream = SimpleNamespace(synchronize=lambda: log.append("synchronized"))
-    monkeypatch.setattr(packing.cuda, "to_device", lambda x: log.append("copied") or x)
-    monkeypatch.setattr(packing.cuda, "default_stream", lambda: stream)
-    assert packing.on_device(3) == 3
-    assert packing._table(b"8 bytes.").size == 1
+    monkeypatch.setattr(buffers.cuda, "to_device", lambda x: log.append("copied") or x)
+    monkeypatch.setattr(buffers.cuda, "default_stream", lambda: stream)
+    assert buffers.copied_to_device(3) == 3
+    assert buffers._table(b"8 bytes.").size == 1
     assert log == ["copied", "synchronized"] * 2
-    packing._table.cache_clear()
+    buffers._table.cache_clear()

@@ -8,13 +8,13 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from numba_symm import streams
 from numba_symm.errors import ArgumentError, CollectiveTimeout, ExchangeError
+from numba_symm.gpu import streams
 from numba_symm.mpi import progress, rooms
 from numba_symm.mpi.messages import Post as Whole
+from numba_symm.mpi.p2p import Sending
 from numba_symm.mpi.progress import Data
-from numba_symm.mpi.rings import LINE, MATCHED, NO_SLOT, READ, READY
-from numba_symm.mpi.sends import Sending
+from numba_symm.mpi.rooms import LINE, MATCHED, NO_SLOT, READ, READY
 
 NUMBER, DEST, NBYTES, SLOT, COPIES = 7, 1, 64, 2, 0xC0
 
@@ -215,7 +215,7 @@ def test_only_a_send_that_needs_no_match_has_a_deadline(message):
 def test_a_failed_allocation_frees_the_rooms_of_one_message(monkeypatch):
     failing, released, removed = [], [], []
     monkeypatch.setattr(rooms, "on_allocation_failure", failing.append)
-    monkeypatch.setattr(rooms.reserve, "idle", lambda: True)
+    monkeypatch.setattr(rooms.loads, "idle", lambda: True)
 
     def collect():
         raise ExchangeError("a process is stopped")
@@ -251,7 +251,7 @@ def test_a_thread_that_has_ended_is_replaced(monkeypatch):
     monkeypatch.setattr(streams, "SIMULATED", True)
     monkeypatch.setattr(progress, "_pending", {})
     monkeypatch.setattr(progress, "_thread", ended)
-    monkeypatch.setattr(progress.threads, "start", start)
+    monkeypatch.setattr(progress.process, "start", start)
     levels = {"Query_thread": lambda: 3, "THREAD_MULTIPLE": 3}
     stub = SimpleNamespace(**levels, Is_finalized=lambda: False)
     monkeypatch.setattr(progress, "MPI", stub)

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from numba_symm.engines import mpi as engine_of_mpi
 from numba_symm.engines.protocol import Parcel
-from numba_symm.launch import duplicates, tagged, waiting
+from numba_symm.launch import locks, ranks, waiting
 from numba_symm.launch.waiting import Wait
 from numba_symm.mpi import progress
 from numba_symm.mpi.messages import Post
@@ -122,7 +122,7 @@ def test_a_look_for_sent_data_leaves_a_receive_its_status():
 def test_an_engine_keeps_what_uses_its_buffers(kind):
     room = engine_of_mpi.Direct()
     room.roomy = True  # otherwise a receive first probes for its message
-    engine = SimpleNamespace(_comm=tagged.whole(Host(), owned=False), _room=room)
+    engine = SimpleNamespace(_comm=ranks.whole(Host(), owned=False), _room=room)
     memory = ctypes.create_string_buffer(8)
     move = kind(engine, 0, Parcel(1, ctypes.addressof(memory), 8), 0, None)
     interrupted(move.advance)
@@ -130,20 +130,20 @@ def test_an_engine_keeps_what_uses_its_buffers(kind):
 
 
 def test_a_value_for_other_ranks():
-    step = waiting._Step(tagged.whole(Host(), owned=False), "value", Wait("", 0))
+    step = waiting._Step(ranks.whole(Host(), owned=False), "value", Wait("", 0))
     interrupted(step._send, [1], "value")
     assert step._sends == [0]
 
 
 def test_a_duplicate(monkeypatch):
-    monkeypatch.setattr(duplicates, "_begun", [])
-    monkeypatch.setattr(duplicates, "_key", int)
+    monkeypatch.setattr(locks, "_begun", [])
+    monkeypatch.setattr(locks, "_key", int)
     found = {}
     attributes = {"Get_attr": found.get, "Set_attr": found.__setitem__}
     host = SimpleNamespace(Idup=partial(CALL, None), **attributes)
-    interrupted(duplicates.duplicates, host, 2, Wait("Communicator", 0))
-    assert duplicates._begun == [[0]]
-    assert found[0] is duplicates._begun[0]
+    interrupted(locks.duplicates, host, 2, Wait("Communicator", 0))
+    assert locks._begun == [[0]]
+    assert found[0] is locks._begun[0]
 
 
 BEFORE = """

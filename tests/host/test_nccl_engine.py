@@ -10,11 +10,12 @@ import types
 import pytest
 
 import numba_symm as ns
-from numba_symm import engines, streams
+from numba_symm import engines
 from numba_symm.engines import nccl
 from numba_symm.engines.deadline import Deadline
 from numba_symm.engines.nccl import CURE, Installation
 from numba_symm.engines.protocol import Collective, Parcel
+from numba_symm.gpu import streams
 from numba_symm.launch.waiting import Wait
 
 STREAM, SIDE = 77, 88

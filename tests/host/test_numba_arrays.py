@@ -10,7 +10,7 @@ from cuda.bindings import driver as bindings
 from numba.cuda.cudadrv import devices, driver
 from numba.cuda.cudadrv.driver import MemoryPointer
 
-from numba_symm import arrays, numba_arrays
+from numba_symm.gpu import arrays
 
 TYPES = ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
@@ -40,9 +40,9 @@ def test_arrays_of_every_type_copy_to_and_from_given_host_arrays(name, shape):
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     memory = ctypes.create_string_buffer(64)
     place = bindings.CUdeviceptr(ctypes.addressof(memory))
-    strides = numba_arrays.dense_strides(shape, dtype.itemsize)
+    strides = arrays.dense_strides(shape, dtype.itemsize)
     pointer = MemoryPointer(None, place, 64, owner=memory)
-    x = numba_arrays.device_array(shape, strides, dtype, pointer)
+    x = arrays.device_array(shape, strides, dtype, pointer)
     host = np.arange(1, 13)[: x.size].reshape(shape).astype(dtype)
     x.copy_to_device(host)
     found = np.zeros(shape, dtype)
@@ -75,11 +75,11 @@ def test_arrays_of_every_type_copy_to_and_from_given_host_arrays(name, shape):
 def test_strides_of_axes_of_length_1_do_not_matter(shape, strides, order):
     """As for NumPy. Numba's own flags differ."""
     place = MemoryPointer(None, bindings.CUdeviceptr(1 << 40), 64)
-    x = numba_arrays.device_array(shape, strides, np.dtype("f4"), place)
+    x = arrays.device_array(shape, strides, np.dtype("f4"), place)
     assert arrays.fields(x, "x")[3] == order
 
 
 def test_dense_strides():
-    assert numba_arrays.dense_strides((2, 3, 4), 8) == (96, 32, 8)
-    assert numba_arrays.dense_strides((2, 3, 4), 8, "F") == (8, 16, 48)
-    assert numba_arrays.dense_strides((), 8) == ()
+    assert arrays.dense_strides((2, 3, 4), 8) == (96, 32, 8)
+    assert arrays.dense_strides((2, 3, 4), 8, "F") == (8, 16, 48)
+    assert arrays.dense_strides((), 8) == ()

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from numba_symm import dtypes
-from numba_symm.collectives.islands import own
+from numba_symm.collectives.islands import moves
 from numba_symm.collectives.islands.site import Site
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.engines import nccl
-from numba_symm.launch.division import Places
+from numba_symm.launch.devices import Places
 
 RANKS = 3
 
@@ -38,7 +38,7 @@ def work(count, kind="int32", op="sum", root=0):
 
 
 def is_own(name, given, **options):
-    return own.call(site(**options)[0], OPERATIONS[name], given) is not None
+    return moves.call(site(**options)[0], OPERATIONS[name], given) is not None
 
 
 def test_steps_are_for_islands_of_several_ranks_and_other_engines():
@@ -49,12 +49,12 @@ def test_steps_are_for_islands_of_several_ranks_and_other_engines():
     assert not is_own("scan", work(5))
     given, _ = site()
     listing = dataclasses.replace(given, listing=True)
-    assert own.call(listing, OPERATIONS["broadcast"], work(5)) is None
+    assert moves.call(listing, OPERATIONS["broadcast"], work(5)) is None
 
 
-@pytest.mark.parametrize("name", own.FASTER)
+@pytest.mark.parametrize("name", moves.FASTER)
 def test_sizes(name):
-    small, large = own.FASTER[name]
+    small, large = moves.FASTER[name]
     assert is_own(name, work(large // 4 or 1))
     assert is_own(name, work(small // 4 or 1)) == (small > 0 or large == 0)
     if small + 8 < large:
@@ -89,13 +89,13 @@ def test_what_is_moved_are_bytes():
     """They have any type. A broadcast is in place on all ranks."""
     for name, source in (("all_gather", 100), ("broadcast", 200)):
         given, made = site()
-        own.call(given, OPERATIONS[name], work(3, "complex64", None, 1))(7)
+        moves.call(given, OPERATIONS[name], work(3, "complex64", None, 1))(7)
         assert made == [(name, source, 200, 24, "uint8", "", 1)]
     given, made = site()
-    own.call(given, OPERATIONS["all_reduce"], work(2 << 20, "float32"))
+    moves.call(given, OPERATIONS["all_reduce"], work(2 << 20, "float32"))
     assert not made
     given, made = site(parts=((0,), (1,)))
-    own.call(given, OPERATIONS["reduce"], work(2 << 20, "float32", "prod", 1))(7)
+    moves.call(given, OPERATIONS["reduce"], work(2 << 20, "float32", "prod", 1))(7)
     assert made == [("reduce", 100, 200, 2 << 20, "float32", "prod", 1)]
 
 
@@ -113,6 +113,6 @@ def test_the_bytes_of_all_ranks_are_counted(name, total):
     count, sent = 3 << 20, 0
     for rank in range(RANKS):
         given, _ = site(rank=rank)
-        own.call(given, OPERATIONS[name], work(count, root=1))(7)
+        moves.call(given, OPERATIONS[name], work(count, root=1))(7)
         sent += given.islands.sent
     assert sent == total * 4 * count

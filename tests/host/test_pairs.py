@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from numba_symm.arrays import ArrayView
-from numba_symm.collectives import pairs
+from numba_symm.collectives import operations
 from numba_symm.collectives.kernel_set import endpoint
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.protocols.binding import Call
+from numba_symm.gpu.arrays import ArrayView
 from tests.kernels import listed
 
 DOUBLE_INT = np.dtype([("value", "f8"), ("index", "i4")], align=True)
@@ -23,11 +23,11 @@ DOUBLE_INT = np.dtype([("value", "f8"), ("index", "i4")], align=True)
 )
 def test_kernels_of_pairs_compile(dtype, algorithm):
     x = ArrayView(1 << 40, (1000,), np.dtype(dtype), "C", False)
-    element, op, count = pairs.reduced(x, "minloc", "test")
+    element, op, count = operations.reduced(x, "minloc", "test")
     assert count == 1000
     assert not element.floating
-    assert pairs.reduced(x, "minloc", "test")[1] == op
-    assert repr(op) != repr(pairs.reduced(x, "maxloc", "test")[1])
+    assert operations.reduced(x, "minloc", "test")[1] == op
+    assert repr(op) != repr(operations.reduced(x, "maxloc", "test")[1])
     with listed() as bound:
         call = Call(x.address, 1 << 41, count, element, op)
         ALL_REDUCE.bind(algorithm, endpoint(2), call)

@@ -5,9 +5,8 @@ import types
 
 import pytest
 
-from numba_symm import questions, watchdog
-from numba_symm.launch import ranks, waiting
-from numba_symm.questions import Questions
+from numba_symm.launch import ranks, waiting, watchdog
+from numba_symm.launch.watchdog import Questions
 
 
 class Network:
@@ -90,8 +89,10 @@ def test_a_watchdog_waits_for_no_other_look_without_end(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def mpi(monkeypatch):
-    monkeypatch.setattr(ranks, "mpi", lambda: types.SimpleNamespace(Exception=OSError))
-    monkeypatch.setattr(questions, "_AGAIN", 60)
+    monkeypatch.setattr(
+        ranks, "mpi_module", lambda: types.SimpleNamespace(Exception=OSError)
+    )
+    monkeypatch.setattr(watchdog, "_AGAIN", 60)
 
 
 CHAIN = [(1, 2), (3,), (3,), (4, 0), ()]
@@ -124,7 +125,7 @@ def test_a_rank_that_is_continued_answers_then():
     job = Network([*CHAIN[:4], (5,), ()], silent=[4])
     assert job.found(0) == ((1, 2), False)
     late, job.silent = job.each[0], set()
-    job.each[4].take(questions.Question(0))
+    job.each[4].take(watchdog.Question(0))
     assert job.found(0) == ((5,), False)
     assert not late.unanswered
 
@@ -153,7 +154,7 @@ def test_without_mpi_a_rank_names_those_that_it_waits_for():
 
 
 def test_a_rank_asks_no_more_than_answer_as_many(monkeypatch):
-    monkeypatch.setattr(questions, "_MOST", 3)
+    monkeypatch.setattr(watchdog, "_MOST", 3)
     job = Network([(1,), (2, 3, 4), (5,), (), (), ()])
     assert job.found(0) == ((3, 4, 5), False)  # 4 and 5 were not asked
     everybody = [tuple({*range(6)} - {rank}) for rank in range(6)]
@@ -168,11 +169,11 @@ def test_a_rank_asks_again_because_answers_may_have_changed(monkeypatch):
     assert job.found(0) == ((4,), False)
     job.each[3].absent, job.each[2].absent = (), ()
     assert job.found(0) == ((4,), False)
-    monkeypatch.setattr(questions, "_AGAIN", -1)
+    monkeypatch.setattr(watchdog, "_AGAIN", -1)
     job.each[0]._again = 0
     job.each[0].late(job.wait)
     assert job.each[0]._found == (4,)  # until all have answered
-    monkeypatch.setattr(questions, "_AGAIN", 60)
+    monkeypatch.setattr(watchdog, "_AGAIN", 60)
     assert job.found(0) == ((2, 3), False)
     job.each[0].absent = (2,)  # a message of rank 1 has arrived
     assert job.found(0) == ((2,), False)

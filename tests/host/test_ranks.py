@@ -9,12 +9,10 @@ import pytest
 
 from numba_symm import environment
 from numba_symm.errors import ArgumentError, CollectiveError, CollectiveTimeout
-from numba_symm.launch import duplicates, nodes, ranks, tagged, trees, waiting
-from numba_symm.launch.division import among, divide
-from numba_symm.launch.nodes import World
-from numba_symm.launch.store import StoreExchange
-from numba_symm.launch.tagged import Purpose
-from numba_symm.launch.undo import Undo
+from numba_symm.launch import locks, ranks, waiting
+from numba_symm.launch.devices import among, divide
+from numba_symm.launch.ranks import Purpose, World
+from numba_symm.launch.store import StoreExchange, Undo
 from numba_symm.launch.waiting import Wait
 from tests.threads import run_ranks
 
@@ -26,8 +24,8 @@ def test_ranks_of_one_host_are_numbered_in_order():
 
 
 def found(comm):
-    seen = StoreExchange(comm, "test").all_gather(nodes.here(), "nodes")
-    return nodes.place(comm.rank, seen)[0]
+    seen = StoreExchange(comm, "test").all_gather(ranks.here(), "nodes")
+    return ranks.place(comm.rank, seen)[0]
 
 
 class Alone:
@@ -58,7 +56,7 @@ def test_containers_of_one_node_are_one_node():
 
 
 def test_without_a_boot_id_nodes_are_distinguished_by_name(monkeypatch, tmp_path):
-    monkeypatch.setattr(nodes, "BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(ranks, "BOOT_ID", tmp_path / "missing")
     assert found(Alone()).node.startswith(f"{socket.gethostname()} (")
 
 
@@ -86,9 +84,9 @@ def test_impossible_places_are_refused(place):
 
 
 def test_more_ranks_than_a_word_has_bits_are_refused():
-    nodes.refuse_too_many(64)
+    ranks.refuse_too_many(64)
     with pytest.raises(ArgumentError, match="expected at most 64 ranks, got 65"):
-        nodes.refuse_too_many(65)
+        ranks.refuse_too_many(65)
 
 
 @pytest.fixture
@@ -157,8 +155,8 @@ def test_a_refusal_names_the_missing_members():
 def test_only_mpi_communicators_are_duplicated_and_freed():
     comm = Alone()
     assert duplicate(comm) is comm
-    tagged.release(comm)
-    tagged.release(comm)
+    ranks.release(comm)
+    ranks.release(comm)
 
 
 class FakeMPI:
@@ -225,16 +223,16 @@ FakeMPI.COMM_WORLD = FakeMPI.Comm("world")
 
 
 def duplicate(comm):
-    return duplicates.duplicate(comm, Wait("Communicator", 0))
+    return locks.duplicate(comm, Wait("Communicator", 0))
 
 
 @pytest.fixture
 def mpi(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", FakeMPI)
     monkeypatch.setattr(FakeMPI, "finalized", False)
-    monkeypatch.setattr(duplicates, "_begun", [])
+    monkeypatch.setattr(locks, "_begun", [])
     monkeypatch.setattr(waiting, "unfinished", [])
-    monkeypatch.setattr(duplicates, "_key", lambda: "key of duplicates")
+    monkeypatch.setattr(locks, "_key", lambda: "key of duplicates")
     return FakeMPI
 
 
@@ -243,8 +241,8 @@ def test_an_mpi_communicator_is_duplicated_and_freed_once(mpi):
     part = comm.part([0], Purpose.NODE)
     for each in (comm, comm, part):
         assert comm.mpi.name == "duplicate"
-        tagged.release(each)
-    tagged.release(part)
+        ranks.release(each)
+    ranks.release(part)
     assert comm.mpi.name == "null"
 
 
@@ -259,16 +257,16 @@ def test_an_interrupted_rank_continues_with_the_same_duplicate(mpi, monkeypatch)
         patch.setattr(Wait, "pause", interrupted)
         with pytest.raises(KeyboardInterrupt):
             duplicate(world)
-    [(begun, _)] = duplicates._begun[-1]
+    [(begun, _)] = locks._begun[-1]
     assert duplicate(other).mpi is not begun
     # It may be interrupted again, until it is about to report that to the others.
     found = [duplicate(world) for _ in range(2)]
     assert found[0].mpi is found[1].mpi is begun
-    duplicates.claim(found[1])
+    locks.claim(found[1])
     later = duplicate(world)
     assert later.mpi is not begun
-    duplicates.claim(later)
-    assert duplicates._begun == [other.begun]
+    locks.claim(later)
+    assert locks._begun == [other.begun]
 
 
 def test_a_new_communicator_with_the_handle_of_an_old_one_has_its_own(mpi):
@@ -284,29 +282,29 @@ def test_duplicates_have_the_same_purpose_on_an_interrupted_rank(mpi, monkeypatc
     monkeypatch.setattr(Wait, "pause", lambda *_: next(pauses))
     wait = Wait("Comm", 0)
     with pytest.raises(StopIteration):  # amid the second
-        duplicates.duplicates(world, 3, wait)
-    ((first, second),) = duplicates._begun
+        locks.duplicates(world, 3, wait)
+    ((first, second),) = locks._begun
     pauses = iter([False] * 9)
     monkeypatch.setattr(Wait, "pause", lambda *_: next(pauses))
-    found = duplicates.duplicates(world, 3, wait)
+    found = locks.duplicates(world, 3, wait)
     assert found[:2] == [first[0], second[0]]
     assert len({*map(id, found)}) == 3
-    duplicates.claim(found[2])
-    assert not duplicates._begun
+    locks.claim(found[2])
+    assert not locks._begun
 
 
 def test_a_duplicate_that_is_not_used_is_kept_until_mpi_has_made_it(mpi, monkeypatch):
     """MPI stores its handle later, and mpi4py's object must live until then."""
-    monkeypatch.setattr(Wait, "pause", lambda *_: duplicates._begun[0][1:])
+    monkeypatch.setattr(Wait, "pause", lambda *_: locks._begun[0][1:])
     world, wait = mpi.Comm("world"), Wait("Comm", 0)
     with pytest.raises(CollectiveTimeout, match="rank 0 waited for other ranks in C"):
-        duplicates.duplicates(world, 2, wait)
-    ((first, second),) = duplicates._begun
-    assert duplicates.duplicates(world, 1, wait) == [first[0]]
-    duplicates.claim(first[0])
+        locks.duplicates(world, 2, wait)
+    ((first, second),) = locks._begun
+    assert locks.duplicates(world, 1, wait) == [first[0]]
+    locks.claim(first[0])
     assert waiting.unfinished == [second]
-    later = duplicates.duplicates(world, 1, Wait("Comm", 0, 9))
-    duplicates.claim(later[0])
+    later = locks.duplicates(world, 1, Wait("Comm", 0, 9))
+    locks.claim(later[0])
     assert not waiting.unfinished
 
 
@@ -327,13 +325,13 @@ def test_a_step_succeeds_once_a_rank_has_all_values(mpi, monkeypatch, ends):
             return self
 
         def Irecv(self, data):
-            data[:] = trees.gathered("its value").packed()
+            data[:] = waiting.gathered("its value").packed()
             return self
 
         def Test(self):
             return self.arrived
 
-    comm = tagged.whole(Peers("world"), owned=False)
+    comm = ranks.whole(Peers("world"), owned=False)
     monkeypatch.setattr(mpi, "Request", SimpleNamespace(Testall=lambda _: False))
     wait = Wait("a call", 0, 0.01)
     with waiting.watching(failed if ends == "report" else lambda: False):
@@ -355,7 +353,7 @@ def test_a_send_to_a_rank_that_mpi_knows_to_have_died_raises_our_error(mpi):
         def Improbe(self, *_):
             return None
 
-    comm = tagged.whole(Peers("world"), owned=False)
+    comm = ranks.whole(Peers("world"), owned=False)
     with pytest.raises(CollectiveError, match=r"rank 0 has ended, as MPI r") as error:
         waiting.all_gather(comm, "mine", Wait("a call", 1, 1))
     assert error.value.ranks == (0,)
@@ -363,17 +361,17 @@ def test_a_send_to_a_rank_that_mpi_knows_to_have_died_raises_our_error(mpi):
 
 def test_nothing_is_made_once_mpi_has_finalized(mpi):
     mpi.finalized = True
-    for call in (duplicate, lambda comm: tagged.checked_split(comm, 0, 0)):
+    for call in (duplicate, lambda comm: ranks.checked_split(comm, 0, 0)):
         with pytest.raises(ArgumentError, match="MPI has been finalized, so no comm"):
             call(mpi.Comm("world"))
     with pytest.raises(ArgumentError, match="MPI has been finalized, so no comm"):
-        tagged.checked(tagged.whole(mpi.Comm("world"), owned=True))
+        ranks.checked_tagged(ranks.whole(mpi.Comm("world"), owned=True))
 
 
 def test_nothing_is_freed_once_mpi_has_finalized(mpi):
     comm = duplicate(mpi.Comm("world"))
     mpi.finalized = True
-    tagged.release(comm)
+    ranks.release(comm)
     assert comm.mpi.name == "duplicate"
 
 
@@ -403,32 +401,32 @@ def test_another_communicator_is_split_by_its_own_method():
 def test_colors_and_keys_are_those_of_mpi(mpi):
     for comm in (mpi.Comm("world"), Divisible()):
         for color in (None, mpi.UNDEFINED):
-            assert tagged.checked_split(comm, color, 4) == (None, 4)
+            assert ranks.checked_split(comm, color, 4) == (None, 4)
         for color in (0, 2**31 - 1, True):
             for key in (-(2**31), 2**31 - 1):
-                assert tagged.checked_split(comm, color, key) == (color, key)
+                assert ranks.checked_split(comm, color, key) == (color, key)
         for color in (-1, 2**31, 0.0, "0"):
             with pytest.raises(
                 ArgumentError, match=r"color=.*: expected an int of 0 to"
             ):
-                tagged.checked_split(comm, color, 0)
+                ranks.checked_split(comm, color, 0)
         for key in (-(2**31) - 1, 2**31, 0.0, None):
             with pytest.raises(
                 ArgumentError, match=r"key=.*: expected an int of 32 bits"
             ):
-                tagged.checked_split(comm, 0, key)
+                ranks.checked_split(comm, 0, key)
 
 
 def test_without_mpi_there_is_no_undefined_color(monkeypatch):
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    assert tagged.checked_split(Divisible(), None, 0) == (None, 0)
+    assert ranks.checked_split(Divisible(), None, 0) == (None, 0)
     with pytest.raises(ArgumentError, match="color=-32766"):
-        tagged.checked_split(Divisible(), -32766, 0)
+        ranks.checked_split(Divisible(), -32766, 0)
 
 
 def test_what_cannot_be_split_is_refused():
     with pytest.raises(ArgumentError, match="has no method split; give it split"):
-        tagged.checked_split(Alone(), 0, 0)
+        ranks.checked_split(Alone(), 0, 0)
 
 
 def test_no_signal_is_lost_after_a_handler_that_raises(monkeypatch):

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_symm import call_table, profiling, record, trace
+from numba_symm.collectives import enqueueing
 from numba_symm.collectives.enqueueing import Enqueuer
-from numba_symm.record import CALLS, Description, Record, place
+from numba_symm.launch import call_records
+from numba_symm.launch.call_records import CALLS, Description, Record, place
 from tests.gates import answered, gate
 
 
@@ -42,7 +43,9 @@ def each(ranks, *texts, stream=0):
 
 
 def test_ranks_that_make_the_same_calls_do_not_differ(ranks, monkeypatch):
-    monkeypatch.setattr(record.time, "sleep", lambda _: pytest.fail("a difference"))
+    monkeypatch.setattr(
+        call_records.time, "sleep", lambda _: pytest.fail("a difference")
+    )
     for number in range(2 * CALLS + 7):
         each(ranks[:2], f"call {number % 5}")
         if number % 100 == 0:  # rank 2 is behind, and later catches up
@@ -98,7 +101,7 @@ def test_messages_have_no_number(ranks):
         (3, 1, 2),
     ]
     assert ranks[1].words(0, found[0]) == "send of 8 bytes to rank 1"
-    made = record.steps(ranks[1].calls(0), found)
+    made = call_records.steps(ranks[1].calls(0), found)
     assert [numbered for _, numbered in made] == [True, False, False, False, True]
 
 
@@ -110,7 +113,7 @@ def test_calls_after_a_capture_are_not_compared(ranks, about):
     assert [one.difference() for one in ranks[:2]] == [None, None]
     ranks[2].note(described("b"), 0)
     assert ranks[2].difference() == (1, 2)  # neither of them has captured anything
-    text = call_table.table(ranks[0])
+    text = call_records.table(ranks[0])
     assert f"after 1  rank 10: captured: {about}" in text
     assert "rank 10 has captured 1 call, whose replays the record does not" in text
 
@@ -125,7 +128,7 @@ def test_an_earlier_difference_is_found_after_a_capture(ranks, about):
 
 def test_an_entry_that_is_being_stored_is_not_read(ranks, memory):
     each(ranks, "a")
-    at = ranks[0]._at(1, record._CALLS_AT) + record._ENTRY.size
+    at = ranks[0]._at(1, call_records._CALLS_AT) + call_records._ENTRY.size
     for first in (0, 1 + CALLS):  # the first word was stored, and the last one was not
         struct.pack_into("<Q", memory, at, first)
         assert ranks[0].call(1, 1) is None
@@ -137,13 +140,13 @@ def test_an_entry_that_is_being_stored_is_not_read(ranks, memory):
 def test_a_difference_that_is_gone_after_a_moment_is_none(ranks, memory, monkeypatch):
     ranks[0].note(described("a"), 0)
     ranks[1].note(described("b"), 0)
-    mine = ranks[0]._at(0, record._CALLS_AT) + record._ENTRY.size
-    theirs = ranks[0]._at(1, record._CALLS_AT) + record._ENTRY.size
+    mine = ranks[0]._at(0, call_records._CALLS_AT) + call_records._ENTRY.size
+    theirs = ranks[0]._at(1, call_records._CALLS_AT) + call_records._ENTRY.size
 
     def arrives(_):
         memory[theirs : theirs + 32] = memory[mine : mine + 32]
 
-    monkeypatch.setattr(record.time, "sleep", arrives)
+    monkeypatch.setattr(call_records.time, "sleep", arrives)
     assert ranks[0].difference() is None
 
 
@@ -166,7 +169,7 @@ def test_a_long_description_is_cut(ranks):
     ranks[0].note(described("ü" * 200), 0)
     text = ranks[1].words(0, ranks[1].call(0, 1))
     assert text.startswith("all_reduce of üü")
-    assert len(text.encode()) <= record._WORDS
+    assert len(text.encode()) <= call_records._WORDS
 
 
 def test_the_table_groups_ranks_and_marks_the_first_difference(ranks):
@@ -175,7 +178,7 @@ def test_the_table_groups_ranks_and_marks_the_first_difference(ranks):
     each(ranks[2:], "e")
     each(ranks[:1], "f")
     last = max(one.calls(rank)[-1].time for rank, one in enumerate(ranks))
-    lines = call_table.table(ranks[0], now=lambda: last + 8_000_000_000).splitlines()
+    lines = call_records.table(ranks[0], now=lambda: last + 8_000_000_000).splitlines()
     assert lines == [
         "The calls of the ranks:",
         "  2  ranks 10, 11, 12: all_reduce of b",
@@ -193,11 +196,11 @@ def test_the_table_groups_ranks_and_marks_the_first_difference(ranks):
 
 def test_ranks_show_one_table(ranks):
     each(ranks, "a")
-    none, first = call_table.agreed(ranks[1])
+    none, first = call_records.agreed(ranks[1])
     each(ranks, "b")
-    late = call_table.Cause(False, [11], "rank 11 has ended")  # after the failure
-    assert call_table.agreed(ranks[0], late) == (none, first)
-    assert call_table.agreed(ranks[2]) == (none, first) == (None, first)
+    late = call_records.Cause(False, [11], "rank 11 has ended")  # after the failure
+    assert call_records.agreed(ranks[0], late) == (none, first)
+    assert call_records.agreed(ranks[2]) == (none, first) == (None, first)
     assert "all_reduce of a" in first
     assert "all_reduce of b" not in first
 
@@ -206,13 +209,13 @@ def test_ranks_show_one_cause(ranks):
     each(ranks, "a")
     each(ranks[:2], "b")
     each(ranks[2:], "c")
-    ended = call_table.Cause(False, [11], "rank 11 has ended")
-    why, _ = call_table.agreed(ranks[1], ended)
+    ended = call_records.Cause(False, [11], "rank 11 has ended")
+    why, _ = call_records.agreed(ranks[1], ended)
     text = (
         "rank 10's call 2 differs from rank 12's: all_reduce of b, and all_reduce of c"
     )
     assert why == (True, [10, 12], text)
-    assert call_table.agreed(ranks[0])[0] == why
+    assert call_records.agreed(ranks[0])[0] == why
 
 
 def test_calls_after_a_capture_are_no_cause(ranks):
@@ -220,14 +223,14 @@ def test_calls_after_a_capture_are_no_cause(ranks):
     ranks[2].note_captured(described("b"), 0)
     each(ranks[:2], "b")
     each(ranks[2:], "c")
-    ended = call_table.Cause(False, [11], "rank 11 has ended")
-    why, table = call_table.agreed(ranks[1], ended)
+    ended = call_records.Cause(False, [11], "rank 11 has ended")
+    why, table = call_records.agreed(ranks[1], ended)
     assert why == ended
     assert "> " not in table
 
 
 def test_no_call_makes_no_table(ranks):
-    assert call_table.agreed(ranks[0]) == (None, "")
+    assert call_records.agreed(ranks[0]) == (None, "")
 
 
 def enqueuer_of(monkeypatch, record, **functions):
@@ -265,11 +268,13 @@ def test_a_tag_is_in_the_record_while_its_block_lasts(ranks):
         one.note(described("a"), 0)
         with one.tagged("inner"):
             one.note(described("b"), 7)
-            assert "rank 10 is at the last call within 'inner'" in call_table.table(one)
+            assert "rank 10 is at the last call within 'inner'" in call_records.table(
+                one
+            )
     assert one.own.tag == b""
     names = [one.words(0, entry) for entry in one.others(0)]
     assert names == ["tag: step 3", "tag: inner", "end of a tag", "end of a tag"]
-    found = [each for each in trace.events(one) if each["pid"] == 10]
+    found = [each for each in call_records.events(one) if each["pid"] == 10]
     assert found[0]["args"] == {"name": "rank 10 on n0"}
     slices = {each["name"]: each for each in found[1:]}
     assert set(slices) == {"step 3", "inner", "all_reduce of a", "all_reduce of b"}
@@ -290,11 +295,11 @@ def test_calls_are_ranges_of_a_profiler(ranks, about, monkeypatch, attached, ins
         push_range=lambda text, domain: seen.append((domain, text)),
         pop_range=lambda domain: seen.append((domain, "end")),
     )
-    monkeypatch.delenv(profiling.ATTACHED, raising=False)
+    monkeypatch.delenv(enqueueing.ATTACHED, raising=False)
     if attached:
-        monkeypatch.setenv(profiling.ATTACHED, "x.so")
+        monkeypatch.setenv(enqueueing.ATTACHED, "x.so")
     find = {"nvtx": object() if installed else None}.get
-    monkeypatch.setattr(profiling.importlib.util, "find_spec", find)
+    monkeypatch.setattr(enqueueing.importlib.util, "find_spec", find)
     monkeypatch.setitem(sys.modules, "nvtx", fake)
     enqueuer = enqueuer_of(monkeypatch, ranks[0])
     with enqueuer.tagged("step 3"):
@@ -308,22 +313,22 @@ def test_calls_are_ranges_of_a_profiler(ranks, about, monkeypatch, attached, ins
 
 
 def test_calls_of_other_islands_in_the_table():
-    mine = call_table.Sent(0, 9, {n: (n, f"call of kind {n}") for n in range(4, 9)})
+    mine = call_records.Sent(0, 9, {n: (n, f"call of kind {n}") for n in range(4, 9)})
     same = mine._replace(name=2)
-    assert call_table._across(mine, same) == []
-    (late,) = call_table._across(mine, call_table.Sent(2, 9, {7: (7, "x")}))
+    assert call_records._across(mine, same) == []
+    (late,) = call_records._across(mine, call_records.Sent(2, 9, {7: (7, "x")}))
     assert late == (
         "rank 2 is 1 call behind rank 0 of another island: its last call is 7, x"
     )
-    (late,) = call_table._across(call_table.Sent(2, 9, {}), mine)
+    (late,) = call_records._across(call_records.Sent(2, 9, {}), mine)
     assert late.startswith("rank 2 is 8 calls behind rank 0 of another island: ")
     other = same._replace(calls=mine.calls | {6: (1, "y"), 7: (2, "z")})
-    assert call_table._across(mine, other)[:1] == [
+    assert call_records._across(mine, other)[:1] == [
         "Calls differ between islands, from call 6 on:"
     ]
-    assert "> 6  rank 0: call of kind 6" in call_table._across(mine, other)
-    assert "     rank 2: y" in call_table._across(mine, other)
-    assert call_table._across(mine, other._replace(compared=5)) == []  # a capture
+    assert "> 6  rank 0: call of kind 6" in call_records._across(mine, other)
+    assert "     rank 2: y" in call_records._across(mine, other)
+    assert call_records._across(mine, other._replace(compared=5)) == []  # a capture
     other = same._replace(calls={n: (0, "y") for n in range(4, 9)})
-    first = call_table._across(mine, other)[0]
+    first = call_records._across(mine, other)[0]
     assert first.endswith("from call 4 on, or from an earlier one:")

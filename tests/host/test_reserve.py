@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_symm import driver, errors, reserve
+from numba_symm import errors
+from numba_symm.gpu import driver, loads
 
 MIB = 1 << 20
 CAPTURE = SimpleNamespace(name="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")  # is true
@@ -78,14 +79,14 @@ def gpu(monkeypatch):
     found = Gpu()
     monkeypatch.setattr(driver, "function", found.function)
     monkeypatch.setattr(driver, "call", found.call)
-    reserve._records.cache_clear()
+    loads._records.cache_clear()
     yield found
-    reserve._records.cache_clear()
+    loads._records.cache_clear()
 
 
 @pytest.fixture
 def held(gpu):
-    return reserve.Reserve(context=1)
+    return loads.Reserve(context=1)
 
 
 def test_memory_is_used_again_after_all_work_before_its_drop(gpu, held):
@@ -163,7 +164,7 @@ def test_a_capture_refuses_and_loses_nothing(gpu, held):
 
 def test_an_older_driver_waits_only_beyond_the_limit(gpu):
     gpu.version = 12040
-    held = reserve.Reserve(context=1)
+    held = loads.Reserve(context=1)
     rooms = [held.take(MIB) for _ in range(21)]
     for room in rooms[:20]:
         held.drop(room)
@@ -199,6 +200,6 @@ def test_a_gpu_is_idle_if_all_work_is_done(gpu, held):
     assert held.is_idle()
     assert held._events == [event]
     gpu.version = 12040
-    reserve._records.cache_clear()
+    loads._records.cache_clear()
     assert not held.is_idle()
     assert gpu.calls == []

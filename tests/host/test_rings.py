@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_symm.mpi import rings
-from numba_symm.mpi.rings import ENTRIES, NOTHING, RINGS, THERE, Ring, compiled
+from numba_symm.mpi import rooms
+from numba_symm.mpi.rooms import ENTRIES, NOTHING, RINGS, THERE, Ring, compiled
 
 PUBLISH, TAKE, WAIT = (compiled(name) for name in ("publish", "take", "wait"))
-ENVELOPE = Struct(f"<{rings.FIELDS}q")
+ENVELOPE = Struct(f"<{rooms.FIELDS}q")
 WRITERS = 3
 NBYTES = 64 + WRITERS * ctypes.sizeof(Ring)
 
@@ -65,7 +65,7 @@ def test_envelopes_are_taken_in_order_and_once(shared):
         for number in range(3):
             assert shared.publish(writer, *fields(number, writer)) == 1
     assert shared.words[0]
-    assert rings.last(shared.at(2), 0) == 2
+    assert rooms.last(shared.at(2), 0) == 2
     assert shared.take(found) == 9
     assert shared.words[0] == 0
     wanted = [fields(n, writer) for writer in range(WRITERS) for n in range(3)]

@@ -198,7 +198,7 @@ def test_a_trace_shows_the_programs_frames(tmp_path):
 
 AGREES = """
 import numba_symm as ns
-from numba_symm.mpi.reading import translated
+from numba_symm.mpi.datatypes import translated
 from numba_symm.launch.store import StoreExchange
 
 class Comm:

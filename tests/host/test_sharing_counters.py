@@ -16,10 +16,8 @@ import pytest
 from numba_symm.errors import ArgumentError, BackendError, ClosedError, ExchangeError
 from numba_symm.launch import locks
 from numba_symm.sharing import counters
-from numba_symm.sharing.counters import CounterFile, Open
-from numba_symm.sharing.finalizer_lock import FinalizerLock
+from numba_symm.sharing.counters import CounterFile, FinalizerLock, Open, RefCounterFile
 from numba_symm.sharing.layout import ArrayLayout
-from numba_symm.sharing.ref_counters import RefCounterFile
 from numba_symm.sharing.sent import Producer, SentData
 from tests.interrupts import interrupted
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as numpys
 
-from numba_symm import arrays, streams
 from numba_symm.collectives import staging
 from numba_symm.collectives.staging import Staging
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import arrays, streams
 
 LINE = 256
 STREAM = 7
@@ -65,7 +65,7 @@ def test_arrays_of_a_call_are_apart_aligned_and_within_their_rooms(steps):
 def test_no_memory_is_allocated_while_a_stream_is_captured(monkeypatch):
     """A captured call may use what there is, as the error advises."""
     monkeypatch.setattr(staging, "SIMULATED", False)
-    monkeypatch.setattr(staging.own_arrays, "empty", lambda shape, *_: np.zeros(*shape))
+    monkeypatch.setattr(staging.arrays, "empty", lambda shape, *_: np.zeros(*shape))
     monkeypatch.setattr(
         arrays, "view", lambda room, _: SimpleNamespace(address=room.ctypes.data)
     )

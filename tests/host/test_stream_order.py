@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from numba_symm import driver, entry, events
 from numba_symm.collectives import requests
 from numba_symm.collectives.enqueueing import Enqueuer, PackedCall
 from numba_symm.collectives.protocols.binding import Series
-from numba_symm.record import Description
+from numba_symm.gpu import driver, entry, events
+from numba_symm.launch.call_records import Description
 from tests.executing import ExecutingDriver, Unordered
 from tests.gates import gate
 from tests.orders import orders
@@ -31,7 +31,7 @@ def on_driver(zero_is_per_thread=False):
     """Yield the module as it is where handle 0 has this meaning, and its driver."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ZERO, str(int(zero_is_per_thread)))
-        spec = importlib.util.find_spec("numba_symm.streams")
+        spec = importlib.util.find_spec("numba_symm.gpu.streams")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         cuda = ExecutingDriver(zero_is_per_thread).bind(patch, module)
@@ -110,7 +110,7 @@ def test_each_call_follows_the_last_one_and_waits_only_if_it_must(
         program.order.close()
 
 
-@orders("streams._Trail.end")
+@orders("gpu.streams._Trail.end")
 def test_a_missing_wait_is_found_and_named():
     """As is a wait of another stream, and a call that is not recorded."""
     with on_driver() as (streams, cuda, patch):

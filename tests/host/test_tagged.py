@@ -7,8 +7,8 @@ import types
 import pytest
 
 from numba_symm.errors import ArgumentError, CollectiveError, RankLeft
-from numba_symm.launch import ranks, tagged
-from numba_symm.launch.tagged import TAGS, Purpose
+from numba_symm.launch import ranks
+from numba_symm.launch.ranks import TAGS, Purpose
 from tests.threads import ThreadComm, run_ranks
 
 
@@ -28,7 +28,7 @@ def mpi(monkeypatch):
     world = types.SimpleNamespace(Get_attr=lambda key: 32767)
     found = types.SimpleNamespace(COMM_WORLD=world, TAG_UB=1, finalized=False)
     found.Is_finalized = lambda: found.finalized
-    monkeypatch.setattr(ranks, "mpi", lambda: found)
+    monkeypatch.setattr(ranks, "mpi_module", lambda: found)
     return found
 
 
@@ -65,7 +65,7 @@ def number(comm):
 
 
 def test_no_two_kinds_of_messages_have_a_common_tag():
-    whole = tagged.whole(Duplicate(0, 1), owned=True)
+    whole = ranks.whole(Duplicate(0, 1), owned=True)
     child = whole.child([0], alone)
     parts = [comm.part([0], kind) for comm in (whole, child) for kind in Purpose]
     tags = [part.tag for part in parts]
@@ -76,7 +76,7 @@ def test_no_two_kinds_of_messages_have_a_common_tag():
 
 
 def test_a_part_sends_to_the_ranks_of_the_duplicate():
-    whole = tagged.whole(Duplicate(4, 6), owned=True)
+    whole = ranks.whole(Duplicate(4, 6), owned=True)
     half = whole.part([0, 2, 4], Purpose.ISLAND)
     assert (half.ranks, half.rank, half.size) == ([0, 2, 4], 2, 3)
     turned = half.child([2, 1], lambda mask: [mask, 0, 0])
@@ -85,7 +85,7 @@ def test_a_part_sends_to_the_ranks_of_the_duplicate():
 
 
 def test_a_number_is_used_again_when_no_rank_uses_it():
-    whole = tagged.whole(Duplicate(0, 2), owned=True)
+    whole = ranks.whole(Duplicate(0, 2), owned=True)
     here = [whole.child([0], lambda mask: [mask, 0]) for _ in range(3)]
     assert [number(each) for each in here] == [1, 2, 3]
     part = here[0].part([0], Purpose.ISLAND)
@@ -100,14 +100,14 @@ def test_a_number_is_used_again_when_no_rank_uses_it():
 
 
 def test_a_rank_of_no_child_uses_no_number():
-    whole = tagged.whole(Duplicate(0, 2), owned=True)
+    whole = ranks.whole(Duplicate(0, 2), owned=True)
     assert whole.child([], lambda mask: [mask, 0]) is None
     assert number(whole.child([0], lambda mask: [mask, 0])) == 1
 
 
 def test_the_last_user_frees_the_duplicate(mpi):
     duplicate = Duplicate(0, 1)
-    whole = tagged.whole(duplicate, owned=True)
+    whole = ranks.whole(duplicate, owned=True)
     child = whole.child([0], alone)
     part = child.part([0], Purpose.WATCHDOG)
     for each in (whole, child):
@@ -117,8 +117,8 @@ def test_the_last_user_frees_the_duplicate(mpi):
     part.release()
     assert duplicate.freed == 1
     late, own = Duplicate(0, 1), Duplicate(0, 1)
-    tagged.whole(own, owned=False).release()
-    whole = tagged.whole(late, owned=True)
+    ranks.whole(own, owned=False).release()
+    whole = ranks.whole(late, owned=True)
     mpi.finalized = True
     whole.release()
     assert not late.freed + own.freed
@@ -126,7 +126,7 @@ def test_the_last_user_frees_the_duplicate(mpi):
 
 def test_a_number_with_messages_left_is_retired_and_holds_nothing():
     duplicate = Duplicate(0, 2)
-    whole = tagged.whole(duplicate, owned=True)
+    whole = ranks.whole(duplicate, owned=True)
     part = whole.part([0, 1], Purpose.REBUILD)
     rebuilt = whole.child([0, 1], lambda mask: [mask, 0])
     whole.retire()
@@ -141,7 +141,7 @@ def test_a_number_with_messages_left_is_retired_and_holds_nothing():
 
 
 def test_more_communicators_than_mpi_has_tags_for_are_refused():
-    whole = tagged.whole(Duplicate(0, 1), owned=True)
+    whole = ranks.whole(Duplicate(0, 1), owned=True)
     made = [whole.child([0], alone) for _ in range(127)]
     assert made[-1].tag + TAGS - 1 == 32767
     with pytest.raises(ArgumentError, match="at most 127 open communicators that spl"):
@@ -154,7 +154,7 @@ def test_threads_that_make_children_in_different_orders_get_different_numbers():
     """Rank 0 has two parents with each of the others, which all use one duplicate."""
     size, turns = 3, 20
     parents = [(0, 1), (1, 2), (0, 2), (0, 1, 2)]
-    shared = [tagged.whole(Duplicate(rank, size), owned=True) for rank in range(size)]
+    shared = [ranks.whole(Duplicate(rank, size), owned=True) for rank in range(size)]
     given = {}
 
     def make(world):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from numba_symm import threads
+from numba_symm import process
 from numba_symm.errors import SymmError
 
 
@@ -14,7 +14,7 @@ def test_an_error_names_the_limits(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(SymmError, match=r"share: .*can't start .*ulimit -v, ulimit -u"):
-        threads.start(threading.Thread(), "share")
+        process.start(threading.Thread(), "share")
 
 
 def test_an_interrupt_within_python_stays_an_interrupt(monkeypatch):
@@ -26,4 +26,4 @@ def test_an_interrupt_within_python_stays_an_interrupt(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        threads.start(threading.Thread(), "share")
+        process.start(threading.Thread(), "share")

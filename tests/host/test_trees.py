@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numba_symm.launch import trees
+from numba_symm.launch import waiting
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 33, 1000])
@@ -12,17 +12,17 @@ def test_every_rank_has_one_parent_and_few_children(size):
     most = (size - 1).bit_length()
     below = {}
     for rank in reversed(range(size)):
-        children = trees.children(rank, size)
+        children = waiting.children(rank, size)
         assert len(children) + (rank > 0) <= most
-        assert all(trees.parent(child) == rank for child in children)
+        assert all(waiting.parent_of(child) == rank for child in children)
         parts = [below[child] for child in children]
         below[rank] = [rank, *(each for part in parts for each in part)]
-        assert below[rank] == [*range(rank, rank + trees.below(rank, size))]
+        assert below[rank] == [*range(rank, rank + waiting.below(rank, size))]
     assert below[0] == [*range(size)]
 
 
 ITEMS = st.sampled_from([0, 1, True, None, "a", b"\0" * 300, (), (1,), [2]])
-LENGTHS = st.sampled_from([0, 1, 2, trees.MOST, trees.MOST + 1])
+LENGTHS = st.sampled_from([0, 1, 2, waiting.MOST, waiting.MOST + 1])
 VALUES = ITEMS | LENGTHS.flatmap(lambda n: st.tuples(*[ITEMS] * n))
 
 
@@ -31,46 +31,46 @@ VALUES = ITEMS | LENGTHS.flatmap(lambda n: st.tuples(*[ITEMS] * n))
 def test_values_are_those_of_the_ranks_in_their_order(runs, data):
     """Whatever they are, and in whatever parts they arrive, packed or not."""
     wanted = [value for value, many in runs for _ in range(many)]
-    parts = [trees.gathered(value, many) for value, many in runs]
+    parts = [waiting.gathered(value, many) for value, many in runs]
     while len(parts) > 1:
         first = data.draw(st.integers(0, len(parts) - 2))
         last = data.draw(st.integers(first + 2, len(parts)))
-        part = trees.merged(parts[first:last])
-        assert trees.unpacked(part.packed()) == part
-        parts[first:last] = [trees.unpacked(part.packed())]
-    found = trees.merged(parts).each()
+        part = waiting.merged(parts[first:last])
+        assert waiting.unpacked(part.packed()) == part
+        parts[first:last] = [waiting.unpacked(part.packed())]
+    found = waiting.merged(parts).each()
     assert [*map(repr, found)] == [*map(repr, wanted)]
 
 
 def test_equal_values_of_many_ranks_need_few_bytes():
-    one = trees.gathered(("what", 7))
-    many = trees.merged([one] * 10_000)
+    one = waiting.gathered(("what", 7))
+    many = waiting.merged([one] * 10_000)
     assert len(many.packed()) <= len(one.packed()) + 1
-    in_turn = trees.merged([one, trees.gathered("b" * 99)] * 5000)
+    in_turn = waiting.merged([one, waiting.gathered("b" * 99)] * 5000)
     assert len(in_turn.packed()) < 10_000 * 2 + 150
     for found in (one, many, in_turn):
-        assert trees.unpacked(found.packed()) == found
+        assert waiting.unpacked(found.packed()) == found
 
 
-@pytest.mark.parametrize("length", [2, 4, trees.MOST])
+@pytest.mark.parametrize("length", [2, 4, waiting.MOST])
 def test_only_items_in_which_ranks_differ_are_contained_for_each_rank(length):
 
     place = "numba_symm", "communicator", *length * ["a long name of a step"]
     place = place[: length - 1]
     values = [(*place, (None, (f"uuid {rank}", "a name " * 9))) for rank in range(100)]
-    found = trees.merged(map(trees.gathered, values))
+    found = waiting.merged(map(waiting.gathered, values))
     assert found.each() == values
     assert len(found.packed()) < 300 + 15 * len(values)
-    assert trees.unpacked(found.packed()) == found
+    assert waiting.unpacked(found.packed()) == found
     large = [b"x" * 99, b"y" * (1 << 17)]  # with several frames in its pickle
-    found = trees.merged(map(trees.gathered, large))
-    assert trees.unpacked(found.packed()).each() == large
+    found = waiting.merged(map(waiting.gathered, large))
+    assert waiting.unpacked(found.packed()).each() == large
     wide = [(rank, tuple(range(rank, 10_000))) for rank in range(3)]
-    parts = map(trees.gathered, wide)  # of which only the pair is divided
-    assert trees.merged(parts).each() == wide
-    for most, divided in ((trees.MOST, trees.MOST), (trees.MOST + 1, 0)):
-        parts = [trees.gathered((number,) * most) for number in range(2)]
-        assert len(trees.merged(parts).items) == divided
+    parts = map(waiting.gathered, wide)  # of which only the pair is divided
+    assert waiting.merged(parts).each() == wide
+    for most, divided in ((waiting.MOST, waiting.MOST), (waiting.MOST + 1, 0)):
+        parts = [waiting.gathered((number,) * most) for number in range(2)]
+        assert len(waiting.merged(parts).items) == divided
 
 
 def test_the_root_receives_few_bytes_for_each_rank():
@@ -84,8 +84,8 @@ def test_the_root_receives_few_bytes_for_each_rank():
 
     parts = {}
     for rank in reversed(range(size)):
-        below = [parts[child] for child in trees.children(rank, size)]
-        parts[rank] = trees.merged([trees.gathered(value(rank)), *below])
+        below = [parts[child] for child in waiting.children(rank, size)]
+        parts[rank] = waiting.merged([waiting.gathered(value(rank)), *below])
     assert parts[0].each() == [*map(value, range(size))]
-    sent = sum(len(parts[child].packed()) for child in trees.children(0, size))
+    sent = sum(len(parts[child].packed()) for child in waiting.children(0, size))
     assert sent < 6 * size

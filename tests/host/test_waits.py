@@ -8,8 +8,9 @@ import re
 
 import pytest
 
-from numba_symm import device, waits
+from numba_symm import device
 from numba_symm.collectives import kernels, operations, protocols
+from numba_symm.launch import failures
 
 MODULES = [
     found.name
@@ -21,32 +22,32 @@ MODULES = [
 
 def test_no_two_share_a_number():
     with pytest.raises(ValueError, match=r"1 means .*put_signal.*; take another one"):
-        waits._wait(waits.PUT_SIGNAL, "another")
+        failures._wait(failures.PUT_SIGNAL, "another")
     names = {
         value: name
-        for name, value in vars(waits).items()
+        for name, value in vars(failures).items()
         if name.isupper() and isinstance(value, int)
     }
-    assert set(names) | OF_OPERATIONS == set(waits.TABLE)
+    assert set(names) | OF_OPERATIONS == set(failures.TABLE)
 
 
 def test_an_operation_has_one_number():
-    first = waits.of_operation("scan")
-    assert first == operations.SCAN.exchange.operation == waits.of_operation("scan")
-    assert waits.TABLE[first].words == "scan"
-    assert waits.TABLE[first].place == "block"
+    first = failures.of_operation("scan")
+    assert first == operations.SCAN.exchange.operation == failures.of_operation("scan")
+    assert failures.TABLE[first].words == "scan"
+    assert failures.TABLE[first].place == "block"
 
 
 def test_a_new_operation_takes_an_unused_number(monkeypatch):
-    monkeypatch.setattr(waits, "TABLE", dict(waits.TABLE))
-    known = set(waits.TABLE)
-    first, second = (waits.of_operation(each) for each in ("new", "newer"))
+    monkeypatch.setattr(failures, "TABLE", dict(failures.TABLE))
+    known = set(failures.TABLE)
+    first, second = (failures.of_operation(each) for each in ("new", "newer"))
     assert {first, second}.isdisjoint(known)
     assert first != second
 
 
 def test_a_number_fits_its_bits_of_a_record():
-    assert all(0 < number < 128 for number in waits.TABLE)
+    assert all(0 < number < 128 for number in failures.TABLE)
 
 
 def test_every_algorithm_waits_for_what_its_caller_called():
@@ -54,7 +55,7 @@ def test_every_algorithm_waits_for_what_its_caller_called():
         for algorithm in operation.algorithms.values():
             assert algorithm.waits
             for number in algorithm.waits:
-                assert name in re.findall(r"\w+", waits.TABLE[number].words)
+                assert name in re.findall(r"\w+", failures.TABLE[number].words)
 
 
 OF_OPERATIONS = {
@@ -123,10 +124,10 @@ def numbers(name):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_kernels_wait_for_what_is_in_the_table(module):
-    assert [each for each in numbers(module) if each not in waits.TABLE] == []
+    assert [each for each in numbers(module) if each not in failures.TABLE] == []
 
 
 def test_every_number_is_some_kernels_or_the_hosts():
     used = {number for module in MODULES for number in numbers(module)}
-    host = {waits.AFAR, waits.LATE, waits.ENDED, waits.ABANDONED}
-    assert used | host | OF_OPERATIONS == set(waits.TABLE)
+    host = {failures.AFAR, failures.LATE, failures.ENDED, failures.ABANDONED}
+    assert used | host | OF_OPERATIONS == set(failures.TABLE)

@@ -10,15 +10,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from numba_symm import dtypes, kernels
-from numba_symm.collectives import warm_up
+from numba_symm import dtypes
+from numba_symm.collectives import kernel_set
 from numba_symm.collectives.islands import construction
+from numba_symm.collectives.kernel_set import first_kernel, while_constructing
 from numba_symm.collectives.kernels import one_shot
 from numba_symm.collectives.lifetime import Options
 from numba_symm.collectives.operations import ALL_REDUCE
-from numba_symm.collectives.warm_up import first_kernel, while_constructing
 from numba_symm.device import compiler
-from numba_symm.kernels import Kernel
+from numba_symm.gpu import kernels
+from numba_symm.gpu.kernels import Kernel
 
 RANKS = 11  # no other test of this folder compiles for as many
 
@@ -127,7 +128,7 @@ def waiting(monkeypatch):
         threads.append(threading.current_thread())
         stop.wait(300)
 
-    monkeypatch.setattr(warm_up, "_compile", wait)
+    monkeypatch.setattr(kernel_set, "_compile", wait)
     return threads
 
 
@@ -176,7 +177,7 @@ def test_the_thread_calls_no_finalizers_of_the_program(cache, monkeypatch):
         kept = [[] for _ in range(100 * gc.get_threshold()[0])]
         return bool(kept)
 
-    monkeypatch.setattr(warm_up, "were_compiled", allocate)
+    monkeypatch.setattr(kernel_set, "were_compiled", allocate)
     with while_constructing(2):
         pass
     assert gc.isenabled()

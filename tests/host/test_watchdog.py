@@ -8,12 +8,12 @@ import types
 import pytest
 
 import numba_symm as ns
-from numba_symm import islands, watchdog
+from numba_symm import islands
 from numba_symm.collectives.islands.site import Site
 from numba_symm.engines.protocol import Parcel
-from numba_symm.failures import Failure
-from numba_symm.launch import ranks, waiting
-from numba_symm.watchdog import Watchdog
+from numba_symm.launch import ranks, waiting, watchdog
+from numba_symm.launch.failures import Failure
+from numba_symm.launch.watchdog import Watchdog
 
 PARTS = ((0, 1), (2,), (3,))
 
@@ -84,7 +84,7 @@ def job(monkeypatch):
     mpi = types.SimpleNamespace(ANY_SOURCE=-1, Is_finalized=lambda: job.finalized)
     mpi.Status = types.SimpleNamespace
     mpi.Exception = OSError
-    monkeypatch.setattr(ranks, "mpi", lambda: mpi)
+    monkeypatch.setattr(ranks, "mpi_module", lambda: mpi)
     monkeypatch.setattr(watchdog, "_fall_silent_before_finalize", lambda: None)
     monkeypatch.setattr(waiting, "unfinished", [])
     return job
@@ -114,7 +114,7 @@ def test_a_report_to_a_rank_that_has_died_prevents_no_other(job, monkeypatch):
 
     def isend(error, rank, tag):
         if rank == 12:
-            raise ranks.mpi().Exception("Process Failure")
+            raise ranks.mpi_module().Exception("Process Failure")
         sends(error, rank, tag)
 
     monkeypatch.setattr(job, "isend", isend)
@@ -247,7 +247,7 @@ def test_an_engine_that_refuses_has_not_begun(job):
 PROGRAM = """
 import types
 import numba_symm
-from numba_symm import watchdog
+from numba_symm.launch import watchdog
 from numba_symm.collectives import lifetime
 
 class Anything:
@@ -264,7 +264,7 @@ def abandon(cause):
     print(cause)
 
 anything = Anything()
-watchdog.ranks.mpi = lambda: types.SimpleNamespace(
+watchdog.ranks.mpi_module = lambda: types.SimpleNamespace(
     COMM_SELF=Self(), Comm=anything, Is_finalized=lambda: False
 )
 watchdog._fall_silent_before_finalize()

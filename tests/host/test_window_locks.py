@@ -13,9 +13,8 @@ import pytest
 from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft, SymmError
 from numba_symm.launch import locks
 from numba_symm.launch.store import StoreExchange
-from numba_symm.mpi import window_locks
-from numba_symm.mpi.win import Win
-from numba_symm.mpi.window_locks import WindowLocks
+from numba_symm.mpi import win
+from numba_symm.mpi.win import Win, WindowLocks
 from tests.interrupts import Interrupt, interrupted
 
 
@@ -37,9 +36,9 @@ def other(made):
 
 def test_a_holder_has_the_lock_to_itself(made, other):
     with made.held(0, "Accumulate"):
-        assert not locks.try_lock(other, window_locks._LOCKS)
+        assert not locks.try_lock(other, win._LOCKS)
         assert made._holders[0] == 1
-    assert locks.try_lock(other, window_locks._LOCKS)
+    assert locks.try_lock(other, win._LOCKS)
     made._holders[0] = 6  # of the rank that has it
     begin = time.monotonic()
     with (
@@ -56,20 +55,20 @@ def test_a_holder_has_the_lock_to_itself(made, other):
 
 
 def test_a_holder_that_has_ended_is_named(made, other):
-    locks.lock(other, window_locks._LOCKS)
+    locks.lock(other, win._LOCKS)
     made._holders[0] = 6
-    locks.unlock(other, window_locks._LOCKS)  # as Linux does for a process that ends
+    locks.unlock(other, win._LOCKS)  # as Linux does for a process that ends
     for _ in range(2):
         with (
             pytest.raises(RankLeft, match="rank 5 ended while it changed the memory"),
             made.held(0, "Accumulate"),
         ):
             pass
-    assert locks.try_lock(other, window_locks._LOCKS)
+    assert locks.try_lock(other, win._LOCKS)
 
 
 def test_a_wait_ends_by_a_signal(made, other):
-    locks.lock(other, window_locks._LOCKS)
+    locks.lock(other, win._LOCKS)
     made._seconds = 30
 
     def handler(number, frame):
@@ -91,8 +90,8 @@ def test_an_interrupt_leaves_no_lock(made, other):
 
     def check():
         assert not made._holders.any()
-        assert locks.try_lock(other, window_locks._LOCKS)
-        locks.unlock(other, window_locks._LOCKS)
+        assert locks.try_lock(other, win._LOCKS)
+        locks.unlock(other, win._LOCKS)
 
     assert interrupted(call, check, turns=400)
 
@@ -103,9 +102,9 @@ def test_a_signal_handler_is_refused_within_a_change(made, other):
             pass
 
     def is_locked():
-        free = locks.try_lock(other, window_locks._LOCKS)
+        free = locks.try_lock(other, win._LOCKS)
         if free:
-            locks.unlock(other, window_locks._LOCKS)
+            locks.unlock(other, win._LOCKS)
         return not free
 
     before = signal.signal(signal.SIGUSR1, handler)
@@ -140,7 +139,7 @@ def test_threads_exclude_each_other(made):
 def test_ranks_meet_again_and_again(made, other):
     """A rank that gave up comes again; one that has ended is not waited for."""
     made._met = np.zeros(2, np.int64)
-    locks.lock(other, window_locks._ALIVE + 1)
+    locks.lock(other, win._ALIVE + 1)
     with pytest.raises(CollectiveTimeout, match="rank 0 waited for rank 1 in Fence"):
         made.meet("Fence", 0.05)
     made.check("Put", [0, 1])
@@ -148,7 +147,7 @@ def test_ranks_meet_again_and_again(made, other):
     assert made.meet("Fence") == []
     with pytest.raises(CollectiveTimeout):
         made.meet("Fence", 0.05)
-    locks.unlock(other, window_locks._ALIVE + 1)  # as Linux does
+    locks.unlock(other, win._ALIVE + 1)  # as Linux does
     assert made.meet("Fence") == [1]
     with pytest.raises(RankLeft, match="Put: rank 1 has ended without freeing the"):
         made.check("Put", [0, 1])

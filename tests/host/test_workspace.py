@@ -10,7 +10,7 @@ from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.protocols import partition, workspace
 from numba_symm.collectives.protocols.binding import EARLY_VECTORS, Call
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS, mailed_grid
-from numba_symm.kernels import bound
+from numba_symm.gpu.kernels import bound
 
 
 @pytest.mark.parametrize("size", range(1, 65))

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from numba import cuda
 
 from numba_symm.environment import SIMULATED
-from numba_symm.mpi import addresses
+from numba_symm.mpi import buffers
 
 COUNT = 6
 
@@ -172,10 +172,10 @@ def test_buffers_of_the_host_are_left_alone():
         MPI.IN_PLACE,
         "text",
     ):
-        assert addresses.there(buffer) is buffer
-        assert not addresses.on_device(buffer)
+        assert buffers.there(buffer) is buffer
+        assert not buffers.buffer_on_device(buffer)
     x = device(3)
-    assert addresses.there(x) is x
+    assert buffers.there(x) is x
     out = np.zeros(4, "i4")
     comm.Allreduce([MPI.memory.fromaddress(host.ctypes.data, 16), 4, MPI.INT], out)
     assert out.tolist() == (host * comm.size).tolist()

@@ -15,9 +15,9 @@ from mpi4py import MPI
 from numba import cuda
 
 from numba_symm.environment import SIMULATED
-from numba_symm.mpi import in_place
+from numba_symm.mpi import host_only
 
-OWN = in_place.MPI  # mpi4py's module
+OWN = host_only.MPI  # mpi4py's module
 BUFFER = re.compile(r"\bBufSpec\w*|\b[Bb]uffer\b")
 CLASSES = [
     name

@@ -10,9 +10,9 @@ from mpi4py.futures import MPICommExecutor
 from mpi4py.util import pkl5
 from numba import cuda
 
-from numba_symm.mpi import in_place
+from numba_symm.mpi import host_only
 
-OWN = in_place.MPI  # mpi4py's module
+OWN = host_only.MPI  # mpi4py's module
 
 
 def ones(count=4):

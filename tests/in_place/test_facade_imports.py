@@ -19,7 +19,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm import mpi
 from numba_symm.errors import ArgumentError
-from numba_symm.mpi import in_place
+from numba_symm.mpi import host_only
 
 
 def ones(count=4, dtype=np.float64):
@@ -30,8 +30,8 @@ def test_both_imports_are_the_library():
     import mpi4py.MPI as imported
 
     assert MPI is mpi is imported is mpi4py.MPI is sys.modules["mpi4py.MPI"]
-    assert MPI.Info is in_place.MPI.Info
-    assert in_place.MPI is not MPI
+    assert MPI.Info is host_only.MPI.Info
+    assert host_only.MPI is not MPI
     namespace = {}
     exec("from mpi4py.MPI import COMM_WORLD, DOUBLE", namespace)
     assert namespace["COMM_WORLD"] is MPI.COMM_WORLD
@@ -71,11 +71,11 @@ def test_a_second_install_must_have_the_same_options():
 
 def test_modules_that_have_mpi4pys_own_are_named(monkeypatch):
     early = types.ModuleType("early_package.part")
-    early.MPI = in_place.MPI
+    early.MPI = host_only.MPI
     monkeypatch.setitem(sys.modules, early.__name__, early)
-    monkeypatch.setattr(in_place, "_options", None)
-    monkeypatch.setattr(in_place, "_make_communicators", lambda options: None)
-    monkeypatch.setattr(in_place, "_let_c_have", lambda for_c: None)
+    monkeypatch.setattr(host_only, "_options", None)
+    monkeypatch.setattr(host_only, "_make_communicators", lambda options: None)
+    monkeypatch.setattr(host_only, "_let_c_have", lambda for_c: None)
     text = r"but early_package\.part.* imported it earlier, and keep"
     with pytest.warns(RuntimeWarning, match=text):
         mpi.install()
@@ -112,8 +112,8 @@ def test_modules_of_c_get_mpi4pys_own_objects(tmp_path, monkeypatch, capfd):
     subprocess.run(command, cwd=tmp_path, check=True)
     monkeypatch.syspath_prepend(str(tmp_path))
     of_c = importlib.import_module("of_c")
-    assert of_c.Comm is in_place.MPI.Comm
-    assert of_c.capi is in_place.MPI.__pyx_capi__
+    assert of_c.Comm is host_only.MPI.Comm
+    assert of_c.capi is host_only.MPI.__pyx_capi__
     assert of_c.python.MPI is MPI  # what Python imports within it
     assert sys.modules["mpi4py.MPI"] is MPI is mpi4py.MPI
     said = "numba_symm: of_c has C code that calls MPI, so its calls stay with "

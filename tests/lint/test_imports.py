@@ -11,23 +11,18 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 LAZY = {
     ("", "sharing"): "few programs share arrays",
-    ("collectives.binder", "collectives.kernels.counted_copy"): "few have such counts",
     ("collectives.calls", "collectives.epilogues"): "few have an epilogue",
-    ("collectives.calls", "collectives.leaves"): "few have leaves",
-    ("collectives.calls", "collectives.wires"): "few quantize",
-    ("collectives.communicator", "collectives.counted_forms"): "few have such counts",
+    ("collectives.calls", "collectives.composed"): "few quantize or have leaves",
     ("collectives.communicator", "collectives.equality"): "few compare their arrays",
-    ("collectives.communicator", "collectives.exact_sums"): "few sum divided arrays",
+    ("collectives.communicator", "collectives.composed"): "few sum divided arrays",
     ("collectives.communicator", "collectives.experts"): "few have experts",
     ("collectives.communicator", "collectives.islands.rebuilding"): "few rebuild",
-    ("collectives.communicator", "trace"): "few write one",
-    ("collectives.islands.construction", "collectives.islands.several"): (
-        "one island is usual"
-    ),
-    ("collectives.islands.construction", "collectives.warm_up"): "needs a communicator",
+    (
+        "collectives.islands.construction",
+        "collectives.kernel_set",
+    ): "needs a communicator",
     ("collectives.kernel_set", "collectives.kernels.coded_sum"): "few quantize",
-    ("collectives.kernel_set", "collectives.kernels.digest"): "few compare arrays",
-    ("collectives.kernel_set", "collectives.exact_sums"): "few sum divided arrays",
+    ("collectives.kernel_set", "collectives.composed"): "few make such calls",
     (
         "collectives.kernel_set",
         "collectives.kernels.expert_combine",
@@ -43,18 +38,13 @@ LAZY = {
     ),
     ("collectives.kernel_set", "collectives.protocols.few_tokens"): "few have experts",
     ("collectives.kernel_set", "collectives.protocols.tokens"): "few have experts",
-    ("collectives.kernel_set", "collectives.leaves"): "few have leaves",
-    ("collectives.kernel_set", "collectives.wires"): "few quantize",
     ("collectives.lifetime", "collectives.tuned"): "needs a communicator",
     ("command.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
     ("command.cli", "bench.tune"): "`run` and `info` need none of its libraries",
     ("command.cli", "command.compiling"): "`run` needs none of its libraries",
     ("command.cli", "command.doctor"): "`run` needs none of its libraries",
-    ("command.cli", "command.exploring"): "`run` needs none of its modules",
-    ("command.cli", "command.job"): "`run` makes no communicator",
     ("command.cli", "command.runner"): "only `run` needs mpi4py for its variable",
     ("command.cli", "command.soak"): "`run` needs none of its libraries",
-    ("command.cli", "command.status"): "`run` reads no boards",
     ("command.cli", "engines.nccl"): "only `info` looks for NCCL",
     ("explore", "explore.exploration"): "needs greenlet, which few programs have",
     ("command.runner", "mpi"): "a program may first set variables that Numba reads",
@@ -97,7 +87,7 @@ def files():
 FILES = files()
 
 SEAM = ("device.compiler", "device.float8", "device.models", "device.ptx")
-SEAM += ("device.ptx_views", "kernels", "simulator")
+SEAM += ("device.ptx", "gpu.kernels", "simulator")
 """The modules that know the insides of numba-cuda; no others would change with it."""
 
 PUBLIC = ("numba", "numba.cuda", "numba.cuda.types")
@@ -105,7 +95,7 @@ INSIDES = {
     ("collectives.epilogues", "numba.core.errors"): "a user's function cannot compile",
     ("collectives.operations", "numba.core.errors"): "a user's operator cannot compile",
     ("environment", "numba.core.config"): "whether this is the simulator",
-    ("numba_arrays", "numba.cuda.cudadrv.devicearray"): "arrays, not the compiler",
+    ("gpu.arrays", "numba.cuda.cudadrv.devicearray"): "arrays, not the compiler",
 }
 """Other imports of what Numba does not document, each with its reason."""
 

@@ -63,31 +63,31 @@ NEAREST = {
 _MUTANTS = [
     Mutant(
         "streams.no_wait",
-        "numba_symm/entry.py",
+        "numba_symm/gpu/entry.py",
         'self.driver("cuStreamWaitEvent", stream, event, _I64(0))',
         "pass",
     ),
     Mutant(
         "streams.capture_no_wait",
-        "numba_symm/streams.py",
+        "numba_symm/gpu/streams.py",
         "if self.place is not None and place != self.place:",
         "if False:",
     ),
     Mutant(
         "streams.follow_wrong_stream",
-        "numba_symm/streams.py",
+        "numba_symm/gpu/streams.py",
         ('driver.call("cuStreamWaitEvent", self.stream, self._events[event], 0)'),
         ('driver.call("cuStreamWaitEvent", stream, self._events[event], 0)'),
     ),
     Mutant(
         "streams.fill_high_half",
-        "numba_symm/streams.py",
+        "numba_symm/gpu/streams.py",
         "self.number >> 32 * n & 0xFFFFFFFF",
         "self.number & 0xFFFFFFFF",
     ),
     Mutant(
         "streams.spoil_no_query",
-        "numba_symm/streams.py",
+        "numba_symm/gpu/streams.py",
         (
             '    driver.function("cuStreamQuery")(stream)  # a query '
             "invalidates a capture\n"
@@ -96,13 +96,13 @@ _MUTANTS = [
     ),
     Mutant(
         "streams.leave_no_record",
-        "numba_symm/entry.py",
+        "numba_symm/gpu/entry.py",
         'self.driver("cuEventRecord", self.of_gate("event"), stream)',
         "pass",
     ),
     Mutant(
         "streams.eager_no_record",
-        "numba_symm/streams.py",
+        "numba_symm/gpu/streams.py",
         "self._eager.end(stream)",
         "pass",
     ),
@@ -120,37 +120,37 @@ _MUTANTS = [
     ),
     Mutant(
         "record.chain_of_one_call",
-        "numba_symm/entry.py",
+        "numba_symm/gpu/entry.py",
         "b.add(b.mul(e.load(book, Book.chain.offset), _I64(31)), digest)",
         "digest",
     ),
     Mutant(
         "record.number_once",
-        "numba_symm/entry.py",
+        "numba_symm/gpu/entry.py",
         "number = b.add(e.load(book, at), _I64(1))",
         "number = e.load(book, at)",
     ),
     Mutant(
         "heap.remove_keeps_places",
-        "numba_symm/memory/heap.py",
+        "numba_symm/memory/allocator.py",
         "self._forget_places()  # other memory may be mapped there next",
         "pass",
     ),
     Mutant(
         "heap.around_off_by_one",
-        "numba_symm/memory/heap.py",
+        "numba_symm/memory/allocator.py",
         ("if address - entry.block.address >= max(entry.block.nbytes, 1):"),
         "if address - entry.block.address > max(entry.block.nbytes, 1):",
     ),
     Mutant(
         "heap.place_off_by_one",
-        "numba_symm/memory/heap.py",
+        "numba_symm/memory/allocator.py",
         "inside = offset + nbytes <= entry.block.nbytes\n",
         "inside = offset + nbytes <= entry.block.nbytes + 1\n",
     ),
     Mutant(
         "heap.pads_not_returned",
-        "numba_symm/memory/heap.py",
+        "numba_symm/memory/allocator.py",
         (
             "self._free_pads += [entry.pad for entry in entries if "
             "entry.pad is not None]"
@@ -159,19 +159,19 @@ _MUTANTS = [
     ),
     Mutant(
         "heap.pad_not_zeroed",
-        "numba_symm/memory/heap.py",
+        "numba_symm/memory/allocator.py",
         "self.island.backend.fill(own, nbytes)",
         "pass",
     ),
     Mutant(
         "heap.misses_ignored",
-        "numba_symm/memory/heap.py",
+        "numba_symm/memory/allocator.py",
         "if self._misses.meet(block.address, block.allocation.nbytes):",
         "if False:",
     ),
     Mutant(
         "heap.alloc_failure_not_released",
-        "numba_symm/memory/heap.py",
+        "numba_symm/memory/allocator.py",
         (
             "if frees or exchange.is_everybodys(error):\n"
             "                        self.allocator.release(block)"
@@ -180,19 +180,19 @@ _MUTANTS = [
     ),
     Mutant(
         "heap.count_not_set",
-        "numba_symm/memory/heap.py",
-        "self._count = first + _MOST",
+        "numba_symm/memory/allocator.py",
+        "self._count = first + _MAPPED",
         "pass",
     ),
     Mutant(
         "trees.below_no_min",
-        "launch/trees.py",
+        "launch/waiting.py",
         "return min(rank & -rank or size, size - rank)",
         "return rank & -rank or size",
     ),
     Mutant(
         "trees.most",
-        "launch/trees.py",
+        "launch/waiting.py",
         "return common if common <= MOST else 0",
         "return common if common < MOST else 0",
     ),
@@ -231,25 +231,25 @@ _MUTANTS = [
     ),
     Mutant(
         "postponed.flow_not_noted",
-        "numba_symm/mpi/sends.py",
+        "numba_symm/mpi/p2p.py",
         "post.lend(self, slot, number, None)",
         "pass",
     ),
     Mutant(
         "postponed.copy_no_wait",
-        "numba_symm/mpi/sends.py",
+        "numba_symm/mpi/p2p.py",
         "self._after.query() and ",
         "",
     ),
     Mutant(
         "postponed.back_no_settle",
-        "numba_symm/mpi/sends.py",
+        "numba_symm/mpi/p2p.py",
         "post.outgoing.settle()  # a copy may still write the room",
         "pass",
     ),
     Mutant(
         "postponed.back_no_word",
-        "numba_symm/mpi/sends.py",
+        "numba_symm/mpi/p2p.py",
         "post.words.end(slot, self.number)",
         "pass",
     ),
@@ -291,7 +291,7 @@ _MUTANTS = [
     ),
     Mutant(
         "win.bytes_unchecked",
-        "numba_symm/mpi/one_sided.py",
+        "numba_symm/mpi/win.py",
         "if found.nbytes != origin.nbytes:",
         "if False:",
     ),
@@ -313,14 +313,14 @@ _MUTANTS = [
     ),
     Mutant(
         "board.gate_ignores_record",
-        "numba_symm/board.py",
+        "launch/board.py",
         ("if self._reached(arrived, wait) and not self._records[self._rank]:"),
         "if self._reached(arrived, wait):",
     ),
-    Mutant("board.turn", "numba_symm/board.py", "self._turn ^= 1", "pass"),
+    Mutant("board.turn", "launch/board.py", "self._turn ^= 1", "pass"),
     Mutant(
         "board.closed_ignored",
-        "numba_symm/board.py",
+        "launch/board.py",
         (
             "            and not memory.closed[rank]  # a rank stores it "
             "before it drops its lock\n"
@@ -329,19 +329,19 @@ _MUTANTS = [
     ),
     Mutant(
         "board.reports_raced",
-        "numba_symm/board.py",
+        "launch/board.py",
         "if not self.alive.runs(rank) and rank in self._absent(step):",
         "if not self.alive.runs(rank):",
     ),
     Mutant(
         "board.abandon_late",
-        "numba_symm/board.py",
+        "launch/board.py",
         ("self.abandon(error, wait.what)  # before the others see the vote"),
         "pass",
     ),
     Mutant(
         "board.load_after_failure",
-        "numba_symm/board.py",
+        "launch/board.py",
         (
             "if self._memory is not None and not "
             "self._records[self._rank]:\n"
@@ -351,19 +351,19 @@ _MUTANTS = [
     ),
     Mutant(
         "tagged.retired_reused",
-        "launch/tagged.py",
+        "launch/ranks.py",
         ("return self._retired | sum(1 << number for number in self._uses)"),
         "return sum(1 << number for number in self._uses)",
     ),
     Mutant(
         "tagged.most",
-        "launch/tagged.py",
+        "launch/ranks.py",
         "(highest + 1) // TAGS - 1",
         "(highest + 1) // TAGS",
     ),
     Mutant(
         "tagged.holder",
-        "launch/tagged.py",
+        "launch/ranks.py",
         "self._holder = by if by == min(self._deciding) else None",
         "self._holder = by",
     ),

@@ -12,10 +12,10 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import blocking, overlap, tune
+from numba_symm.bench import blocking, cold, tune
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.options import torch_multiplies
-from numba_symm.bench.soak_calls import CALLS, REPEATS, Client, SoakCall
+from numba_symm.bench.soak import CALLS, REPEATS, Client, SoakCall
 from numba_symm.collectives import tuned
 from numba_symm.collectives.operations import ALL_REDUCE, Operation
 from numba_symm.collectives.select import ALL, Choice, Step
@@ -238,8 +238,8 @@ def test_one_wrong_element_on_one_rank_fails_the_run_on_all(
 @on_few_numbers
 def test_calls_beside_a_product_are_right(world, folder, shown, monkeypatch):
     if SIMULATED:  # its times mean nothing, so one product is beside each graph
-        monkeypatch.setattr(overlap.Overlap, "_typical", lambda *given: 1.0)
-        monkeypatch.setattr(overlap, "PRODUCTS", 1)
+        monkeypatch.setattr(cold.Overlap, "_typical", lambda *given: 1.0)
+        monkeypatch.setattr(cold, "PRODUCTS", 1)
     file = folder / "r.json"
     small = [*SMALL[:2], *SMALL[4:]]  # nothing is warmed up
     assert run("-b", 64, "-e", 64, *small, "--overlap", "--json", file) == 0

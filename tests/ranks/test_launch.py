@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import arrays, environment
+from numba_symm import environment
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.workspace import HELD
 from numba_symm.environment import SIMULATED
-from numba_symm.kernels import Kernel
+from numba_symm.gpu import arrays
+from numba_symm.gpu.kernels import Kernel
 from tests.expected import expected
 from tests.ranks.helpers import (
     array_of,

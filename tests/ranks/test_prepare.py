@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import kernels
 from numba_symm.collectives import kernel_set
 from numba_symm.engines import deadline
 from numba_symm.environment import SIMULATED
+from numba_symm.gpu import kernels
 from tests.kernels import named
 from tests.ranks.helpers import on_few_numbers, ordinary, wait_for_all
 

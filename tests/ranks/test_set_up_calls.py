@@ -19,14 +19,20 @@ from mpi4py import MPI
 import numba_symm as ns
 from numba_symm import environment
 from numba_symm.collectives import lifetime
-from numba_symm.launch import duplicates, waiting
-from numba_symm.members import Members
+from numba_symm.launch import locks, waiting
+from numba_symm.launch.members import Members
 
 PATIENT = 600  # a timeout that never passes
 SOON = PATIENT / 2  # a rank that is left waiting would take PATIENT or all time
 POINTS = 12  # lines at which a call is interrupted
 HERE = Path(ns.__file__).parent
-PLACES = ("board.py", "island.py", "memory/*.py", "launch/store.py", "launch/fds.py")
+PLACES = (
+    "launch/board.py",
+    "launch/members.py",
+    "memory/*.py",
+    "launch/store.py",
+    "launch/fds.py",
+)
 PLACES += ("collectives/calls.py", "collectives/communicator.py")
 PLACES += ("collectives/lifetime.py", "islands.py")
 FILES = {str(path) for place in PLACES for path in HERE.glob(place)}
@@ -259,7 +265,7 @@ def test_a_second_interrupt_leaves_nobody_waiting(world, monkeypatch):
 def test_reports_of_an_interrupted_constructor_end_no_later_one(world, monkeypatch):
     """All ranks are interrupted twice, so nobody reads the reports of the others."""
     monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", f"{SOON}")
-    duplicate, last = duplicates.duplicate, world.size - 1
+    duplicate, last = locks.duplicate, world.size - 1
 
     def fail(*given):
         raise Late
@@ -277,9 +283,9 @@ def test_reports_of_an_interrupted_constructor_end_no_later_one(world, monkeypat
 
     errors = []
     for given in (
-        (duplicates, "duplicate", fail_with_it),
+        (locks, "duplicate", fail_with_it),
         (lifetime, "begin", fail),
-        (duplicates, "duplicate", fail_with_it if world.rank == last else duplicate),
+        (locks, "duplicate", fail_with_it if world.rank == last else duplicate),
         (),
     ):
         errors.append(Lines().of(lambda given=given: construct(*given))[0])
@@ -292,7 +298,7 @@ def test_reports_of_an_interrupted_constructor_end_no_later_one(world, monkeypat
 
 HANDOVERS = [
     (
-        duplicates.claim,
+        locks.claim,
         "line",
         4,
         False,

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import arrays, sharing
-from numba_symm.backends import Allocation
+from numba_symm import sharing
 from numba_symm.environment import SIMULATED
+from numba_symm.gpu import arrays
+from numba_symm.memory.backends import Allocation
 from tests.sharing.work import (
     OVER,
     SIZE,

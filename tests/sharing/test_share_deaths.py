@@ -10,7 +10,7 @@ from pathlib import Path
 import numba_symm as ns
 from numba_symm import sharing
 from numba_symm.sharing import counters
-from numba_symm.sharing.consumer import consumer
+from numba_symm.sharing.received import consumer
 from tests.sharing.work import (
     PATIENCE,
     are,

@@ -9,7 +9,7 @@ import numba_symm as ns
 from numba_symm import sharing
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import locks
-from numba_symm.sharing.consumer import consumer
+from numba_symm.sharing.received import consumer
 from numba_symm.sharing.sent import producer
 from tests.interrupts import interrupted
 from tests.sharing.work import are, becomes, nothing_is_shared, numbers, open_files, say

@@ -8,7 +8,7 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import driver
+from numba_symm.gpu import driver
 from tests.sharing.work import (
     are,
     becomes,
@@ -113,7 +113,7 @@ def test_several_arrays_of_pools():
 
 
 def refused(comm):
-    from numba_symm.backends import create
+    from numba_symm.memory.backends import create
 
     cuda.current_context()
     foreign = create("vmm", 0)

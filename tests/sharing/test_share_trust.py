@@ -16,8 +16,7 @@ import pytest
 import numba_symm as ns
 from numba_symm.sharing import counters
 from numba_symm.sharing.broker import Address
-from numba_symm.sharing.handle import _MAGIC, SharedHandle
-from numba_symm.sharing.layout import ArrayLayout
+from numba_symm.sharing.layout import _MAGIC, ArrayLayout, SharedHandle
 from numba_symm.sharing.sent import producer
 from tests.sharing.work import are, nothing_is_shared, numbers
 from tests.spawned import run_ranks

@@ -7,8 +7,8 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import streams
 from numba_symm.environment import SIMULATED
+from numba_symm.gpu import streams
 from tests.sharing.work import copied, error_of, fill, say, to_device
 from tests.spawned import run_ranks
 

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 import numba_symm as ns
-from numba_symm import grids
+from numba_symm import simulator
 from numba_symm.environment import SIMULATED
 
 if not SIMULATED:
@@ -46,5 +46,5 @@ def comm(world):
 
 def threads_without_teams():
     """Return the number of threads that do not wait for a kernel."""
-    idle = sum(math.prod(size) * len(teams) for size, teams in grids._idle.items())
+    idle = sum(math.prod(size) * len(teams) for size, teams in simulator._idle.items())
     return threading.active_count() - idle

@@ -5,7 +5,7 @@ from unittest.mock import patch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from numba_symm.device import packet_puts, puts
+from numba_symm.device import packets, puts
 
 VECTOR = 16
 BASE = 1 << 20  # of both arrays, which the copies never look at
@@ -76,8 +76,8 @@ def test_a_packet_of_a_later_epoch_has_been_overwritten(epoch, ahead, empty):
     """Epochs are compared modulo 2**32; 0 is that of an empty mailbox."""
     found = 0 if empty else (epoch + ahead) % (1 << 32)
     packet = patch.object(
-        packet_puts, "ld_relaxed_sys_v2_u64", lambda box: (found << 32 | 7, 0)
+        packets, "ld_relaxed_sys_v2_u64", lambda box: (found << 32 | 7, 0)
     )
     with packet:
-        overwritten = packet_puts._is_overwritten(0, epoch)
+        overwritten = packets._is_overwritten(0, epoch)
     assert overwritten == (found != 0 and ahead > 0)

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from numba_symm.device import exact
+from numba_symm.device import arithmetic
 from numba_symm.device.sim import f32_of_bits, f64_of_bits, fma_rn_f64, word_of
 from tests.exact import DTYPES, NAMES, drawn, model, result_type
 from tests.operators import same
@@ -14,19 +14,21 @@ from tests.operators import same
 def summed(name, x, y):
     """Return what one thread makes of whole arrays."""
     width = 64 if x.dtype == np.float64 else 32
-    weigh, add, state_of = exact.make_terms(name, width)
+    weigh, add, state_of = arithmetic.make_terms(name, width)
     kind = result_type(x.dtype)
     terms = list(zip(x.astype(kind), y.astype(kind), strict=True))
     found = total = 0, 0, 0
     for term in terms:
         found = weigh(found, *term, None)
     top, plus, minus = found
-    assert 0 <= top < 1 << exact.EXPONENT_BITS
+    assert 0 <= top < 1 << arithmetic.EXPONENT_BITS
     if not (plus or minus):
         for n, term in enumerate(terms, 1):
             total = add(total, *term, state_of(top))
             assert max(map(abs, total)) <= n * 2**33
-    bits = exact.make_result(name, width)(top, plus, minus, *exact.carried(0, *total))
+    bits = arithmetic.make_result(name, width)(
+        top, plus, minus, *arithmetic.carried(0, *total)
+    )
     return f64_of_bits(word_of(bits)) if width == 64 else f32_of_bits(bits)
 
 

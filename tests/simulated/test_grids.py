@@ -9,7 +9,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
-from numba_symm import grids
+from numba_symm import simulator
 from numba_symm.errors import ArgumentError
 from tests.simulated.conftest import threads_without_teams
 
@@ -81,7 +81,7 @@ def wait_for_the_last_block(ctx):
 def test_a_timeout_of_a_wait_for_too_late_a_block_has_the_reason(
     comm, blocks, monkeypatch
 ):
-    monkeypatch.setattr(grids, "MOST_THREADS", 4)
+    monkeypatch.setattr(simulator, "MOST_THREADS", 4)
     memory = comm.rendezvous(comm.empty(1))
     wait_for_the_last_block[blocks, 1](memory.ctx)
     with pytest.raises(ns.CollectiveTimeout, match=r"signal, channel \d ") as raised:

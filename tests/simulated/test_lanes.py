@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from numba_symm import dtypes
-from numba_symm.device import order, slices
+from numba_symm.device import lanes as device_lanes
+from numba_symm.device import order
 from numba_symm.device.lanes import make_lanes
 from tests.operators import ELEMENTS, PAIRS, random, same, special, wanted
 
@@ -59,7 +60,7 @@ def reduced(inputs, name, op):
 def folded(inputs, name, op):
     """Return the reduction of all ranks' inputs by slices."""
     lanes = make_lanes(ELEMENTS[name], op, False, len(inputs))
-    rows = [row.view(slices.VECTOR) for row in inputs]
+    rows = [row.view(device_lanes.VECTOR) for row in inputs]
     return lanes.fold(rows).view(ELEMENTS[name].dtype)
 
 
@@ -220,7 +221,7 @@ def test_slices_access_what_loads_and_stores_of_vectors_access(name):
         assert found.tobytes() == np.array(words, np.int64).tobytes(), (count, at)
         pattern = np.arange(16 * len(at), dtype=np.uint8) + 0x40
         other = memory.copy()
-        lanes.slices.write(address, at, count, pattern.view(slices.VECTOR))
+        lanes.slices.write(address, at, count, pattern.view(device_lanes.VECTOR))
         after, memory[:] = memory.copy(), other
         for vector, (low, high) in zip(
             at, pattern.view(np.int64).reshape(-1, 2).tolist(), strict=True

@@ -8,8 +8,9 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import arguments, streams
+from numba_symm import arguments
 from numba_symm.errors import ArgumentError
+from numba_symm.gpu import streams
 
 RUBBISH = ["a", 1.0, object(), [1]]
 

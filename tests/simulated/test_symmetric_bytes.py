@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import numba_symm as ns
-from numba_symm import arrays
+from numba_symm.gpu import arrays
 
 PAGE = 4096
 SIZES = st.integers(1, 2 * PAGE).filter(

@@ -5,7 +5,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import dtypes
-from numba_symm.collectives.kernels import reduce_shards
+from numba_symm.collectives.kernels import pack
 from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import order
 from numba_symm.device.lanes import make_lanes
@@ -59,8 +59,8 @@ def test_shards_are_reduced_by_the_tree_of_all(number):
     shards = np.random.default_rng(number).standard_normal((number, 4 * vectors))
     shards = shards.astype(np.float32)
     wanted = in_tree(np.add, dict(enumerate(shards)))
-    loads, more = min(number, reduce_shards.MOST), number > reduce_shards.MOST
-    kernel = reduce_shards.make_reduce_shards(loads, more, ELEMENTS["float32"], "sum")
+    loads, more = min(number, pack.MOST), number > pack.MOST
+    kernel = pack.make_reduce_shards(loads, more, ELEMENTS["float32"], "sum")
     at = shards.ctypes.data
     result = at + own * shards.strides[0]
     cuda.jit(kernel)[2, THREADS](2, at, result, vectors, number)

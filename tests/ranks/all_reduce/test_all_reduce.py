@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm.cache import Cache
+from numba_symm.collectives.invocation import Cache
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.environment import SIMULATED
 from tests.ranks.all_reduce.cases import (

@@ -9,14 +9,15 @@ import pytest
 from numba import cuda
 
 import numba_symm
-from numba_symm import kernels, mpi
+from numba_symm import mpi
 from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
+from numba_symm.gpu import kernels
 
 pytestmark = pytest.mark.skipif(not SIMULATED, reason="kernels would run")
 
 PACKAGE = Path(numba_symm.__file__).parent.resolve()
-DRIVER = PACKAGE / "driver_table.py"  # stands for the driver in the simulator
+DRIVER = PACKAGE / "gpu/compiled.py"  # stands for the driver in the simulator
 
 
 def passed(call):

@@ -11,10 +11,10 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import deferred
 from numba_symm.collectives import lifetime
 from numba_symm.engines.mpi import forget_served
 from numba_symm.environment import SIMULATED
+from numba_symm.gpu import streams
 from tests.ranks.helpers import check_works, get, of_one_island, put, refused
 
 CYCLES = 20
@@ -31,7 +31,7 @@ def counted(world):
     """Count this process' resources of the kinds that a communicator uses."""
     forget_served()  # messages between islands
     gc.collect()
-    deferred.give_back()
+    streams.give_back()
     world.barrier()  # on a shared GPU, all ranks are between two steps
     links = [*filter(None, map(target, Path("/proc/self/fd").iterdir()))]
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -146,7 +146,8 @@ def test_arrays_that_outlive_their_communicator_go_with_the_last(world):
 
 @pytest.mark.parametrize("step", ["timeout", "device", "allocate", "write", "board"])
 def test_a_failed_construction_leaves_nothing(world, monkeypatch, step):
-    from numba_symm import backends, board
+    from numba_symm.launch import board
+    from numba_symm.memory import backends
 
     create, last = backends.create, world.rank == world.size - 1
 
@@ -303,7 +304,7 @@ def test_a_close_after_a_failure_unmaps_what_was_dropped_before(world):
     failed._calls.members.abandon("left for a test")
     with contextlib.suppress(ns.RankLeft):  # of the rank that was first
         failed.close()
-    assert not deferred._queue.steps
+    assert not streams._queue.steps
 
 
 def test_a_failed_communicator_does_not_wait_for_the_garbage_collector(world):

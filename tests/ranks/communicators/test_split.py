@@ -8,9 +8,9 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives import lifetime
-from numba_symm.failures import Failure
-from numba_symm.launch import duplicates, fds
-from numba_symm.launch.tagged import TaggedComm
+from numba_symm.launch import fds, locks
+from numba_symm.launch.failures import Failure
+from numba_symm.launch.ranks import TaggedComm
 from tests.descriptors import open_fds
 from tests.ranks.helpers import (
     check_works,
@@ -351,7 +351,7 @@ def made(monkeypatch):
 
         return made
 
-    monkeypatch.setattr(duplicates, "duplicates", recorded(duplicates.duplicates))
+    monkeypatch.setattr(locks, "duplicates", recorded(locks.duplicates))
     return found
 
 

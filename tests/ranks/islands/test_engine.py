@@ -13,17 +13,18 @@ from mpi4py import MPI
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import engines, streams
+from numba_symm import engines
 from numba_symm.engines import deadline, mpi
 from numba_symm.engines.deadline import Deadline, TimedExchange
 from numba_symm.engines.mpi import Direct, MpiEngine, PinnedSlots
 from numba_symm.engines.nccl import Installation
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
-from numba_symm.launch import tagged
-from numba_symm.launch.tagged import Purpose, TaggedComm
+from numba_symm.gpu import streams
+from numba_symm.launch import ranks
+from numba_symm.launch.ranks import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
-from numba_symm.questions import Questions
+from numba_symm.launch.watchdog import Questions
 from tests.ranks.helpers import check_works, needs_peers, ordinary
 
 pytestmark = needs_peers
@@ -70,7 +71,7 @@ def engine(world, pinned):
     def wait():
         return Wait("exchange", world.rank, 20)
 
-    own = tagged.whole(world.Dup(), owned=True)
+    own = ranks.whole(world.Dup(), owned=True)
     made = MpiEngine(own, wait, lambda: None, pinned.room(), unheard(own))
     yield made
     world.barrier()
@@ -157,7 +158,7 @@ def test_a_message_that_is_too_long_is_not_received(world):
             raise ns.CallMismatch("rank 1 has refused")
 
     wait = lambda: Wait("exchange", world.rank, 20)  # noqa: E731
-    own = tagged.whole(world.Dup(), owned=True)
+    own = ranks.whole(world.Dup(), owned=True)
     direct = MpiEngine(own, wait, look, Direct(), unheard(own))
     if world.rank == 0:
         with contextlib.suppress(ns.CallMismatch):  # MPI may have taken all of it
@@ -194,7 +195,7 @@ def test_memory_is_kept_until_every_request_on_it_has_ended(monkeypatch):
 
     functions = types.SimpleNamespace(Exception=MPI.Exception)
     functions.Request = types.SimpleNamespace(Testall=fail)
-    monkeypatch.setattr(mpi.ranks, "mpi", lambda: functions)
+    monkeypatch.setattr(mpi.ranks, "mpi_module", lambda: functions)
     alone, buffer = MPI.COMM_SELF, bytearray(4)
     fails, pending = alone.Irecv(buffer, 0, 6), alone.Irecv(bytearray(4), 0, 5)
     alone.Send(bytes(8), 0, 6)

@@ -13,8 +13,8 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import engines, islands
-from numba_symm.collectives.islands import several
-from numba_symm.launch import devices, duplicates, store, tagged, trees, waiting
+from numba_symm.collectives.islands import construction
+from numba_symm.launch import devices, locks, ranks, store, waiting
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from tests.ranks.helpers import needs_peers, refused
@@ -158,10 +158,10 @@ def test_a_late_rank_of_a_set_up_call_is_named_with_its_node(world, comm):
 
 def test_a_step_that_all_have_reached_outlives_a_later_failure(world, monkeypatch):
     """Otherwise this rank alone would miss what all ranks raise in that step."""
-    comm = tagged.whole(world.Dup(), owned=True)
+    comm = ranks.whole(world.Dup(), owned=True)
     received, failing = waiting._received, [1]
-    parent = trees.parent(world.rank)
-    peers = trees.children(world.rank, world.size) or [parent]
+    parent = waiting.parent_of(world.rank)
+    peers = waiting.children(world.rank, world.size) or [parent]
     monkeypatch.setattr(
         *(waiting, "_received"),
         lambda *given: {} if failing else received(*given),
@@ -184,7 +184,7 @@ def test_a_step_that_all_have_reached_outlives_a_later_failure(world, monkeypatc
 
 def test_a_wait_for_answers_has_a_deadline_of_its_own(world, monkeypatch):
     """All have arrived in time. A rank that left now would miss what the others do."""
-    comm = tagged.whole(world.Dup(), owned=True)
+    comm = ranks.whole(world.Dup(), owned=True)
     numbers, all_gather = itertools.count(), waiting.all_gather
 
     def slowly(*given):
@@ -216,7 +216,7 @@ def test_a_construction_that_all_give_up_waits_for_no_deadline(world, monkeypatc
 
         return call
 
-    monkeypatch.setattr(duplicates, "duplicates", noting(duplicates.duplicates))
+    monkeypatch.setattr(locks, "duplicates", noting(locks.duplicates))
     monkeypatch.setattr(engines, "_connect", lambda *given: connected.append(given))
     began = time.monotonic()
     for module, name, part in (
@@ -323,7 +323,7 @@ def test_a_rank_that_does_not_begin_a_child_leaves_nobody_waiting(world, comm):
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:
-            patch.setattr(several, "Islands", broken)
+            patch.setattr(construction, "Islands", broken)
         refused(world, ns.SymmError, lambda: comm.split(0), "RuntimeError: before it")
     with comm.split(0) as part:
         part.barrier()

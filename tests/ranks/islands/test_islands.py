@@ -11,15 +11,16 @@ import pytest
 from mpi4py import MPI
 
 import numba_symm as ns
-from numba_symm import backends, kernels
 from numba_symm.bench import tune
 from numba_symm.collectives import kernel_set, tuned
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.operations import OPERATIONS
-from numba_symm.command import job
+from numba_symm.command import cli
 from numba_symm.engines import mpi
 from numba_symm.environment import SIMULATED
-from numba_symm.launch.division import divide
+from numba_symm.gpu import kernels
+from numba_symm.launch.devices import divide
+from numba_symm.memory import backends
 from tests import operators
 from tests.descriptors import open_fds
 from tests.drivers.calls import wanted
@@ -312,7 +313,7 @@ def test_a_construction_that_fails_on_one_island_leaves_nothing(world, monkeypat
 def test_info_shows_the_islands_of_a_job(world, monkeypatch):
     for size, words in (("1", "rank 1 on "), (str(world.size), "one, ranks 0, 1")):
         monkeypatch.setenv(SIZE, size)
-        said = job.islands()
+        said = cli.islands()
         assert words in said
         assert (" between them" in said) == (size == "1")
         assert not (SIMULATED and "on a GPU" in said)  # each rank has its own

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import streams
-from numba_symm.collectives.islands import sizes
+from numba_symm.collectives.islands import site
 from numba_symm.collectives.islands.site import Site
 from numba_symm.environment import SIMULATED
-from numba_symm.launch import nodes
+from numba_symm.gpu import streams
+from numba_symm.launch import ranks
 from tests import operators
 from tests.ranks.helpers import array_of, get, needs_peers, wait_for_all
 
@@ -48,7 +48,7 @@ def test_work_is_done_while_the_bytes_of_another_chunk_cross(
             yield
 
     monkeypatch.setattr(engine, "_running", first)
-    count = sizes.DEFAULT.chunk * (
+    count = site.DEFAULT_SIZES.chunk * (
         comm.size if name == "reduce_scatter" else 1
     )  # eight chunks
     x = array_of(comm, np.full(count, comm.rank + 1), symmetric=False)
@@ -63,7 +63,7 @@ def test_work_is_done_while_the_bytes_of_another_chunk_cross(
 
 
 def test_every_rail_has_a_shard_of_a_broadcast(world, comm):
-    count = sizes.DEFAULT.one_rail  # of eight bytes each
+    count = site.DEFAULT_SIZES.one_rail  # of eight bytes each
     x = array_of(comm, np.full(count, comm.rank), symmetric=False)
     before = comm._calls.members.sent
     comm.broadcast(x, root=1)
@@ -84,7 +84,7 @@ def test_islands_exchange_one_after_another(world, monkeypatch):
         pytest.skip("needs an island of two ranks, and two others")
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "2")
     if world.rank == world.size - 1:
-        monkeypatch.setattr(nodes, "_boot_id", lambda: b"elsewhere")
+        monkeypatch.setattr(ranks, "_boot_id", lambda: b"elsewhere")
     count = 1751 * world.size
     one = np.arange(count) % 1009
     with ns.Communicator(world, timeout=60) as comm:
@@ -112,8 +112,8 @@ def test_shards_that_do_not_fit_are_reduced_together(world, monkeypatch, kind, o
         pytest.skip("needs islands of equally many ranks")
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", str(world.size // 2))
     within, names, count = Site.within, set(), 6_251
-    small = dataclasses.replace(sizes.DEFAULT, staging=1 << 15)
-    monkeypatch.setattr(sizes, "DEFAULT", small)
+    small = dataclasses.replace(site.DEFAULT_SIZES, staging=1 << 15)
+    monkeypatch.setattr(site, "DEFAULT_SIZES", small)
 
     def recorded(here, operation, call):
         names.add(operation.name)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from numba_symm import pads
+from numba_symm.memory import pads
 
 
 def read(comm, address, nbytes):

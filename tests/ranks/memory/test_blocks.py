@@ -9,10 +9,10 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import arrays, kernels
 from numba_symm import device as symm
 from numba_symm.environment import SIMULATED
-from numba_symm.own_arrays import Memory
+from numba_symm.gpu import arrays, kernels
+from numba_symm.gpu.arrays import Memory
 from tests.ranks.helpers import (
     check_works,
     get,

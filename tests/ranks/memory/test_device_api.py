@@ -11,8 +11,8 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
-from numba_symm import pads
 from numba_symm.environment import SIMULATED
+from numba_symm.memory import pads
 from tests.ranks.helpers import get, of_one_island, put
 
 pytestmark = of_one_island

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import pads
+from numba_symm.memory import pads
 from tests.ranks.helpers import (
     get,
     needs_peers,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import arrays
+from numba_symm.gpu import arrays
 from tests.drivers.sides import rng
 from tests.ranks.helpers import get, of_one_island, put, refused, wait_for_all
 from tests.ranks.memory.peeks import pad_of

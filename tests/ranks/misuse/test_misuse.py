@@ -8,8 +8,8 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm.backends import host_memory
 from numba_symm.environment import SIMULATED
+from numba_symm.memory import backends
 from tests.ranks.helpers import (
     check_works,
     get,
@@ -133,7 +133,7 @@ def test_more_memory_than_there_is_raises_on_all(comm, everywhere):
 @pytest.mark.skipif(not SIMULATED, reason="a GPU's driver knows what there is")
 def test_what_the_host_has_is_all_ranks_together(comm, world, everywhere):
     """Linux would kill a rank that writes to more of it."""
-    most = world.bcast(host_memory.available()) // comm.size
+    most = world.bcast(backends.available()) // comm.size
     kept = comm.empty(most * 2 // 3, np.int8)  # unwritten, so Linux has no pages of it
     for nbytes in (most * 5 // 4, most * 2 // 3):
         everywhere(

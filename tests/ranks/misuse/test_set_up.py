@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import deferred, environment, reserve
+from numba_symm import environment
 from numba_symm.collectives import lifetime
-from numba_symm.command import job
+from numba_symm.command import cli
 from numba_symm.environment import SIMULATED
-from numba_symm.launch import devices, nodes
+from numba_symm.gpu import loads, streams
+from numba_symm.launch import devices, ranks
 from numba_symm.memory import allocator as allocators
 from tests.ranks.helpers import check_works, get, needs_peers, of_one_island, refused
 
@@ -27,7 +28,7 @@ TIMEOUT = "NUMBA_SYMM_TIMEOUT"
 @of_one_island
 def test_too_many_ranks(world, everywhere, monkeypatch, fresh):
     with monkeypatch.context() as patch:
-        patch.setattr(nodes, "MOST_RANKS", world.size - 1)
+        patch.setattr(ranks, "MOST_RANKS", world.size - 1)
         everywhere(
             ns.ArgumentError,
             lambda: ns.Communicator(world),
@@ -158,8 +159,8 @@ def test_ranks_on_two_nodes_are_two_islands(world, last, monkeypatch):
         # NCCL would be chosen, and refuses ranks that share a GPU.
         patch.setenv("NUMBA_SYMM_ENGINE", "mpi")
         if last:
-            patch.setattr(nodes, "_boot_id", lambda: b"elsewhere")
-            patch.setattr(nodes.socket, "gethostname", lambda: "node7")
+            patch.setattr(ranks, "_boot_id", lambda: b"elsewhere")
+            patch.setattr(ranks.socket, "gethostname", lambda: "node7")
         with ns.Communicator(world, timeout=60) as comm:
             assert comm.islands == (tuple(range(world.size - 1)), (world.size - 1,))
             check_works(comm)
@@ -210,7 +211,7 @@ def test_ranks_that_share_a_gpu(world, one_gpu, monkeypatch):
         ns.Communicator(world, one_gpu, timeout=60).close()
     warned = [each for each in found if "share a GPU without MPS" in str(each.message)]
     assert [each.filename for each in warned] == [__file__] * (world.rank == 0)
-    assert f"up to {world.size} ranks on a GPU" in job.islands()
+    assert f"up to {world.size} ranks on a GPU" in cli.islands()
 
 
 @needs_peers
@@ -312,7 +313,7 @@ class Broken:
 def once(monkeypatch):
     """Try no allocation again, as is done once this process has shared."""
     monkeypatch.setattr(allocators, "_on_failure", [])
-    monkeypatch.setattr(reserve, "release", lambda: False)  # nor after outputs
+    monkeypatch.setattr(loads, "release", lambda: False)  # nor after outputs
 
 
 @of_one_island
@@ -328,7 +329,7 @@ def test_a_failure_of_one_rank_is_every_ranks(
     comm.rendezvous(keep).barrier()
     for attempt in range(3):
         gc.collect()  # objects that earlier tests dropped are released now
-        deferred.give_back()
+        streams.give_back()
         known = (
             len(comm._calls.heap._entries),
             len(comm.allocator._blocks),
@@ -400,7 +401,7 @@ def test_memory_is_asked_for_again_once_caches_were_emptied(
 def test_a_backend_that_does_not_work_is_given_up(world, fresh, monkeypatch, method):
     if method == "open" and world.size == 1:
         pytest.skip("one rank alone opens nobody's memory")
-    from numba_symm import backends
+    from numba_symm.memory import backends
 
     create = backends.create
 
@@ -428,7 +429,7 @@ def test_a_backend_that_does_not_work_is_given_up(world, fresh, monkeypatch, met
 
 @of_one_island
 def test_a_peers_memory_that_reads_wrong_is_noticed(world, fresh, monkeypatch):
-    from numba_symm import backends
+    from numba_symm.memory import backends
 
     create = backends.create
 

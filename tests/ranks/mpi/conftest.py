@@ -3,7 +3,7 @@
 import pytest
 
 from numba_symm import mpi
-from numba_symm.mpi.rings import READ, READY
+from numba_symm.mpi.rooms import READ, READY
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.arguments import shown
-from numba_symm.arrays import on_device
+from numba_symm.gpu.arrays import on_device
 from tests.ranks.helpers import of_one_island
 
 pytestmark = of_one_island  # of windows

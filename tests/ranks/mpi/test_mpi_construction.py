@@ -8,7 +8,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm.launch import duplicates, waiting
+from numba_symm.launch import locks, waiting
 from numba_symm.launch.waiting import Wait
 from numba_symm.mpi import messages
 from tests.ranks.helpers import needs_peers
@@ -26,13 +26,13 @@ def test_comm_makes_no_call_of_mpi_that_blocks(apart, monkeypatch):
 
 
 def test_duplicates_that_nothing_uses_are_given_up_with_their_origin(world):
-    begun, kept = len(duplicates._begun), len(waiting.unfinished)
+    begun, kept = len(locks._begun), len(waiting.unfinished)
     comm = world.Dup()
-    (made,) = duplicates.duplicates(comm, 1, Wait("Comm", comm.rank, 20))
-    assert len(duplicates._begun) == begun + 1
+    (made,) = locks.duplicates(comm, 1, Wait("Comm", comm.rank, 20))
+    assert len(locks._begun) == begun + 1
     comm.Free()
-    assert len(duplicates._begun) == begun
-    duplicates.claim(comm)  # of another one: it drops what MPI has ended
+    assert len(locks._begun) == begun
+    locks.claim(comm)  # of another one: it drops what MPI has ended
     assert len(waiting.unfinished) <= kept
     made.Free()
 

@@ -19,7 +19,7 @@ from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
 from numba_symm.mpi import jobs, messages
 from numba_symm.mpi.pending import Receiving
-from numba_symm.mpi.rings import NONE
+from numba_symm.mpi.rooms import NONE
 from numba_symm.sharing import sent
 from tests.interrupts import interrupted
 from tests.orders import orders
@@ -423,10 +423,10 @@ def test_a_rank_that_cannot_make_a_call_is_named_on_the_others(
 
     last = comm.rank == comm.size - 1
     if last and what == "temporary":
-        monkeypatch.setattr(jobs.own_arrays, "empty", failing)
+        monkeypatch.setattr(jobs.arrays, "empty", failing)
     elif last:
         made = (lambda *_: failing) if what == "launch" else failing
-        monkeypatch.setattr(jobs.packing, "pack", made)
+        monkeypatch.setattr(jobs.buffers, "pack", made)
     with pytest.raises(MemoryError if last else MPI.Exception) as found:
         comm.Allreduce([out, 1, pairs], array(0))
     if not last:

@@ -8,8 +8,8 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.errors import CollectiveTimeout, RankLeft
-from numba_symm.mpi import progress, sends
-from numba_symm.mpi.rings import READY
+from numba_symm.mpi import p2p, progress
+from numba_symm.mpi.rooms import READY
 from tests.interrupts import Interrupt
 from tests.ranks.helpers import needs_peers, of_one_island
 
@@ -185,7 +185,7 @@ def test_a_refused_message_keeps_nothing(limited, world, monkeypatch):
     def failing(*_):
         raise MemoryError
 
-    monkeypatch.setattr(sends.Sending, "_send_data", failing)  # to another island
+    monkeypatch.setattr(p2p.Sending, "_send_data", failing)  # to another island
     monkeypatch.setattr(limited.post, "room_for", failing)  # in an island
     world.Barrier()
     with pytest.raises(MPI.Exception, match="could not send its message with tag"):

@@ -9,8 +9,8 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm import streams
 from numba_symm.environment import SIMULATED
+from numba_symm.gpu import streams
 from numba_symm.mpi import jobs
 
 

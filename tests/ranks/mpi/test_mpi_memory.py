@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from numba_symm import deferred
 from numba_symm import mpi as MPI
-from numba_symm.mpi import p2p, pending, sends
+from numba_symm.gpu import streams
+from numba_symm.mpi import p2p, pending
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.rings import NO_SLOT, NONE, Stack
-from numba_symm.mpi.rooms import BLOCK, LEAST
+from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST, NO_SLOT, NONE, Stack
 from numba_symm.sharing import collect, stats
 from tests.ranks.helpers import needs_peers, of_one_island
 
@@ -37,7 +36,7 @@ def around(comm):
 
 def test_a_sender_looks_for_read_messages_before_it_allocates(own):
     right, left = around(own)
-    x, out = (cuda.device_array(BLOCK + 1, "u1") for _ in range(2))
+    x, out = (cuda.device_array(BLOCK_BYTES + 1, "u1") for _ in range(2))
     for step in range(3):
         own.Sendrecv(x, right, 1, out, left, 1)
         own.Barrier()  # the receiver has read it
@@ -63,7 +62,7 @@ def test_slots_and_rooms_are_used_again(own):
 def test_messages_without_a_slot_or_a_block_pass_through_mpi(own, monkeypatch, what):
     """They arrive in order with others, and synchronous ones wait for their match."""
     right, left = around(own)
-    words, x = own.post.words, cuda.to_device(np.arange(BLOCK, dtype="i4"))
+    words, x = own.post.words, cuda.to_device(np.arange(BLOCK_BYTES, dtype="i4"))
     own.Send(array(1), right, 5)
     own.Barrier()
     with monkeypatch.context() as patch:
@@ -76,7 +75,7 @@ def test_messages_without_a_slot_or_a_block_pass_through_mpi(own, monkeypatch, w
         own.Send(x, right, 5)
         request = own.Issend([x, 3], right, 5)
     own.Send(array(4), right, 5)
-    out = cuda.device_array(BLOCK, "i4")
+    out = cuda.device_array(BLOCK_BYTES, "i4")
     own.Barrier()
     assert not request.Test()
     status, found = MPI.Status(), []
@@ -85,7 +84,7 @@ def test_messages_without_a_slot_or_a_block_pass_through_mpi(own, monkeypatch, w
         count = status.Get_count(MPI.INT)
         found.append((count, out[:count].copy_to_host().tolist()))
     assert found[0] == (1, [1])
-    assert found[1] == (BLOCK, list(range(BLOCK)))
+    assert found[1] == (BLOCK_BYTES, list(range(BLOCK_BYTES)))
     assert found[2:] == [(3, [0, 1, 2]), (1, [4])]
     request.Wait()
 
@@ -106,9 +105,9 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
     before = used()
     for owner, name, *without in (
         (words, "copy"),
-        (sends.Sending, "_announce"),
+        (p2p.Sending, "_announce"),
         (words.rooms, "take_free"),
-        (sends.streams, "copy_to_host", (words, "take", lambda: NO_SLOT)),
+        (p2p.streams, "copy_to_host", (words, "take", lambda: NO_SLOT)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(post, "_send", lambda *_: NONE)
@@ -135,7 +134,7 @@ def settle(own):
         own.post.reap()
     gc.collect()
     collect()
-    deferred.give_back()  # as the next allocation would
+    streams.give_back()  # as the next allocation would
 
 
 @needs_peers
@@ -146,9 +145,9 @@ def test_a_rank_that_only_sends_frees_rooms_above_the_limit(own, world, monkeypa
     own.Barrier()
     settle(own)
     monkeypatch.setattr(rooms, "most", rooms._kept)
-    for size in [size for size in rooms._free if size > BLOCK]:
+    for size in [size for size in rooms._free if size > BLOCK_BYTES]:
         monkeypatch.setitem(rooms._free, size, Stack())
-    number, x = len(blocks), cuda.device_array(BLOCK + 1, "u1")
+    number, x = len(blocks), cuda.device_array(BLOCK_BYTES + 1, "u1")
     if own.rank == 0:
         for step in range(1, 9):
             own.Send(x, right, 1)  # the only call here
@@ -163,7 +162,7 @@ def test_a_rank_that_only_sends_frees_rooms_above_the_limit(own, world, monkeypa
     settle(own)
 
 
-@pytest.mark.parametrize("limit", [0, BLOCK])
+@pytest.mark.parametrize("limit", [0, BLOCK_BYTES])
 def test_rooms_shrink_again(own, monkeypatch, limit):
     """Also those of messages that are sent later."""
     right, left = around(own)
@@ -172,16 +171,16 @@ def test_rooms_shrink_again(own, monkeypatch, limit):
     own.Barrier()
     settle(own)  # what earlier tests have left
     monkeypatch.setattr(rooms, "most", rooms._kept)
-    for size in [size for size in rooms._free if size > BLOCK]:
+    for size in [size for size in rooms._free if size > BLOCK_BYTES]:
         monkeypatch.setitem(rooms._free, size, Stack())
     monkeypatch.setattr(own.post, "limit", limit)
     before, number = stats(), len(blocks)
-    xs = [cuda.to_device(np.full(BLOCK + 1, tag, "u1")) for tag in range(3)]
+    xs = [cuda.to_device(np.full(BLOCK_BYTES + 1, tag, "u1")) for tag in range(3)]
     requests = [own.Isend(x, right, tag) for tag, x in enumerate(xs)]
     # The thread that sends messages later may send one beside a call of this thread.
     assert len(blocks) - number in ((0, 1, 2) if limit else (3,))
     own.Barrier()
-    out = cuda.device_array(BLOCK + 1, "u1")
+    out = cuda.device_array(BLOCK_BYTES + 1, "u1")
     for tag in (2, 0, 1):
         own.Recv(out, left, tag)
         assert (out.copy_to_host() == tag).all()

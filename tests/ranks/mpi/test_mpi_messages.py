@@ -12,7 +12,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
 from numba_symm.mpi import messages, pending
 from numba_symm.mpi.p2p import Together
-from numba_symm.mpi.rooms import BLOCK, LEAST
+from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island
@@ -42,7 +42,7 @@ def around(comm):
 def test_all_send_before_any_receives(comm):
     """A send never waits for its receiver, whatever its size."""
     right, left = around(comm)
-    number = 2 * BLOCK // 4 + 3
+    number = 2 * BLOCK_BYTES // 4 + 3
     x, out = cuda.to_device(np.full(number, comm.rank, "i4")), room(number)
     for _ in range(3):  # the rooms are reused
         requests = [comm.Isend(x, right, tag) for tag in (1, 2)]

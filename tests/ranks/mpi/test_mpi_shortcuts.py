@@ -8,9 +8,9 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm import streams
 from numba_symm.collectives.kernels import message_copy
-from numba_symm.events import Event
+from numba_symm.gpu import streams
+from numba_symm.gpu.events import Event
 from tests.ranks.helpers import of_one_island
 
 

@@ -6,7 +6,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.collectives.kernels import message_copy
-from numba_symm.mpi.rooms import BLOCK, LEAST
+from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST
 
 
 def bytes_of(values):
@@ -28,7 +28,7 @@ def test_sizes_around_limits(apart, monkeypatch, islands):
     comm = MPI.Comm(apart, timeout=20)
     right, left = around(comm)
     sizes = [limit + more for limit in LIMITS for more in (1, 0, -1, -8)]
-    sizes = [*sizes, 0, 1, 7, 8, 16, 0, 24, *sizes[::-1], BLOCK + 5]
+    sizes = [*sizes, 0, 1, 7, 8, 16, 0, 24, *sizes[::-1], BLOCK_BYTES + 5]
     values = np.arange(max(sizes) + len(sizes)) * 7 % 251
     outs = [bytes_of(np.full(size + 19, 255)) for size in sizes]
     requests = [

@@ -9,8 +9,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.errors import ClosedError
-from numba_symm.mpi import one_sided
-from numba_symm.mpi import win as module
+from numba_symm.mpi import win as windows
 from numba_symm.sharing import open_shared, sent
 from tests.ranks.helpers import of_one_island
 
@@ -118,8 +117,8 @@ def test_epochs_wait_for_the_streams_of_the_owner(comm, win, monkeypatch):
     waited, everyone = [], win.Get_group()
     streams = {None: 7, id(win.array): 8}
     with monkeypatch.context() as patch:
-        patch.setattr(module, "SIMULATED", False)
-        patch.setattr(module.streams, "synchronize", waited.append)
+        patch.setattr(windows, "SIMULATED", False)
+        patch.setattr(windows.streams, "synchronize", waited.append)
         patch.setattr(
             comm.post, "stream_of", lambda x, _: streams[x if x is None else id(x)]
         )
@@ -199,7 +198,7 @@ def test_a_window_that_one_rank_cannot_map(comm, monkeypatch):
     memory = comm.communicator.zeros(1, np.int32)
     with monkeypatch.context() as patch:
         if comm.rank == last:
-            patch.setattr(one_sided, "open_shared", fails)
+            patch.setattr(windows, "open_shared", fails)
         kind = RuntimeError if comm.rank == last else MPI.Exception
         with pytest.raises(kind, match="no room left") as found:
             MPI.Win.Create(memory, 4, comm=comm)
@@ -229,7 +228,7 @@ def test_a_window_that_one_rank_cannot_allocate(comm):
 @pytest.mark.parametrize("unit", [-1, 0, 0.5, "x", None, int])
 def test_a_window_with_a_wrong_displacement_unit(comm, unit, monkeypatch):
     """All ranks refuse it before one allocates anything."""
-    monkeypatch.setattr(module, "WindowLocks", None)
+    monkeypatch.setattr(windows, "WindowLocks", None)
     last, memory = comm.size - 1, comm.communicator.zeros(1, np.int32)
     given = unit if comm.rank == last else np.int64(4)
     for make, of in (("Create", memory), ("Allocate_device", 4)):
@@ -321,14 +320,14 @@ def test_a_window_outlives_its_communicator(comm):
 
 
 def test_temporary_arrays_live_until_the_epoch_ends(comm, win, monkeypatch):
-    made, first = [], module.copied
+    made, first = [], windows.copied
 
     def watched(of, into):
         steps = first(of, into)
         made.append(weakref.ref(steps[0]))
         return steps
 
-    monkeypatch.setattr(module, "copied", watched)
+    monkeypatch.setattr(windows, "copied", watched)
     pairs = MPI.INT.Create_vector(2, 1, 3).Commit()
     x = array(1, 2, 3, 4)
     win.Lock(comm.rank)

@@ -12,8 +12,8 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm import open_files
-from numba_symm.mpi import wraps
+from numba_symm import process
+from numba_symm.mpi import calls
 from tests.ranks.helpers import needs_peers
 
 
@@ -100,7 +100,7 @@ def test_a_failed_one_is_replaced(apart):
     assert MPI.Comm(apart, timeout=20) is made
     for _ in range(2):
         made.Free()
-    assert wraps.find(apart) is None
+    assert calls.find(apart) is None
 
 
 def test_mpi_drops_the_reference_when_its_communicator_is_freed(world):
@@ -108,8 +108,8 @@ def test_mpi_drops_the_reference_when_its_communicator_is_freed(world):
         host = world.Dup()
 
     made = Made()
-    wraps.note(made)
-    assert wraps.find(made.host) is made
+    calls.note(made)
+    assert calls.find(made.host) is made
     alive = weakref.ref(made)
     host = made.host
     del made
@@ -139,6 +139,6 @@ def test_too_many_open_files_name_what_was_not_freed(apart):
     if window is not None:
         assert "by Win.Allocate_device" in str(found.value)
         window.Free()
-        assert "Win.Allocate_device" not in open_files.advice()
+        assert "Win.Allocate_device" not in process.advice()
     made.Free()
     other.Free()

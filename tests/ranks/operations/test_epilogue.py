@@ -11,7 +11,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.environment import SIMULATED
-from numba_symm.kernels import bound
+from numba_symm.gpu.kernels import bound
 from tests.algorithms import takes, those
 from tests.finished import finished
 from tests.ranks.helpers import (

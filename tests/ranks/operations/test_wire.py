@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm.collectives import wires
+from numba_symm.collectives import composed
 from numba_symm.environment import SIMULATED
 from tests.coded import bound, coded_sum
 from tests.ranks.helpers import (
@@ -112,8 +112,8 @@ def test_ranks_pass_the_same_wire(world):
 def test_old_gpus_are_told_to_use_int8():
     gpu = SimpleNamespace(compute_capability=(8, 0), name="an A100")
     with pytest.raises(ns.ArgumentError, match="of an A100; pass wire='int8'"):
-        wires.check_capability("fp8", gpu, "all_reduce")
-    wires.check_capability("int8", gpu, "all_reduce")
+        composed.check_capability("fp8", gpu, "all_reduce")
+    composed.check_capability("int8", gpu, "all_reduce")
 
 
 def test_what_a_wire_cannot_do_is_refused(comm, world):

@@ -1,0 +1,1 @@
+"""What touches CUDA: its calls, streams and events, kernels and arrays."""
