@@ -1,12 +1,14 @@
 """Reductions of leaves: equal bits however many ranks share the leaves."""
 
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from numba import cuda
 
 import numba_symm as ns
 from tests import operators
-from tests.ranks.helpers import array_of, check_works, get, refused
+from tests.ranks.helpers import array_of, check_works, get, needs_peers, refused
 
 ALL = 16  # leaves, if the ranks divide them
 
@@ -92,3 +94,13 @@ def test_wrong_leaves_are_refused_on_every_rank(comm, world):
             text,
         )
     check_works(comm)
+
+
+@needs_peers
+def test_different_numbers_of_leaves_are_found(world):
+    with suppress(ns.CollectiveError), ns.Communicator(world) as comm:
+        x = cuda.to_device(np.zeros((2 if comm.rank else 4, 10), "f4"))
+        comm.all_reduce(x, leaves=True)
+        world.barrier()  # both have recorded the call
+        with pytest.raises(ns.CallMismatch, match="leaves"):
+            comm.synchronize()
