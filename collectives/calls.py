@@ -224,7 +224,7 @@ class Calls:
         if given.epilogue is not None and isinstance(out, tuple):
             return self._of_two(given)
         source = arrays.fields(x, what)
-        if given.leaves:
+        if given.leaves is not False:
             from numba_symm.collectives import composed
 
             given, source = composed.first_leaf(given, source)

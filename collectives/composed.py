@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_symm import dtypes
-from numba_symm.arguments import shown
+from numba_symm.arguments import flag, shown
 from numba_symm.collectives import staging
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.enqueueing import PackedCall
@@ -191,8 +191,10 @@ def exchanging(end: Endpoint, binder: Binder) -> Callable[..., Enqueue]:
 def first_leaf(
     given: Invocation[Operation], fields: tuple[Any, ...]
 ) -> tuple[Invocation[Operation], tuple[Any, ...]]:
-    """Return a call with the number of its leaves, and the first leaf; or refuse it."""
+    """Return a call with the number of its leaves, if it has some, and the first."""
     what, view = given.operation.name, ArrayView(*fields)
+    if not flag(given.leaves, what, "leaves"):
+        return given._replace(leaves=False), fields
     number = view.shape[0] if view.shape else 0
     if number < 1 or number & (number - 1):
         raise ArgumentError(
