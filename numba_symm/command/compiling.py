@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from numba_symm import environment
+from numba_symm import dtypes, environment
 from numba_symm.collectives import kernel_set, lifetime, select, tuned
 from numba_symm.command.launcher import positive
 from numba_symm.environment import SIMULATED
@@ -135,7 +135,8 @@ def _one(parse: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(
                 f"expected one value, got {text!r}; separate several by spaces"
             )
-        if text in kernel_set.NAMES:
+        # "sum" is an operator, too.
+        if text in kernel_set.NAMES and text not in dtypes.REDUCTIONS:
             raise argparse.ArgumentTypeError(
                 f"expected a value, got the call {text!r}; write calls before options"
             )

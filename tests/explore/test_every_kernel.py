@@ -74,13 +74,13 @@ def reductions_of_leaves(code):
     def scenario(machine):
         world = World(machine, code, blocks=some_blocks(machine, code))
         number, count = machine.random.choice([2, 4, 16]), a_count(world)
-        shards, binding = code.reduce_shards, code.binding
+        kernels, binding = code.pack, code.binding
         carried = binding.Carried(binding.Call(0, 0, count, INT64, "sum"))
         inputs, words = world.inputs(number * count)
-        results = world.map("output", shards.leaves_room(carried, number, count))
+        results = world.map("output", kernels.leaves_room(carried, number, count))
         for rank, end in enumerate(world.ends):
             given = number, inputs[rank], results[rank], count
-            add(shards.bind_leaves(end, carried, *given), world.streams[rank])
+            add(kernels.bind_leaves(end, carried, *given), world.streams[rank])
             leaves = [words[rank][i * count :][:count] for i in range(number)]
             total = [sum(column) & ALL_ONES for column in zip(*leaves, strict=True)]
             world.expect(results[rank], total)
