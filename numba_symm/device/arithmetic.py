@@ -510,7 +510,9 @@ def make_result(name: str, width: int) -> Callable[..., int]:
         if rooted:
             head, rest, power = _root(a, b, c, d, e, power)
         # The head has 63 bits, in units of two to this power.
-        exponent = min(power + 62 + bias, ones)
+        exponent = power + 62 + bias
+        if exponent >= ones:
+            return sign | infinite
         drop = 62 - fraction + max(0, 1 - exponent)
         if drop > 63:
             head, drop = 1, 63
@@ -518,7 +520,7 @@ def make_result(name: str, width: int) -> Callable[..., int]:
         if lost > half or (lost == half and (rest != 0 or kept & 1 != 0)):
             kept += 1
         # A kept hidden bit adds 1 to the exponent, and so does a carry.
-        return sign | min(kept + ((max(exponent, 1) - 1) << fraction), infinite)
+        return sign | kept + ((max(exponent, 1) - 1) << fraction)
 
     return result
 

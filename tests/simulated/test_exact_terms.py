@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from numba import njit
 
 from numba_symm.device import arithmetic
 from numba_symm.device.sim import f32_of_bits, f64_of_bits, fma_rn_f64, word_of
@@ -49,3 +50,28 @@ def test_a_product_and_a_sum_are_rounded_once():
     assert fma_rn_f64(a, a, -(a * a)) == 2.0**-104
     assert fma_rn_f64(np.float64(3.0), np.float64(0.5), np.float64(-1.5)) == 0
     assert math.copysign(1, fma_rn_f64(a, -a, a * a)) == -1
+
+
+@pytest.mark.parametrize("name", ["sum", "dot", "norm"])
+def test_no_word_of_a_result_wraps(monkeypatch, name):
+    """Compiled for the CPU, whose integers wrap as a GPU's do, unlike Python's."""
+    plain = arithmetic.make_result(name, 64)
+    monkeypatch.setattr(arithmetic, "device_function", njit)
+    monkeypatch.setattr(
+        arithmetic,
+        "bits_of_f64",
+        njit(lambda value: np.float64(value).view(np.int64)),
+    )
+    for each in ("carried", "_shifted", "_root"):
+        monkeypatch.setattr(arithmetic, each, njit(getattr(arithmetic, each)))
+    made = arithmetic.make_result.__wrapped__(name, 64)
+    random = np.random.default_rng(3)
+    for top in (2046, 2047, 2100, 3170, 4220):
+        for digits in (
+            *random.integers(0, 2**32, (50, 4)).tolist(),
+            *([high, *3 * [2**32 - 1]] for high in (1, 3, 2**31 - 1, 2**32 - 1)),
+        ):
+            found = int(made(top, False, False, *digits))
+            wanted = int(plain(top, False, False, *digits))
+            assert found % 2**64 == wanted % 2**64, (top, digits)
+            assert 0 <= found <= 0x7FF << 52
