@@ -89,7 +89,7 @@ ALGORITHMS = {
     "gather_direct": lambda n, e, op: direct_exchange.kernel(n, e, False),
     "all_reduce_direct": lambda *a: direct_shards.kernel(*a, False, True),
     "scatter_direct": lambda *a: direct_shards.kernel(*a, False, False),
-    "finish": lambda n, e, op: pack.convert_kernel(e, e, op, n),
+    "finish": lambda n, e, op: pack.convert_kernel(n, e, e, op, n),
     "reduce_shards": pack.reduce_shards_kernel,
     "reduce_leaves": lambda n, e, op: pack.leaves_kernel(
         n, e, dtypes.element(e.accumulate, "test"), op

@@ -173,18 +173,40 @@ def _joined(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def make_convert(source: Element, target: Element, op: Op, size: int) -> Any:
-    """Return the kernel; its arguments are those of ``lanes.make_conversion``."""
+def make_convert(
+    size: int, source: Element, target: Element, op: Op, terms: int
+) -> Any:
+    """Return the kernel, which stores nothing after a failure.
+
+    Args:
+        size: the number of ranks of the island.
+        source: as for ``lanes.make_conversion``.
+        target: as there.
+        op: as there.
+        terms: by how many an average divides.
+    """
     if source == target:  # whole vectors
-        vectors = make_lanes(source, op, True, size)
+        vectors = make_lanes(source, op, True, terms)
         unpack, pack = vectors.unpack, vectors.pack
         load, store = vectors.load, vectors.store
         lanes = source.lanes
 
-        def finish(grid: int, given: int, result: int, count: int) -> None:
+        def finish(
+            guard: Any,
+            early: bool,
+            ring: Any,
+            own: int,
+            grid: int,
+            given: int,
+            result: int,
+            count: int,
+        ) -> None:
             block = intrinsics.block_index()
             if block >= grid:
                 return
+            workspace.follow_previous_grid(early)
+            if workspace.load_failure(own, block) != 0:  # explore: finish-failed
+                return  # what was reduced may be wrong
             vector = block * THREADS + cuda.threadIdx.x
             while vector * lanes < count:
                 low, high = load(given, vector, count)
@@ -194,15 +216,27 @@ def make_convert(source: Element, target: Element, op: Op, size: int) -> Any:
 
         return finish
 
-    one = make_conversion(source, target, op, size)
+    one = make_conversion(source, target, op, terms)
     load_one, _ = make_access(source.itemsize)
     _, store_one = make_access(target.itemsize)
     read, written = source.itemsize, target.itemsize
 
-    def convert(grid: int, given: int, result: int, count: int) -> None:
+    def convert(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        given: int,
+        result: int,
+        count: int,
+    ) -> None:
         block = intrinsics.block_index()
         if block >= grid:
             return
+        workspace.follow_previous_grid(early)
+        if workspace.load_failure(own, block) != 0:  # explore: convert-failed
+            return  # what was reduced may be wrong
         i = block * THREADS + cuda.threadIdx.x
         while i < count:
             store_one(result + written * i, one(load_one(given + read * i)))
@@ -211,13 +245,10 @@ def make_convert(source: Element, target: Element, op: Op, size: int) -> Any:
     return convert
 
 
-@functools.cache
-def convert_kernel(source: Element, target: Element, op: Op, size: int) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    signature = types.int64, binding.ADDRESS, binding.ADDRESS, types.int64
-    return Kernel(
-        make_convert, (source, target, op, size), signature, THREADS, workspace.HELD
-    )
+convert_kernel = binding.kernels_of(
+    make_convert, binding.ADDRESS, binding.ADDRESS, types.int64
+)
+"""Returns a kernel, compiled when first bound."""
 
 
 def bind_convert(
@@ -227,7 +258,7 @@ def bind_convert(
     result: int,
     count: int,
     op: Op = "sum",
-    size: int = 1,
+    terms: int = 1,
 ) -> Launch:
     """Return the launch for an array of ``count`` elements.
 
@@ -238,18 +269,17 @@ def bind_convert(
         result: address of the result.
         count: number of elements.
         op: the operator that is finished; "sum" only converts.
-        size: the number of ranks, by which an average divides.
+        terms: by how many an average divides.
     """
     source, target = kinds
     lanes = source.lanes if source == target else 1
     grid = min(
         workspace.divide_up(workspace.divide_up(count, lanes), THREADS), end.max_blocks
     )
-    held = workspace.divide_up(grid, end.multiprocessors)
     if op != "avg":
-        size = 1  # one kernel for all numbers of ranks
-    found = convert_kernel(source, target, op, size)
-    return found.bind(grid, grid, given, result, count, held=held)
+        terms = 1  # one kernel for all numbers of them
+    found = convert_kernel(end.size, source, target, op, terms)
+    return binding.launch(found, end, grid, (given, result, count), waits=False)
 
 
 def make_counted_copy(size: int, width: int) -> Any:

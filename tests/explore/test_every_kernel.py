@@ -1,11 +1,16 @@
 """Tests that every kernel is explored, and that its machine code is checked."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from explore.coding import sums_by_codes, tokens_by_codes
 from explore.finishing import epilogues, fused
+from explore.markers import removed
 from explore.scenarios import (
     a_count,
+    breaks,
     holds,
     messages_with_gaps,
     plain_stores_between_barriers,
@@ -21,27 +26,53 @@ from explore.test_failures import CALLS
 from explore.test_message_copies import messages_through_a_room
 from explore.test_operations import PAIRS, calls_of_pairs
 from explore.world import ALL_ONES, INT64, World, add, an_integer
+from numba_symm import dtypes
 from tests import kernel_cases
 from tests.digests import hashes
 from tests.host import test_machine_code_types
 from tests.kernels import every_kernel, named
 
+UINT64 = dtypes.element("uint64", "test")
 
-def conversions(code):
-    """Each rank copies an array by the kernel that finishes a reduction."""
+
+def conversions(code, failed=False, kinds=(INT64, INT64)):
+    """Each rank copies an array by the kernel that finishes a reduction, twice.
+
+    If ``failed``, the ranks have failed before, and store nothing.
+    """
 
     def scenario(machine):
-        world = World(machine, code, blocks=some_blocks(machine, code))
+        blocks = machine.random.choice([None, some_blocks(machine, code)])
+        world = World(machine, code, blocks=blocks)
+        for workspace in world.workspaces if failed else ():
+            for mark in range(8):
+                world.memory.plant(workspace + 128 * mark, 4, 1)
         count = a_count(world)
         inputs, words = world.inputs(count)
-        outputs = world.map("output", 8 * count)
+        outputs, again = (world.map(name, 8 * count, 0) for name in ("output", "again"))
         for rank, end in enumerate(world.ends):
-            given = (INT64, INT64), inputs[rank], outputs[rank], count
-            add(code.pack.bind_convert(end, *given), world.streams[rank])
-            world.expect(outputs[rank], words[rank])
+            end = replace(end, max_blocks=min(end.max_blocks, world.blocks))
+            for given, into in ((inputs, outputs), (outputs, again)):
+                arrays = kinds, given[rank], into[rank], count
+                add(code.pack.bind_convert(end, *arrays), world.streams[rank])
+                world.expect(into[rank], [0] * count if failed else words[rank])
         world.run()
 
     return scenario
+
+
+@pytest.mark.parametrize(
+    ("edit", "kinds"),
+    [
+        (removed("pack", "finish-failed"), (INT64, INT64)),
+        (removed("pack", "convert-failed"), (INT64, UINT64)),
+    ],
+    ids=["finish", "convert"],
+)
+def test_a_rank_that_converts_after_a_failure_is_found(edit, kinds):
+    holds(conversions(device_code(), False, kinds), 2, 5)
+    holds(conversions(device_code(), True, kinds), 2, 5)
+    breaks(conversions(device_code(edit), True, kinds), 2)
 
 
 def reductions_of_shards(code):
