@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from numba_symm import dtypes
+from numba_symm.arguments import flag
 from numba_symm.collectives import staging
 from numba_symm.collectives.binder import Binder, Descriptions
 from numba_symm.collectives.enqueueing import Agreement, Enqueuer, PackedCall
@@ -223,11 +224,13 @@ class Calls:
         what = operation.name
         if given.epilogue is not None and isinstance(out, tuple):
             return self._of_two(given)
-        source = arrays.fields(x, what)
+        source = whole = arrays.fields(x, what)
         if given.leaves is not False:
             from numba_symm.collectives import composed
 
-            given, source = composed.first_leaf(given, source)
+            given = given._replace(leaves=flag(given.leaves, what, "leaves"))
+            if given.leaves:
+                _, source = composed.leaves_of(given, whole)
         self.staging.stream = chosen = self.streams.of(stream, x)
         has_output = True
         if operation.rooted:
@@ -242,15 +245,11 @@ class Calls:
             out = self.new(x, like, operation.shape(like, self.size), chosen, what)
         target = None
         if out is not None:
-            target = (
-                source
-                if out is x and not given.leaves
-                else arrays.fields(out, f"{what}: out")
-            )
+            target = whole if out is x else arrays.fields(out, f"{what}: out")
             gaps = gaps or target[3] is None
         if gaps:
             return staging.bound(self, given, out, self.bound)
-        call = self.packed(given, source, target)
+        call = self.packed(given, whole, target)
         return BoundCall(call, chosen, (x, out, stream, *given.args), out)
 
     def _of_two(self, given: Invocation[Operation]) -> BoundCall:
@@ -292,9 +291,9 @@ class Calls:
             given = epilogues.read(given)
         if given.algorithm is not None:
             operation.check_algorithm(given.algorithm)
-        if given.wire is not None:
+        if given.wire is not None or given.leaves:
             from numba_symm.collectives import composed
-
+        if given.wire is not None:
             composed.check_name(given.wire, what)
         key = what, given[OPTIONS], source, target  # all that is checked below
         known: PackedCall = self.memory.get(key)
@@ -302,6 +301,9 @@ class Calls:
             return known
         if isinstance(given.op, str):
             dtypes.reduction(given.op, what)
+        if given.leaves:
+            number, source = composed.leaves_of(given, source)
+            given = given._replace(leaves=number)
         read = arrays.dense(ArrayView(*source), what)
         if given.wire is not None:
             composed.check_codes(given, read.dtype, self.gpu)

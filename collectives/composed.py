@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_symm import dtypes
-from numba_symm.arguments import flag, shown
+from numba_symm.arguments import shown
 from numba_symm.collectives import staging
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.enqueueing import PackedCall
@@ -56,6 +56,7 @@ from numba_symm.collectives.operations import (
     ALL_REDUCE,
     ALL_TO_ALL,
     Operation,
+    compiling,
 )
 from numba_symm.collectives.protocols.binding import (
     Call,
@@ -188,13 +189,11 @@ def exchanging(end: Endpoint, binder: Binder) -> Callable[..., Enqueue]:
     return bound
 
 
-def first_leaf(
+def leaves_of(
     given: Invocation[Operation], fields: tuple[Any, ...]
-) -> tuple[Invocation[Operation], tuple[Any, ...]]:
-    """Return a call with the number of its leaves, if it has some, and the first."""
+) -> tuple[int, tuple[Any, ...]]:
+    """Return the number of an array's leaves, and the first one; or refuse the call."""
     what, view = given.operation.name, ArrayView(*fields)
-    if not flag(given.leaves, what, "leaves"):
-        return given._replace(leaves=False), fields
     number = view.shape[0] if view.shape else 0
     if number < 1 or number & (number - 1):
         raise ArgumentError(
@@ -211,7 +210,7 @@ def first_leaf(
             f"{what}: expected wire, epilogue and algorithm to be None with "
             "leaves=True; apply them in a second call"
         )
-    return given._replace(leaves=number), (fields[0], view.shape[1:], *fields[2:])
+    return number, (fields[0], view.shape[1:], *fields[2:])
 
 
 def room_of_leaves(call: Call, number: int, shards: int) -> int:
@@ -240,10 +239,10 @@ def bind_leaves(
     own = room + divide_up(call.count, carried.element.lanes) * VECTOR
     whole = call.count * operation.shards(end.size)
     step = replace(carried.step(own, result, call.count), root=call.root)
-    steps: list[Any] = [
-        pack.bind_leaves(binder.end, carried, given.leaves, call.source, own, whole),
-        binder.staged(end, operation, step),
-    ]
+    given_leaves = given.leaves, call.source, own, whole
+    with compiling((call.op, carried.element), operation.name):
+        first = pack.bind_leaves(binder.end, carried, *given_leaves)
+    steps: list[Any] = [first, binder.staged(end, operation, step)]
     if converted:
         op = "avg" if call.op == "avg" else "sum"
         terms = end.size * given.leaves

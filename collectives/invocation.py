@@ -37,7 +37,7 @@ class Invocation(NamedTuple, Generic[Kind]):
         args: what the function takes besides: arrays and numbers.
         row_sum: a function whose results are summed over each row for it, or None.
         second: the output of the second result of such a function, or None.
-        leaves: whether the first axis of ``x`` is leaves; their number, once checked.
+        leaves: whether the first axis of ``x`` is leaves; once bound, their number.
         tables: of a v form, its counts and displacements: one pair, or two.
         peers: of messages, whom this rank sends to, and whom it receives from.
         count: of a message that may be shorter than ``out``, where its number of

@@ -2,7 +2,7 @@
 
 Each rank has a room for its results, with a place for each token that it has received.
 A rank loads the results of its tokens from the rooms of all ranks, and adds them up in
-the order of the ranks, in float32. So a result has the same bits in every run.
+the tree of the ranks, in float32. So a result has the same bits in every run.
 
 If a rank's results are not in its room, a separate kernel first stores them there. This
 kernel also adds up the results of several experts, each times its weight, in the order

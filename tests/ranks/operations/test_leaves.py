@@ -96,6 +96,24 @@ def test_wrong_leaves_are_refused_on_every_rank(comm, world):
     check_works(comm)
 
 
+def test_a_remembered_call_stands_for_arrays_of_its_shape_only(comm, world):
+    out = comm.zeros((40,), np.float32)
+    one = cuda.to_device(np.ones((1, 40), "f4"))
+    for _ in range(2):
+        comm.all_reduce(one, out=out, leaves=True)
+    wrong = one.reshape(4, 10)
+    refused(
+        world,
+        ns.ArgumentError,
+        lambda: comm.all_reduce(wrong, out=out, leaves=True),
+        "expected out",
+    )
+    for _ in range(4):
+        comm.all_reduce(wrong, out=out[:10], leaves=8)
+    comm.synchronize()
+    assert get(out)[:11].tolist() == [4 * comm.size] * 10 + [comm.size]
+
+
 @needs_peers
 def test_different_numbers_of_leaves_are_found(world):
     with suppress(ns.CollectiveError), ns.Communicator(world) as comm:
