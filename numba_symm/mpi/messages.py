@@ -354,6 +354,7 @@ class Post(Unread):
                     self.arriving.pop(each, None)
             self._envelopes.reap()
             self.take_back()
+            self.words.rooms.shrink()
             rooms.unmap_unused()
 
     def match(self, found: Envelope) -> Any:
@@ -428,6 +429,7 @@ class Post(Unread):
                 found = found._replace(asks=0)
             # With a slot it asks again: until READY it has no place to copy from.
             self.unexpected.insert(place, found)
+            receiving.envelope = None
 
     def probe(
         self, what: str, source: int, tag: int, takes: bool = False

@@ -294,9 +294,11 @@ class Receiving(Own):
 
     def _withdraw(self) -> None:
         if self._active and not self._taken:
-            self._post.withdraw(self)
-            # Not before: a message that matches a dropped receive is received at once.
-            self._active = False
+            try:
+                self._post.withdraw(self)
+            finally:
+                # Not before: a dropped receive takes a message that matches it.
+                self._active = False
 
     def Free(self) -> None:
         """Give the request up; its message is received nevertheless."""

@@ -595,7 +595,6 @@ class Unread:
             self._data.reap()
             for each in [each for each in self._unread if self._was_read(each)]:
                 self.release(each)
-            self.words.rooms.shrink()  # here, as a rank that only sends makes no reap
 
     def _was_read(self, made: Any) -> bool:
         if made.slot == NO_SLOT:
@@ -636,6 +635,7 @@ class Unread:
         found = rooms.take_free(size)
         if found is None:
             self.take_back()
+            rooms.shrink()  # a rank that only sends makes no reap
             found = rooms.take(size)
         return found
 
