@@ -12,6 +12,8 @@ import pytest
 from tests.test_mpirun import ROOT
 
 KEPT = ROOT / "build" / "packages"
+# Python has the filter from 3.11.4 on.
+_SAFELY = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 WITH_OURS = "--no-build-isolation"
 """Lets pip use the setuptools that is here: one for a source distribution alone took
 minutes on a loaded machine."""
@@ -32,7 +34,7 @@ def source(name, version, *options, environ=None):
         _pip("download", *options, f"{name}=={version}", environ=environ)
         for archive in KEPT.glob("*.tar.gz"):
             with tarfile.open(archive) as files:
-                files.extractall(KEPT, filter="data")
+                files.extractall(KEPT, **_SAFELY)
             archive.unlink()
     return folder
 
