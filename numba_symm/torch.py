@@ -1,0 +1,798 @@
+"""A backend of torch.distributed: ``import numba_symm.torch`` registers "symm".
+
+No other module imports this one, because torch is an optional dependency.
+
+Python cannot extend ``torch.distributed.Backend``, which has a backend for each kind of
+device. So a group is a whole ``ProcessGroup``, and passes tensors of the CPU to gloo.
+In the simulator, tensors of the CPU are in the place of those on a GPU.
+
+The order of calls: one that the program waits for runs on torch's current stream. Any
+other one runs on the group's own stream, after the work that was on the current stream
+when the program made the call. Its ``wait`` lets the current stream follow.
+
+A message alone is not started by ``isend`` or ``irecv``, but when the program waits for
+any of them, or makes another call of any group. So the messages of one
+``batch_isend_irecv`` are one launch. Otherwise two ranks that both send first would
+wait for each other, because the calls of a communicator follow each other.
+"""
+
+import atexit
+import functools
+import pickle
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from numba_symm import dtypes
+from numba_symm.collectives.communicator import Communicator
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError, CollectiveTimeout, SymmError
+from numba_symm.gpu import arrays
+from numba_symm.launch import ranks
+
+DEVICE = "cpu" if SIMULATED else "cuda"
+"""The kind of device whose tensors the library itself reads and writes."""
+
+NAME = "symm"
+
+PARTING = 10.0
+"""Seconds that a program waits for the other ranks at its end, if groups are open."""
+
+_POLL = 2e-3  # seconds between two looks into a store
+
+_DTYPES = {
+    getattr(torch, dtype.name): dtype
+    for dtype in dtypes.DTYPES
+    if hasattr(torch, dtype.name)
+}
+_OPERATORS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "prod",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+
+
+class StoreComm:
+    """What a ``Communicator`` needs of its ranks, through a store of torch's.
+
+    Args:
+        store: the store; no other code uses its keys.
+        rank: this process' number.
+        size: the number of ranks.
+        seconds: how long a call waits for the other ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, seconds: float):
+        self.rank, self.size = rank, size
+        self.seconds = seconds
+        self._store, self._step = store, 0
+        # The store may outlive the group, and have another one of the same name.
+        self._number = store.add(f"{NAME}/{rank}", 1)
+
+    def allgather(self, sendobj: Any, /) -> list[Any]:
+        """Return every rank's picklable object, in rank order. Collective.
+
+        Raises:
+            CollectiveTimeout: a rank did not arrive in time.
+        """
+        self._step += 1
+        keys = [f"{NAME}/{self._number}/{self._step}/{r}" for r in range(self.size)]
+        self._store.set(keys[self.rank], pickle.dumps(sendobj))
+        end = time.monotonic() + self.seconds
+        while absent := [r for r, key in enumerate(keys) if not self._has(key)]:
+            time.sleep(_POLL)  # the store's own waits log warnings, and block signals
+            if time.monotonic() > end:
+                raise CollectiveTimeout(
+                    f"Communicator: rank {self.rank} has waited {self.seconds:g} s "
+                    f"for {ranks.name_ranks(absent)}; the first call of a group is "
+                    "collective, so every rank of the group must make it",
+                    ranks=(self.rank, *absent),
+                    operation="Communicator",
+                )
+        return [pickle.loads(self._store.get(key)) for key in keys]
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([key]))
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self.allgather(None)
+
+
+class _Buffers:
+    """The memory of a call's tensors: theirs, or that of contiguous copies."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[Any, Any]] = []
+
+    def of(self, tensor: Any, *, written: bool = False) -> Any:
+        """Return the elements of a tensor along one axis, as an array."""
+        dense = tensor.detach()
+        if not dense.is_contiguous():
+            dense = dense.contiguous()
+            if written:
+                self._copies.append((tensor.detach(), dense))
+        flat = dense.view(-1)
+        if flat.dtype not in _DTYPES:  # of a type that is only moved
+            flat = flat.view(torch.uint8)
+        if not SIMULATED:
+            return flat
+        nbytes = flat.numel() * flat.element_size()
+        memory = arrays.Memory(flat.data_ptr(), nbytes, owner=flat)
+        return memory.array(flat.numel(), _DTYPES[flat.dtype])
+
+    def finish(self) -> None:
+        """Copy what the call has stored to the tensors that have gaps."""
+        for tensor, dense in self._copies:
+            tensor.copy_(dense)
+
+
+Body = Callable[[Communicator, _Buffers], Any]
+
+
+class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
+    """One call of a group, or several that start together.
+
+    Args:
+        group: the group.
+        tensors: those that the call reads or writes.
+        outputs: what the future of the call has.
+    """
+
+    def __init__(self, group: "SymmGroup", tensors: Sequence[Any], outputs: Any):
+        super().__init__()
+        self.tensors = tensors
+        self.started = False
+        self.error: BaseException | None = None  # why it could not be started
+        self.stream: Any = None  # None: the current one
+        self.done: Any = None  # the event after the call, if it has its own stream
+        self.ready: Any = None  # the event before it
+        self._group, self._outputs = group, outputs
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Let torch's current stream follow; with a timeout, the host waits as well.
+
+        Raises:
+            CollectiveError: a call of the group has failed.
+        """
+        self._begun()
+        if self.done is not None:
+            self.done.wait(torch.cuda.current_stream(self.stream.device))
+        if timeout > timedelta(0):
+            self._wait_on_the_host(timeout)
+        self._group.check()
+        return True
+
+    def _wait_on_the_host(self, timeout: timedelta) -> None:
+        end = time.monotonic() + timeout.total_seconds()
+        while not self.is_completed():
+            self._group.check()
+            if time.monotonic() > end:
+                seconds = timeout.total_seconds()
+                raise CollectiveTimeout(f"wait: the call still runs after {seconds:g}s")
+            time.sleep(1e-4)
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended."""
+        self._begun()
+        if self.done is None:  # it ran on the current stream
+            return SIMULATED or bool(torch.cuda.current_stream().query())
+        return bool(self.done.query())
+
+    def _begun(self) -> None:
+        if not self.started:
+            self._group.start_messages()
+        if self.error is not None:
+            raise self.error
+
+    def synchronize(self) -> None:
+        """Do as :meth:`wait`."""
+        self.wait()
+
+    def result(self) -> Any:
+        """Return the outputs."""
+        return self._outputs
+
+    def get_future(self) -> Any:
+        """Return a future of the outputs, which is done at once, in stream order.
+
+        Raises:
+            CollectiveError: a call of the group has failed.
+        """
+        self._begun()
+        self._group.check()
+        devices = [] if SIMULATED else list({each.device for each in self.tensors})
+        future = torch.futures.Future(devices=devices)
+        with torch.cuda.stream(self.stream):  # None: the current one stays
+            future.set_result(self._outputs)
+        return future
+
+
+class _Barrier(SymmWork):
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait on the host until every rank has arrived."""
+        super().wait(timeout)
+        self._group.synchronize()
+        return True
+
+
+def _collective(method: Callable[..., SymmWork]) -> Callable[..., SymmWork]:
+    """Pass tensors of the CPU to gloo, and refuse those that are not plain memory."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: "SymmGroup", *args: Any) -> SymmWork:
+        others, place = False, None
+        for tensor in _tensors(args):
+            others |= tensor.device.type != DEVICE
+            place = tensor.device.index
+            if tensor.layout is not torch.strided or tensor.is_conj():
+                raise ArgumentError(
+                    f"{name}: expected dense tensors that are not conjugate views, got "
+                    f"a tensor of layout {tensor.layout}; pass x.to_dense() or "
+                    "x.resolve_conj()"
+                )
+            if tensor.is_neg():
+                raise ArgumentError(
+                    f"{name}: expected a tensor without negative bit; pass "
+                    "x.resolve_neg()"
+                )
+        if others:
+            return cast(SymmWork, getattr(self.gloo(name, args), name)(*args))
+        if SIMULATED or place in (None, torch.cuda.current_device()):
+            return method(self, *args)
+        with torch.cuda.device(place):
+            return method(self, *args)
+
+    return call
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[Any]:
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, list | tuple):
+            yield from _tensors(each)
+
+
+def _operator(op: Any, tensors: Sequence[Any], what: str) -> str:
+    """Return the name of an operator, or refuse it, or the type of a tensor."""
+    kind = getattr(op, "op", op)
+    found = _OPERATORS.get(kind)
+    if found is None:
+        known = ", ".join(each.name for each in _OPERATORS)
+        raise ArgumentError(f"{what}: expected one of {known}, got {kind}")
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES:
+            raise ArgumentError(
+                f"{what}: expected a type that has operators, got {tensor.dtype}"
+            )
+    return found
+
+
+def _refused(name: str, advice: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **options: Any) -> Any:
+        raise ArgumentError(f"{name}: the backend {NAME} does not have it; {advice}")
+
+    return refuse
+
+
+class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see torch
+    """A process group of the backend "symm".
+
+    It makes its ``Communicator`` in its first call, on the device of that call.
+
+    Args:
+        store: the store of this group.
+        rank: this process' number in the group.
+        size: the number of ranks.
+        timeout: how long calls wait for other ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        super().__init__(rank, size)
+        self._store, self._timeout = store, timeout
+        self._comm: Communicator | None = None
+        self._meeting: StoreComm | None = None  # set with it
+        self._gloo: Any = None
+        self._stream: Any = None  # for calls that the program does not wait for
+        self._later: list[tuple[SymmWork, Body]] = []
+        self._coalesces = self._closed = False
+        self._name = ""
+        _groups.add(self)
+
+    # What torch asks a group.
+
+    def getBackendName(self) -> str:
+        """Return the name."""
+        return NAME
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name of the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """Return the name of the group."""
+        return self._name
+
+    def get_group_store(self) -> Any:
+        """Return the store."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[Any]:
+        return [torch.device(name) for name in dict.fromkeys(("cpu", DEVICE))]
+
+    def gloo(self, name: str, args: Sequence[Any]) -> Any:
+        """Return the group for tensors of the CPU."""
+        kinds = sorted({tensor.device.type for tensor in _tensors(args)})
+        if kinds != ["cpu"]:
+            raise ArgumentError(
+                f"{name}: expected tensors on {DEVICE}, or all on cpu, got {kinds}; "
+                "move them"
+            )
+        if self._gloo is None:
+            store, place = dist.PrefixStore("gloo", self._store), torch.device("cpu")
+            made = dist.ProcessGroup(store, self.rank(), self.size())
+            kind = dist.ProcessGroup.BackendType.GLOO
+            backend = dist.ProcessGroupGloo(
+                store, self.rank(), self.size(), self._timeout
+            )
+            made._set_default_backend(kind)
+            made._register_backend(place, kind, backend)
+            self._gloo = made
+        return self._gloo
+
+    def check(self) -> None:
+        """Raise if a call has failed."""
+        if self._comm is not None:
+            self._comm.check()
+
+    def synchronize(self) -> None:
+        """Wait on the host until the calls have ended. Raise if one has failed."""
+        if self._comm is not None:
+            self._comm.synchronize(self._current())
+
+    def abort(self) -> None:
+        """End the calls of all ranks with an error."""
+        if self._comm is not None and not self._closed:
+            self._comm.abort("torch.distributed: abort")
+
+    def shutdown(self) -> None:
+        """Close the communicator. Collective."""
+        if not self._closed:
+            self.start_messages()
+            self._closed = True
+            if self._comm is not None:
+                self._comm.close()
+            if self._gloo is not None:
+                self._gloo.shutdown()
+
+    def part(self) -> None:
+        """Close the communicator, if it has failed, or every rank ends soon, too."""
+        if self._meeting is not None and not self._closed:
+            try:
+                self.check()
+            except SymmError:  # it closes without the other ranks
+                self._meeting = None
+            if self._meeting is not None:
+                self._meeting.seconds = PARTING
+                self._meeting.barrier()
+            self.shutdown()
+
+    # How calls start.
+
+    def _communicator(self, tensors: Sequence[Any]) -> Communicator:
+        if self._closed:
+            raise ArgumentError("the process group was destroyed; make another one")
+        if self._comm is None:
+            device = None
+            if not SIMULATED:
+                device = torch.cuda.current_device()
+                for tensor in tensors:
+                    device = tensor.device.index
+            seconds = self._timeout.total_seconds()
+            meeting = StoreComm(self._store, self.rank(), self.size(), seconds)
+            self._comm = Communicator(meeting, device, timeout=seconds)
+            self._meeting = meeting
+        return self._comm
+
+    def _current(self) -> Any:
+        return None if SIMULATED else torch.cuda.current_stream()
+
+    @contextmanager
+    def _on_stream(self, works: Sequence[SymmWork], own: bool) -> Iterator[Any]:
+        """Make the group's own stream the current one, after what the works follow."""
+        if SIMULATED or not own:
+            yield None
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        for work in works:
+            self._stream.wait_event(work.ready)
+        with torch.cuda.stream(self._stream):
+            yield self._stream
+
+    def _run(
+        self,
+        body: Body,
+        tensors: Sequence[Any],
+        opts: Any = None,
+        *,
+        outputs: Any = None,
+        messages: bool = False,
+        kind: type[SymmWork] = SymmWork,
+    ) -> SymmWork:
+        """Start a call, or let it start with others. Return its work.
+
+        Args:
+            body: makes the calls of the communicator.
+            tensors: those that it reads or writes.
+            opts: torch's options of the call; None: of a message, which starts later.
+            outputs: of the future; None: ``tensors``.
+            messages: whether ``body`` makes messages, which start together.
+            kind: the class of the work.
+        """
+        work = kind(self, tensors, list(tensors) if outputs is None else outputs)
+        own = self._coalesces or getattr(opts, "asyncOp", True)
+        if own and not SIMULATED:
+            work.ready = torch.cuda.current_stream().record_event()
+        with _lock:
+            if self._coalesces or opts is None:
+                self._later.append((work, body))
+                _unstarted.add(self)
+                return work
+            start_all_messages()
+            self._start([(work, body)], own, messages)
+        return work
+
+    def _start(
+        self, calls: list[tuple[SymmWork, Body]], own: bool, together: bool
+    ) -> None:
+        works = [work for work, _ in calls]
+        tensors = [tensor for work in works for tensor in work.tensors]
+        try:
+            comm, buffers = self._communicator(tensors), _Buffers()
+            with self._on_stream(works, own) as stream:
+                with ExitStack() as block:
+                    if together:
+                        block.enter_context(comm.group())
+                    for _, body in calls:
+                        body(comm, buffers)
+                buffers.finish()
+                done = None if stream is None else stream.record_event()
+                for tensor in tensors if stream is not None else ():
+                    tensor.record_stream(stream)
+        except BaseException as error:
+            for work in works:
+                work.error = error
+            raise
+        finally:
+            for work in works:
+                work.started = True
+        for work in works:
+            work.stream, work.done = stream, done
+
+    def start_messages(self) -> None:
+        """Start the messages that were not started, if no calls are being coalesced."""
+        with _lock:
+            if not self._coalesces:
+                self._start_later()
+
+    def _start_later(self) -> None:
+        _unstarted.discard(self)
+        calls, self._later = self._later, []
+        if calls:
+            self._start(calls, own=True, together=True)
+
+    def _start_coalescing(self, device: Any) -> None:
+        start_all_messages()
+        self._coalesces = True
+
+    def _end_coalescing(self, device: Any) -> SymmWork:
+        self._coalesces = False
+        works = [work for work, _ in self._later]
+        tensors = [tensor for work in works for tensor in work.tensors]
+        self._start_later()
+        whole = SymmWork(self, tensors, tensors)
+        whole.started = True
+        if works:
+            whole.stream, whole.done = works[-1].stream, works[-1].done
+        return whole
+
+    def _messages(
+        self,
+        sends: Sequence[tuple[Any, int]],
+        receives: Sequence[tuple[Any, int]],
+        opts: Any,
+    ) -> SymmWork:
+        """Send tensors to ranks, and receive tensors from ranks."""
+
+        def body(comm: Communicator, buffers: _Buffers) -> None:
+            for tensor, peer in sends:
+                comm.send(buffers.of(tensor), dst=peer)
+            for tensor, peer in receives:
+                comm.recv(buffers.of(tensor, written=True), src=peer)
+
+        tensors = [tensor for tensor, _ in (*sends, *receives)]
+        outputs = [tensor for tensor, _ in receives]
+        return self._run(body, tensors, opts, outputs=outputs, messages=True)
+
+    # Collectives, by torch's names. ``opts`` are torch's options.
+
+    @_collective
+    def allreduce(self, tensors: list[Any], opts: Any) -> SymmWork:
+        """Reduce tensors over all ranks."""
+        op = _operator(opts.reduceOp, tensors, "all_reduce")
+
+        def body(comm: Communicator, buffers: _Buffers) -> None:
+            for tensor in tensors:
+                x = buffers.of(tensor, written=True)
+                comm.all_reduce(x, out=x, op=op)
+
+        return self._run(body, tensors, opts)
+
+    @_collective
+    def allreduce_coalesced(self, tensors: list[Any], opts: Any) -> SymmWork:
+        """Do as :meth:`allreduce`."""
+        return self.allreduce(tensors, opts)
+
+    @_collective
+    def broadcast(self, tensors: list[Any], opts: Any) -> SymmWork:
+        """Copy the root's tensors to all ranks."""
+
+        def body(comm: Communicator, buffers: _Buffers) -> None:
+            for tensor in tensors:
+                comm.broadcast(buffers.of(tensor, written=True), root=opts.rootRank)
+
+        return self._run(body, tensors, opts)
+
+    @_collective
+    def reduce(self, tensors: list[Any], opts: Any) -> SymmWork:
+        """Reduce tensors over all ranks, for the root."""
+        op, root = _operator(opts.reduceOp, tensors, "reduce"), opts.rootRank
+
+        def body(comm: Communicator, buffers: _Buffers) -> None:
+            for tensor in tensors:
+                x = buffers.of(tensor, written=comm.rank == root)
+                comm.reduce(x, root=root, out=x, op=op)
+
+        return self._run(body, tensors, opts)
+
+    @_collective
+    def allgather(self, outputs: list[Any], inputs: list[Any], opts: Any) -> SymmWork:
+        """Give all ranks the tensors of all ranks, which may have any sizes."""
+        everyone = range(self.size())
+        sends = [(tensor, rank) for tensor in inputs for rank in everyone]
+        receives = [pair for parts in outputs for pair in zip(parts, everyone)]  # noqa: B905
+        self._expect_lists(outputs, "all_gather")
+        return self._messages(sends, receives, opts)
+
+    @_collective
+    def _allgather_base(self, output: Any, input: Any, opts: Any) -> SymmWork:
+        """Give all ranks the tensors of all ranks, one after another."""
+        return self.allgather_into_tensor_coalesced([output], [input], opts)
+
+    @_collective
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Any], inputs: list[Any], opts: Any
+    ) -> SymmWork:
+        """Do as :meth:`_allgather_base` with several tensors."""
+
+        def body(comm: Communicator, buffers: _Buffers) -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                out = buffers.of(output, written=True)
+                comm.all_gather(buffers.of(tensor), out=out)
+
+        return self._run(body, [*inputs, *outputs], opts, outputs=outputs)
+
+    @_collective
+    def reduce_scatter(
+        self, outputs: list[Any], inputs: list[Any], opts: Any
+    ) -> SymmWork:
+        """Reduce a tensor for each rank, of any sizes."""
+        op = _operator(opts.reduceOp, outputs, "reduce_scatter")
+        self._expect_lists(inputs, "reduce_scatter")
+
+        def body(comm: Communicator, buffers: _Buffers) -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                out = buffers.of(output, written=True)
+                if len({part.numel() for part in parts}) == 1:
+                    whole = torch.cat([part.reshape(-1) for part in parts])
+                    comm.reduce_scatter(buffers.of(whole), out=out, op=op)
+                    continue
+                for root, part in enumerate(parts):
+                    x = buffers.of(part)
+                    comm.reduce(x, root=root, out=out, op=op)
+
+        tensors = [*outputs, *(part for parts in inputs for part in parts)]
+        return self._run(body, tensors, opts, outputs=outputs)
+
+    @_collective
+    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> SymmWork:
+        """Reduce a tensor, and give each rank its part."""
+        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+
+    @_collective
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[Any], inputs: list[Any], opts: Any
+    ) -> SymmWork:
+        """Do as :meth:`_reduce_scatter_base` with several tensors."""
+        op = _operator(opts.reduceOp, inputs, "reduce_scatter")
+
+        def body(comm: Communicator, buffers: _Buffers) -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                out = buffers.of(output, written=True)
+                comm.reduce_scatter(buffers.of(tensor), out=out, op=op)
+
+        return self._run(body, [*inputs, *outputs], opts, outputs=outputs)
+
+    @_collective
+    def alltoall_base(
+        self,
+        output: Any,
+        input: Any,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any,
+    ) -> SymmWork:
+        """Send each rank a part of a tensor, along its first axis."""
+        equal = not output_splits and not input_splits
+        received = self._counts(output, output_splits)
+        sent = self._counts(input, input_splits)
+
+        def body(comm: Communicator, buffers: _Buffers) -> None:
+            x, out = buffers.of(input), buffers.of(output, written=True)
+            if equal:
+                comm.all_to_all(x, out=out)
+                return
+            width = x.dtype.itemsize if SIMULATED else x.element_size()
+            units = input.element_size() // width  # bytes, if it is only moved
+            sends, receives = ([n * units for n in each] for each in (sent, received))
+            comm.all_to_all_v(x, send_counts=sends, recv_counts=receives, out=out)
+
+        tensors = [input, output]
+        return self._run(body, tensors, opts, outputs=[output], messages=not equal)
+
+    def _counts(self, tensor: Any, splits: Sequence[int]) -> list[int]:
+        """Return the number of a tensor's elements for each rank."""
+        length, size = tensor.shape[0] if tensor.dim() else 1, self.size()
+        parts = list(splits) or [length // size] * size
+        if len(parts) != size or sum(parts) != length:
+            raise ArgumentError(
+                f"all_to_all: expected a part for each of {size} ranks, of {length} "
+                f"rows together, got {parts}"
+            )
+        row = tensor.numel() // length if length else 0
+        return [part * row for part in parts]
+
+    @_collective
+    def alltoall(self, outputs: list[Any], inputs: list[Any], opts: Any) -> SymmWork:
+        """Send each rank a tensor, and receive one from each, of any sizes."""
+        self._expect_lists([outputs, inputs], "all_to_all")
+        everyone = range(self.size())
+        sends = list(zip(inputs, everyone, strict=True))
+        receives = list(zip(outputs, everyone, strict=True))
+        return self._messages(sends, receives, opts)
+
+    @_collective
+    def gather(self, outputs: list[Any], inputs: list[Any], opts: Any) -> SymmWork:
+        """Give the root the tensors of all ranks, of any sizes."""
+        receives: list[tuple[Any, int]] = []
+        if self.rank() == opts.rootRank:
+            self._expect_lists(outputs, "gather")
+            receives = list(zip(outputs[0], range(self.size()), strict=True))
+        return self._messages([(inputs[0], opts.rootRank)], receives, opts)
+
+    @_collective
+    def scatter(self, outputs: list[Any], inputs: list[Any], opts: Any) -> SymmWork:
+        """Give each rank one of the root's tensors, of any sizes."""
+        sends: list[tuple[Any, int]] = []
+        if self.rank() == opts.rootRank:
+            self._expect_lists(inputs, "scatter")
+            sends = list(zip(inputs[0], range(self.size()), strict=True))
+        return self._messages(sends, [(outputs[0], opts.rootRank)], opts)
+
+    def _expect_lists(self, lists: Sequence[Any], what: str) -> None:
+        for each in lists:
+            if len(each) != self.size():
+                raise ArgumentError(
+                    f"{what}: expected a list of {self.size()} tensors, one for each "
+                    f"rank, got {len(each)}"
+                )
+
+    @_collective
+    def send(self, tensors: list[Any], peer: int, tag: int) -> SymmWork:
+        """Send a tensor to a rank."""
+        _refuse_tag(tag, "send")
+        return self._messages([(tensor, peer) for tensor in tensors], [], None)
+
+    @_collective
+    def recv(self, tensors: list[Any], peer: int, tag: int) -> SymmWork:
+        """Receive a tensor from a rank."""
+        _refuse_tag(tag, "recv")
+        return self._messages([], [(tensor, peer) for tensor in tensors], None)
+
+    def barrier(self, opts: Any) -> SymmWork:
+        """Wait for all ranks, on the host."""
+        limit = getattr(opts, "timeout", self._timeout)
+        if limit not in (self._timeout, timedelta(milliseconds=-1)):
+            raise ArgumentError(
+                f"barrier: expected the timeout of the group, {self._timeout}, got "
+                f"{limit}; omit timeout="
+            )
+
+        def body(comm: Communicator, buffers: _Buffers) -> None:
+            comm.barrier(self._current())
+
+        return self._run(body, [], opts, kind=_Barrier)
+
+    # From torch 2.13 on, it calls these names.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    allgather_coalesced = _refused("allgather_coalesced", "call all_gather")
+    recv_anysource = _refused("recv_anysource", "pass the rank to receive from")
+
+
+def _refuse_tag(tag: int, what: str) -> None:
+    if tag:
+        raise ArgumentError(
+            f"{what}: expected tag=0, got {tag}, because messages of two ranks match "
+            "in the order of their calls; omit tag="
+        )
+
+
+_groups: "weakref.WeakSet[SymmGroup]" = weakref.WeakSet()
+_unstarted: set[SymmGroup] = set()  # groups with messages that were not started
+_lock = threading.RLock()  # autograd calls from threads of its own
+
+
+def start_all_messages() -> None:
+    """Start the messages of all groups: a peer may wait for them."""
+    with _lock:
+        while _unstarted:
+            _unstarted.pop().start_messages()
+
+
+@atexit.register
+def _close() -> None:
+    """Close the groups of a program that does not destroy them.
+
+    If a rank does not end soon, they stay open, and the library reports that. So a rank
+    that another one waits for, but that leaves by ``sys.exit``, is not awaited.
+    """
+    if not hasattr(sys, "last_value"):  # else the library reports the exception
+        with suppress(RuntimeError, SymmError):  # the store may have ended, too
+            for group in sorted(_groups, key=SymmGroup.getGroupName):
+                group.part()
+
+
+def _create(options: Any, given: Any) -> SymmGroup:
+    if given is not None:
+        raise ArgumentError(
+            f"init_process_group: expected no pg_options for {NAME}, got {given!r}; "
+            "omit them"
+        )
+    return SymmGroup(
+        options.store, options.group_rank, options.group_size, options.timeout
+    )
+
+
+dist.Backend.register_backend(NAME, _create, extended_api=True, devices=[DEVICE])

@@ -1,0 +1,607 @@
+"""The backend of torch.distributed, compared with gloo, between simulated ranks."""
+
+import os
+import sys
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import ClassVar
+
+import pytest
+
+from tests.spawned import Ranks, attempt, outcomes
+
+torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
+
+SECONDS = 40
+
+
+def begin(comm, folder, seconds=SECONDS):
+    """Return the backend's group and a group of gloo; make them in the first call."""
+    import numba_symm.torch  # noqa: F401  # registers the backend
+
+    if not dist.is_initialized():
+        name = "-".join(comm.allgather(str(os.getpid())))  # new after a failure
+        store = dist.FileStore(f"{folder}/{name}", comm.size)
+        limit = timedelta(seconds=seconds)
+        given = {"rank": comm.rank, "world_size": comm.size, "timeout": limit}
+        dist.init_process_group("symm", store=store, **given)
+        dist.new_group(backend="gloo")
+    return dist.distributed_c10d._world.pg_map
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request, tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("torch"))
+    with Ranks(request.param) as made:
+        yield lambda function, *args: made.run(function, folder, *args)
+
+
+def all_reduce(group, rank, size, op, dtype):
+    x = torch.arange(1, 12).remainder(rank + 3).to(getattr(torch, dtype))
+    dist.all_reduce(x, getattr(dist.ReduceOp, op), group)
+    return [x]
+
+
+def all_reduce_strided(group, rank, size):
+    x = torch.arange(12.0).reshape(3, 4) * (rank + 1)
+    dist.all_reduce(x.t(), group=group)
+    return [x]
+
+
+def all_reduce_later(group, rank, size):
+    x = torch.full((3, 5), rank + 2.0)
+    work = dist.all_reduce(x, group=group, async_op=True)
+    work.wait()
+    assert work.is_completed()
+    (y,) = work.get_future().wait()
+    return [x, y]
+
+
+def broadcast_of_a_parameter(group, rank, size):
+    x = torch.nn.Parameter(torch.full((3,), rank + 1.0))
+    dist.broadcast(x, 1, group=group)
+    return [x.detach()]
+
+
+def all_reduce_coalesced(group, rank, size):
+    x, y = torch.full((3,), rank + 1.0), torch.full((2, 2), rank - 1.0)
+    with dist._coalescing_manager(group):
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(y, group=group)
+    return [x, y]
+
+
+def broadcast(group, rank, size):
+    found = []
+    for root in range(size):
+        for dtype in (torch.float32, torch.uint8, torch.complex64, torch.bool):
+            x = torch.arange(5).mul(rank + 1).to(dtype)
+            dist.broadcast(x, root, group)
+            found.append(x)
+    return found
+
+
+def reduce(group, rank, size):
+    x = torch.arange(5.0) * (rank + 1)
+    dist.reduce(x, 1, group=group)
+    return [x] if rank == 1 else []
+
+
+def all_gather(group, rank, size):
+    out = [torch.zeros(2, 3) for _ in range(size)]
+    dist.all_gather(out, torch.full((2, 3), rank + 0.5), group)
+    return out
+
+
+def all_gather_into_tensor(group, rank, size):
+    out = torch.zeros(size * 2, 3, dtype=torch.bfloat16)
+    x = torch.full((2, 3), rank + 0.5, dtype=torch.bfloat16)
+    dist.all_gather_into_tensor(out, x, group)
+    return [out]
+
+
+def reduce_scatter(group, rank, size):
+    parts = [torch.full((4,), 10.0 * rank + part) for part in range(size)]
+    out = torch.zeros(4)
+    dist.reduce_scatter(out, parts, group=group)
+    return [out]
+
+
+def reduce_scatter_tensor(group, rank, size):
+    out = torch.zeros(2, 3)
+    x = torch.arange(6.0 * size).reshape(2 * size, 3) * (rank + 1)
+    dist.reduce_scatter_tensor(out, x, group=group)
+    return [out]
+
+
+def all_to_all_single(group, rank, size):
+    out = torch.zeros(2 * size, 3, dtype=torch.int32)
+    x = torch.arange(6 * size, dtype=torch.int32).reshape(2 * size, 3) + 100 * rank
+    dist.all_to_all_single(out, x, group=group)
+    return [out]
+
+
+def all_to_all_single_uneven(group, rank, size):
+    sent = [rank + peer for peer in range(size)]  # rank 0 sends nothing to itself
+    x = torch.arange(3.0 * sum(sent)).reshape(sum(sent), 3) + 100 * rank
+    out = torch.zeros(sum(sent), 3)
+    dist.all_to_all_single(out, x, sent, sent, group)
+    return [out]
+
+
+def gather(group, rank, size):
+    out = [torch.zeros(3) for _ in range(size)] if rank == 1 else None
+    dist.gather(torch.full((3,), rank + 1.0), out, 1, group)
+    return out or []
+
+
+def scatter(group, rank, size):
+    parts = [torch.full((3,), part + 1.0) for part in range(size)]
+    out = torch.zeros(3)
+    dist.scatter(out, parts if rank == 1 else None, 1, group)
+    return [out]
+
+
+def send_and_recv(group, rank, size):
+    x = torch.full((3,), rank + 1.0)
+    if rank == 0:
+        dist.send(x, 1, group)
+    elif rank == 1:
+        dist.recv(x, 0, group)
+    return [x]
+
+
+def messages_both_ways(group, rank, size):
+    """Each rank first sends, more than fits into memory of the library's own."""
+    x, y = torch.full((1 << 20,), rank + 1.0), torch.zeros(1 << 20)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sent = dist.P2POp(dist.isend, x, after, group)
+    received = dist.P2POp(dist.irecv, y, before, group)
+    for work in dist.batch_isend_irecv([sent, received]):
+        work.wait()
+    return [y]
+
+
+def objects(group, rank, size):
+    found = [None] * size
+    dist.all_gather_object(found, {"rank": rank, "text": "x" * 1000 * rank}, group)
+    assert [each["rank"] for each in found] == list(range(size))
+    return [torch.tensor([len(each["text"]) for each in found])]
+
+
+CASES = [
+    *((all_reduce, op, "float32") for op in ("SUM", "PRODUCT", "MIN", "MAX")),
+    *((all_reduce, op, "int32") for op in ("SUM", "BAND", "BOR", "BXOR")),
+    *((all_reduce, "SUM", dtype) for dtype in ("bfloat16", "float16", "complex64")),
+    (all_reduce_strided,),
+    (all_reduce_later,),
+    (broadcast_of_a_parameter,),
+    (all_reduce_coalesced,),
+    (broadcast,),
+    (reduce,),
+    (all_gather,),
+    (all_gather_into_tensor,),
+    (reduce_scatter,),
+    (reduce_scatter_tensor,),
+    (all_to_all_single,),
+    (all_to_all_single_uneven,),
+    (gather,),
+    (scatter,),
+    (send_and_recv,),
+    (messages_both_ways,),
+    (objects,),
+]
+IDS = ["-".join([case[0].__name__, *case[1:]]) for case in CASES]
+
+
+def compare(comm, folder, index):
+    case, *args = CASES[index]
+    ours, gloos = (case(g, comm.rank, comm.size, *args) for g in begin(comm, folder))
+    assert len(ours) == len(gloos)
+    for mine, other in zip(ours, gloos, strict=True):
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other), (mine, other)
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=IDS)
+def test_a_call_has_gloo_s_result(ranks, index):
+    ranks(compare, index)
+
+
+def of_any_sizes(comm, folder):
+    """Do what gloo does not."""
+    rank, size = comm.rank, comm.size
+    group = next(iter(begin(comm, folder)))
+    mean = torch.full((3,), 3.0 * rank)
+    dist.all_reduce(mean, dist.ReduceOp.AVG, group)
+    assert mean.tolist() == [3.0 * (size - 1) / 2] * 3
+    out = [torch.zeros(peer + 1) for peer in range(size)]
+    dist.all_gather(out, torch.full((rank + 1,), float(rank)), group)
+    assert [x.tolist() for x in out] == [[float(r)] * (r + 1) for r in range(size)]
+    parts = [torch.full((part + 1,), rank + 1.0) for part in range(size)]
+    out = torch.zeros(rank + 1)
+    dist.reduce_scatter(out, parts, group=group)
+    assert out.tolist() == [size * (size + 1) / 2] * (rank + 1)
+    sent = [torch.full((rank + peer,), 10.0 * rank + peer) for peer in range(size)]
+    got = [torch.zeros(rank + peer) for peer in range(size)]
+    dist.all_to_all(got, sent, group)
+    for peer, x in enumerate(got):
+        assert x.tolist() == [10.0 * peer + rank] * (rank + peer)
+    moved = torch.tensor([rank + 1.0] * 3).to(torch.float8_e4m3fnuz)  # has no operators
+    dist.broadcast(moved, 1, group)
+    assert moved.float().tolist() == [2.0] * 3
+    gaps = torch.ones(3, 4)
+    dist.all_reduce(gaps[:, 1:3], group=group)
+    assert gaps.tolist() == [[1.0, size, size, 1.0]] * 3
+    none = torch.empty(0)
+    dist.all_reduce(none, group=group)
+    work = dist.barrier(group, async_op=True)
+    work.wait()
+
+
+def test_lists_and_types_that_gloo_refuses(ranks):
+    ranks(of_any_sizes)
+
+
+def coalesced(comm, folder):
+    rank, size = comm.rank, comm.size
+    group = next(iter(begin(comm, folder)))
+    outs = [torch.zeros(size * n) for n in (2, 3)]
+    with dist._coalescing_manager(group, async_ops=True) as calls:
+        for out in outs:
+            x = torch.full((len(out) // size,), rank + 1.0)
+            dist.all_gather_into_tensor(out, x, group)
+    calls.wait()
+    for n, out in zip((2, 3), outs, strict=True):
+        assert out.tolist() == [r + 1.0 for r in range(size) for _ in range(n)]
+    with dist._coalescing_manager(group):
+        for out in outs:
+            shard = out.chunk(size)[rank]  # in place
+            dist.reduce_scatter_tensor(shard, out, group=group)
+    assert outs[0][2 * rank :][:2].tolist() == [size * (rank + 1.0)] * 2
+    x, y = torch.ones(2), torch.full((3,), float(rank))
+    with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as calls:
+        dist.all_reduce(x, group=group, async_op=True)
+        dist.broadcast(y, 1, group, async_op=True)
+        assert x.tolist() == [1.0, 1.0]  # it has not begun
+    calls.wait()
+    assert x.tolist() == [size] * 2
+    assert y.tolist() == [1.0] * 3
+
+
+def test_calls_start_together(ranks):
+    ranks(coalesced)
+
+
+def unstarted(comm, folder):
+    """A message starts with the next call, which the program does not wait for."""
+    group = next(iter(begin(comm, folder)))
+    x = torch.full((3,), comm.rank + 1.0)
+    if comm.rank == 0:
+        work = dist.isend(x, 1, group)
+    if comm.rank == 1:
+        work = dist.irecv(x, 0, group)
+    dist.all_reduce(torch.ones(2), group=group)
+    if comm.rank < 2:
+        assert x.tolist() == [1.0] * 3
+        work.wait()
+
+
+def test_another_call_starts_messages(ranks):
+    ranks(unstarted)
+
+
+def trained(group, rank):
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1)
+    )
+    model = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(rank)
+    for _ in range(4):
+        x = torch.randn(4, 8)
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return torch.cat([x.detach().flatten() for x in model.parameters()])
+
+
+def train(comm, folder):
+    ours, gloos = (trained(group, comm.rank) for group in begin(comm, folder))
+    if comm.size == 2:  # the sum of two has one order
+        assert torch.equal(ours, gloos)
+    assert torch.allclose(ours, gloos, rtol=1e-5, atol=1e-6)
+    return ours.tolist()
+
+
+def test_a_model_learns_as_with_gloo(ranks):
+    first, *others = ranks(train)
+    assert all(each == first for each in others)
+
+
+def shard(comm, folder):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    found = {}
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    for group in begin(comm, folder):
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for name in ("fully_shard", "tensor_parallel"):
+            torch.manual_seed(7)
+            layers = torch.nn.Linear(6, 12), torch.nn.ReLU(), torch.nn.Linear(12, 6)
+            model = torch.nn.Sequential(*layers)
+            if name == "fully_shard":
+                fully_shard(model, mesh=mesh)
+            else:
+                parallelize_module(model, mesh, plan)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            losses = found.setdefault(name, [])
+            for _ in range(3):
+                loss = (model(torch.ones(4, 6)) - 1).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+    for losses in found.values():
+        assert losses[:3] == pytest.approx(losses[3:], rel=1e-5)
+        assert losses[2] < losses[0]
+
+
+def test_models_are_divided_as_with_gloo(ranks):
+    ranks(shard)
+
+
+def compiled(comm, folder):
+    from torch.distributed import _functional_collectives as functional
+
+    group = next(iter(begin(comm, folder)))
+
+    def step(x):
+        return functional.all_reduce(2 * x, "sum", group) + 1
+
+    x = torch.full((3,), comm.rank + 1.0)
+    y = torch.compile(step, backend="aot_eager", fullgraph=True)(x)
+    assert y.tolist() == [comm.size * (comm.size + 1) + 1.0] * 3
+
+
+def test_a_compiled_function_calls_it(ranks):
+    ranks(compiled)
+
+
+def refused(comm, folder):
+    group = next(iter(begin(comm, folder)))
+    x, parts = torch.ones(2), [torch.ones(2)]
+    limit = timedelta(seconds=1)
+    premul = dist._make_nccl_premul_sum(2.0)
+    for call, text in (
+        (lambda: dist.all_reduce(x, premul, group), "got RedOpType.PREMUL_SUM"),
+        (lambda: dist.all_reduce(x, dist.ReduceOp.BAND, group), "op='band'"),
+        (lambda: dist.all_reduce(x.to_sparse(), group=group), "layout torch.sparse"),
+        (lambda: dist.broadcast(torch.ones(2, device="meta"), 0, group), "['meta']"),
+        (lambda: dist.all_gather(parts, x, group), "a list of"),
+        (lambda: dist.all_to_all_single(x, x, [2], [2], group), "a part for each"),
+        (lambda: dist.isend(x, 1, group, tag=3), "expected tag=0"),
+        (lambda: dist.recv(x, group=group), "recv_anysource: the backend symm does"),
+        (lambda: dist.barrier(group, timeout=limit), "the timeout of the group"),
+        (lambda: dist.new_group(backend="symm", pg_options=3), "no pg_options"),
+    ):
+        error, _ = attempt(call)
+        assert error.startswith("ArgumentError: "), (text, error)
+        assert text in error, error
+
+
+def test_what_it_lacks_is_refused(ranks):
+    ranks(refused)
+
+
+def divided(comm, folder):
+    """Groups of some ranks, of which some are destroyed, and made again."""
+    begin(comm, folder)
+    for members in ([0, 1], [1, 0], [0, comm.size - 1], [0, 1]):
+        group = dist.new_group(members, backend="symm")
+        if comm.rank in members:
+            x = torch.full((3,), comm.rank + 1.0)
+            dist.all_reduce(x, group=group)
+            assert x.tolist() == [sum(members) + 2.0] * 3
+            y = torch.full((2,), float(comm.rank))
+            dist.broadcast(y, members[0], group)
+            assert y.tolist() == [members[0]] * 2
+            dist.destroy_process_group(group)
+            error, _ = attempt(group.allreduce, [x], dist.AllreduceOptions())
+            assert "the process group was destroyed" in error
+
+
+def test_groups_of_some_ranks(ranks):
+    ranks(divided)
+
+
+def elsewhere(comm, folder):
+    """On a GPU, tensors of the CPU go to gloo."""
+    begin(comm, folder)
+    import numba_symm.torch as backend
+
+    kind, backend.DEVICE = backend.DEVICE, "cuda"
+    try:
+        group = dist.new_group(backend="symm")
+        x, out = torch.full((3,), comm.rank + 1.0), torch.zeros(3 * comm.size)
+        dist.all_reduce(x, group=group)
+        assert x.tolist() == [comm.size * (comm.size + 1) / 2] * 3
+        dist.all_gather_into_tensor(out, x, group)
+        assert out.tolist() == x.tolist() * comm.size
+        assert dist.distributed_c10d._get_object_coll_device(group) == "cpu"
+    finally:
+        backend.DEVICE = kind
+
+
+def test_gloo_reduces_what_is_not_on_the_device(ranks):
+    ranks(elsewhere)
+
+
+def absent(comm, folder, calls):
+    begin(comm, folder, seconds=3)
+    for _ in range(calls):
+        dist.all_reduce(torch.ones(3))
+    if comm.rank == 1:
+        time.sleep(6)
+        os._exit(0)
+    return attempt(dist.all_reduce, torch.ones(3)), attempt(learn)
+
+
+def learn():
+    model = torch.nn.Linear(2, 2)
+    torch.nn.parallel.DistributedDataParallel(model)(torch.ones(2)).sum().backward()
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_a_missing_rank_is_named_within_the_timeout(tmp_path, calls):
+    first, _ = outcomes(2, absent, str(tmp_path), calls)
+    (error, seconds), (later, _) = first.value
+    assert error.startswith("CollectiveTimeout: ")
+    assert "rank 1" in error
+    assert 3 <= seconds < 6
+    if calls:
+        assert later == error
+
+
+def left_open(comm, folder):
+    dist.all_reduce(torch.ones(3), group=next(iter(begin(comm, folder))))
+    return attempt(print, "done")
+
+
+def test_a_program_may_end_without_destroying_its_groups(tmp_path):
+    for one in outcomes(2, left_open, str(tmp_path)):
+        assert one.error == ""
+        assert one.code == 0
+        assert one.output == "done\n"
+
+
+def leaves(comm, folder):
+    import numba_symm.torch as backend
+
+    begin(comm, folder)
+    dist.all_reduce(torch.ones(3))
+    backend.PARTING = 1.0
+    if comm.rank == 1:
+        sys.exit(3)
+    return attempt(dist.all_reduce, torch.ones(3))
+
+
+def test_a_rank_that_leaves_is_not_awaited(tmp_path):
+    first, second = outcomes(2, leaves, str(tmp_path))
+    error, seconds = first.value
+    assert error.startswith("RankLeft: rank 1 "), error
+    assert seconds < SECONDS / 2
+    assert second.code == 3
+
+
+class Stream:
+    """A stand-in for a stream of torch's, which logs waits."""
+
+    cuda_stream = 0
+    log: ClassVar[list[str]] = []
+    current: ClassVar[list["Stream"]] = []
+
+    def __init__(self, name="own"):
+        self.name = self.device = name
+
+    def record_event(self):
+        event = Event()
+        event.name = f"event {len(self.log)}"
+        self.log.append(f"{self.name} records {event.name}")
+        return event
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event.name}")
+
+    @classmethod
+    @contextmanager
+    def entered(cls, stream):
+        cls.current.append(stream or cls.current[-1])
+        yield
+        cls.current.pop()
+
+
+class Event:
+    def wait(self, stream):
+        stream.wait_event(self)
+
+    def query(self):
+        return True
+
+
+def in_order(comm, folder):
+    """Make calls as on a GPU, whose streams are stand-ins."""
+    import numba_symm.torch as backend
+
+    group = next(iter(begin(comm, folder)))
+    x, log, of = torch.ones(3), Stream.log, backend._Buffers.of
+
+    def array_of(self, tensor, written=False):
+        log.append(f"{Stream.current[-1].name} runs")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "SIMULATED", True)
+            return of(self, tensor, written=written)
+
+    Stream.current.append(Stream("default"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "SIMULATED", False)
+        patch.setattr(backend._Buffers, "of", array_of)
+        patch.setattr(torch.cuda, "Stream", Stream)
+        patch.setattr(torch.cuda, "stream", Stream.entered)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: Stream.current[-1])
+        used = lambda tensor, stream: log.append(f"{stream.name} uses it")  # noqa: E731
+        patch.setattr(torch.Tensor, "record_stream", used)
+        dist.all_reduce(x, group=group)
+        assert log == ["default runs"]
+        log.clear()
+        work = dist.all_reduce(x, group=group, async_op=True)
+        log.append("between")
+        assert work.wait()
+        assert work.wait(timedelta(seconds=1))
+        dist.barrier(group)
+        assert log == [
+            "default records event 0",
+            "own waits for event 0",
+            "own runs",
+            "own records event 3",
+            "own uses it",
+            "between",
+            "default waits for event 3",
+            "default waits for event 3",
+        ]
+        log.clear()
+        y = torch.zeros(3)
+        peers = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        works = [dist.isend(x, peers[0], group), dist.irecv(y, peers[1], group)]
+        log.append("between")
+        for work in works:
+            work.wait()
+        assert log == [
+            "default records event 0",
+            "default records event 1",
+            "between",
+            "own waits for event 0",
+            "own waits for event 1",
+            "own runs",
+            "own runs",
+            "own records event 7",
+            *["own uses it"] * 2,
+            *["default waits for event 7"] * 2,
+        ]
+        log.clear()
+    assert x.tolist() == y.tolist() == [comm.size**2] * 3
+
+
+def test_streams_follow_each_other(ranks):
+    ranks(in_order)
