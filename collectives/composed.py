@@ -370,7 +370,7 @@ def bind_exact_sum(
     own, exchange = binder.end, exchanging(end, binder)
     x, y, out = addresses
     ragged = (x | y) % VECTOR != 0 or count % element.lanes != 0
-    grid = exact_sum.grid_of(own, element, count)
+    grid = exact_sum.grid_of(own, name, element, count)
     found, total = room, room + MAX_BLOCKS * LARGEST
     steps: list[Enqueue] = []
     for records, nbytes, op in ((found, LARGEST, "max"), (total, TOTAL, "sum")):

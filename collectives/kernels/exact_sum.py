@@ -6,6 +6,7 @@ threads to a record. A rank that has failed stores no result.
 
 from typing import Any
 
+import numpy as np
 from numba import cuda
 from numba.cuda import types
 
@@ -16,11 +17,14 @@ from numba_symm.device import arithmetic, intrinsics, lanes, puts
 from numba_symm.dtypes import Element
 from numba_symm.gpu.kernels import Kernel, Launch
 
-BATCH = 4
-"""The most vectors of an array that a thread loads before it uses them."""
+BATCH = 8
+"""The most vectors of an array that a thread loads before it uses them.
 
-ELEMENTS = 16
-"""The most elements of these vectors."""
+As few threads as those of a call must each wait for many bytes, to use the memory.
+"""
+
+ELEMENTS = 32
+"""The most elements that a thread loads before it uses them."""
 
 LARGEST, TOTAL = VECTOR, 2 * VECTOR
 """Bytes of a record: of the largest exponent, and of the digits of a sum."""
@@ -93,7 +97,8 @@ def make_reduce(
     fetch = puts.make_fetch(puts.Operand(element, puts.EACH), 0)
     weigh, add, state_of = arithmetic.make_terms(name, width_of(element))
     one, keep = (add, make_keep_total(size)) if adding else (weigh, keep_largest)
-    two, width, batch = name == arithmetic.DOT, element.lanes, batch_of(element)
+    two, width, batch = name == arithmetic.DOT, element.lanes, batch_of(name, element)
+    zero = np.int64(0) if adding else np.int32(0)
 
     def reduce_terms(
         guard: Any,
@@ -114,7 +119,7 @@ def make_reduce(
         first = cuda.local.array(_WORDS, types.int64)
         second = cuda.local.array(_WORDS, types.int64)
         thread, step = cuda.threadIdx.x, grid * THREADS
-        total, state = (0, 0, 0), (0, 1.0, 1.0)
+        total, state = (zero, zero, zero), (0, 1.0)
         if adding:
             low, high = intrinsics.ld_v2_u64(found)
             state = state_of(low & _EXPONENTS)
@@ -179,9 +184,10 @@ def make_round(size: int, name: str, width: int) -> Any:
     return round_once
 
 
-def batch_of(element: Element) -> int:
+def batch_of(name: str, element: Element) -> int:
     """Return how many vectors of an array a thread loads before it uses them."""
-    return min(BATCH, ELEMENTS // element.lanes)
+    arrays = 2 if name == arithmetic.DOT else 1
+    return min(BATCH, ELEMENTS // element.lanes) // arrays
 
 
 def width_of(element: Element) -> int:
@@ -198,9 +204,10 @@ round_kernel = binding.kernels_of(make_round, *(binding.ADDRESS,) * 3)
 """Returns a kernel, compiled when first bound."""
 
 
-def grid_of(end: binding.Endpoint, element: Element, count: int) -> int:
+def grid_of(end: binding.Endpoint, name: str, element: Element, count: int) -> int:
     """Return the number of blocks for so many elements: 1, a few, or many."""
-    needed = workspace.divide_up(count, element.lanes * batch_of(element) * THREADS)
+    each = element.lanes * batch_of(name, element) * THREADS
+    needed = workspace.divide_up(count, each)
     if needed <= 1:
         return 1
     few = min(FOLDED, end.max_blocks)

@@ -332,7 +332,9 @@ _SIGN = -(1 << 63)  # a word's highest bit
 _ONE = 1023 << 52  # the bits of 1.0
 _FRACTION = (1 << 52) - 1
 _INFINITE, _NORMAL, _LARGER = np.inf, 2.0**-1022, 2.0**64
+_NOT_FINITE = 0x7FF  # the exponent of infinities and NaN
 _OFFSET = 128  # makes the exponents of the smallest products positive
+_LEAST, _MOST = 623, 1423  # with such exponents, products and errors are normal
 
 # Added to a number below 1, these round it to a multiple of 2**-32, 2**-64 or 2**-96.
 # The difference of the bits is this multiple, as an integer.
@@ -367,7 +369,9 @@ def make_terms(name: str, width: int) -> Terms:
     """
     if name == SUM:
         return _single(_first)
-    return _single(_product) if width == 32 else Terms(_weigh_pair, _add_pair, _scales)
+    if width == 32:
+        return _single(_product)
+    return Terms(_weigh_pair, _add_pair, _scale_of_pairs)
 
 
 @device_function
@@ -387,24 +391,42 @@ def _single(term: Callable[[Any, Any], Any]) -> Terms:
     @device_function
     def weigh(found: Any, a: Any, b: Any, state: Any) -> Any:
         value, (top, plus, minus) = term(a, b), found
-        top = max(top, bits_of_f64(value) >> 52 & 0x7FF, 1)
-        return top, plus | (not value < _INFINITE), minus | (not value > -_INFINITE)
+        exponent = _exponent(value)
+        if exponent == _NOT_FINITE:
+            plus = np.int32(plus | (not value < _INFINITE))
+            minus = np.int32(minus | (not value > -_INFINITE))
+        return max(top, exponent), plus, minus
 
     @device_function
     def add(total: Any, a: Any, b: Any, state: Any) -> Any:
-        scaled = mul_rn_f64(mul_rn_f64(term(a, b), state[1]), state[2])
-        return _added(total, scaled)
+        return _added(total, mul_rn_f64(term(a, b), state[1]))
 
-    return Terms(weigh, add, _scales)
+    return Terms(weigh, add, _scale)
 
 
 @device_function
-def _scales(top: int) -> Any:
-    """Return the exponent, and two factors that make the largest terms less than 1."""
-    power = 1022 - min(top, 2047)
+def _exponent(number: Any) -> Any:
+    return np.int32(bits_of_f64(number) >> 52 & 0x7FF)
+
+
+@device_function
+def _scale(top: int) -> Any:
+    """Return the exponent, and a factor that makes the largest terms less than 1."""
+    return top, _power(1022 - min(top, 2047))
+
+
+@device_function
+def _scale_of_pairs(top: int) -> Any:
+    """Return the exponent, and the factor of products that are near."""
+    return top, _power(min(max(2 * 1023 + _OFFSET - 2 - top, -1022), 1023))
+
+
+@device_function
+def _power(power: int) -> Any:
+    """Return two to this power, which may be subnormal."""
     half = power >> 1
-    one = f64_of_bits(_ONE + (half << 52))
-    return top, one, f64_of_bits(_ONE + (power - half << 52))
+    rest = f64_of_bits(_ONE + (power - half << 52))
+    return mul_rn_f64(f64_of_bits(_ONE + (half << 52)), rest)
 
 
 @device_function
@@ -432,24 +454,35 @@ def _significand(number: Any) -> Any:
 
 
 @device_function
+def _are_near(a: Any, b: Any) -> Any:
+    i, j = _exponent(a), _exponent(b)
+    return (i >= _LEAST) & (i <= _MOST) & (j >= _LEAST) & (j <= _MOST)
+
+
+@device_function
 def _weigh_pair(found: Any, a: Any, b: Any, state: Any) -> Any:
+    if _are_near(a, b):
+        exponent = np.int32(_exponent(a) + _exponent(b) + _OFFSET)
+        return max(found[0], exponent), found[1], found[2]
     # The product itself may overflow.
     infinite = (abs(a) == _INFINITE) | (abs(b) == _INFINITE)
     undefined = (a != a) | (b != b) | infinite & ((a == 0) | (b == 0))
     negative = (a < 0) != (b < 0)
     exponent = _significand(a)[1] + _significand(b)[1] + _OFFSET
     return (
-        max(found[0], exponent if (a != 0) & (b != 0) else 1),
-        found[1] | undefined | infinite & (not negative),
-        found[2] | undefined | infinite & negative,
+        max(found[0], np.int32(exponent if (a != 0) & (b != 0) else 0)),
+        np.int32(found[1] | undefined | infinite & (not negative)),
+        np.int32(found[2] | undefined | infinite & negative),
     )
 
 
 @device_function
 def _add_pair(total: Any, a: Any, b: Any, state: Any) -> Any:
-    (x, i), (y, j) = _significand(a), _significand(b)
-    down = min(max(state[0] - (i + j + _OFFSET), 0) + 2, 1023)
-    scale = f64_of_bits(_ONE - (down << 52))
+    x, y, scale = a, b, state[1]
+    if not _are_near(a, b):
+        (x, i), (y, j) = _significand(a), _significand(b)
+        down = min(max(state[0] - (i + j + _OFFSET), 0) + 2, 1023)
+        scale = f64_of_bits(_ONE - (down << 52))
     high = mul_rn_f64(x, y)
     total = _added(total, mul_rn_f64(high, scale))
     return _added(total, mul_rn_f64(fma_rn_f64(x, y, -high), scale))

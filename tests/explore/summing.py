@@ -42,7 +42,7 @@ def exact_sums(code, failed=False):
                 arrays.append(world.map("input", 8 * count + 16)[rank])
                 for i, word in enumerate(mine.view(np.int64).tolist()):
                     world.memory.plant(arrays[-1] + 8 * i, 8, word)
-            grid = kernels.grid_of(end, FLOAT64, count)
+            grid = kernels.grid_of(end, name, FLOAT64, count)
             of_call = world.size, name, FLOAT64, ragged
             stream, records = world.streams[rank], (found[rank], total[rank])
             for adding, op in ((False, "max"), (True, "sum")):

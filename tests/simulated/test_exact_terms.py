@@ -21,7 +21,7 @@ def summed(name, x, y):
     found = total = 0, 0, 0
     for term in terms:
         found = weigh(found, *term, None)
-    top, plus, minus = found
+    top, plus, minus = map(int, found)
     assert 0 <= top < 1 << arithmetic.EXPONENT_BITS
     if not (plus or minus):
         for n, term in enumerate(terms, 1):
