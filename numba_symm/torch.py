@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -35,7 +35,7 @@ from numba_symm import dtypes
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CollectiveTimeout, SymmError
-from numba_symm.gpu import arrays
+from numba_symm.gpu import arrays, events
 from numba_symm.launch import ranks
 
 DEVICE = "cpu" if SIMULATED else "cuda"
@@ -113,16 +113,24 @@ class StoreComm:
 
 
 class _Buffers:
-    """The memory of a call's tensors: theirs, or that of contiguous copies."""
+    """The memory of a call's tensors: theirs, or that of contiguous copies.
 
-    def __init__(self) -> None:
+    Args:
+        own: the stream of the call; None: torch's current one.
+    """
+
+    def __init__(self, own: Any) -> None:
         self._copies: list[tuple[Any, Any]] = []
+        self._own = own
+        self.stream = None if own is None else own.cuda_stream
+        """The stream of the call, as an argument."""
 
     def of(self, tensor: Any, *, written: bool = False) -> Any:
         """Return the elements of a tensor along one axis, as an array."""
         dense = tensor.detach()
         if not dense.is_contiguous():
-            dense = dense.contiguous()
+            with torch.cuda.stream(self._own):
+                dense = dense.contiguous()
             if written:
                 self._copies.append((tensor.detach(), dense))
         flat = dense.view(-1)
@@ -137,7 +145,38 @@ class _Buffers:
     def finish(self) -> None:
         """Copy what the call has stored to the tensors that have gaps."""
         for tensor, dense in self._copies:
-            tensor.copy_(dense)
+            with torch.cuda.stream(self._own):
+                tensor.copy_(dense)
+
+    def joined(self, tensors: Sequence[Any]) -> Any:
+        """Return the elements of several tensors, one after another, as an array."""
+        with torch.cuda.stream(self._own):
+            return self.of(torch.cat([each.reshape(-1) for each in tensors]))
+
+
+class _Point:
+    """A point in the work of a stream, which other streams can wait for.
+
+    Args:
+        idle: events that no point has; this one takes one, and returns it at its end.
+        stream: the stream's handle.
+    """
+
+    def __init__(self, idle: list[events.Event], stream: int):
+        self._idle = idle
+        self._event = idle.pop() if idle else events.Event()
+        self._event.record(stream)
+
+    def follow(self, stream: int) -> None:
+        """Let a stream follow."""
+        self._event.wait(stream)
+
+    def is_reached(self) -> bool:
+        """Return whether the work before it has ended."""
+        return self._event.query()
+
+    def __del__(self) -> None:
+        self._idle.append(self._event)
 
 
 Body = Callable[[Communicator, _Buffers], Any]
@@ -157,9 +196,9 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         self.tensors = tensors
         self.started = False
         self.error: BaseException | None = None  # why it could not be started
-        self.stream: Any = None  # None: the current one
-        self.done: Any = None  # the event after the call, if it has its own stream
-        self.ready: Any = None  # the event before it
+        self.stream: Any = None  # torch's of the call; None: the current one
+        self.done: Any = None  # the point after it, if it is on the group's own stream
+        self.ready: Any = None  # the point that it follows
         self._group, self._outputs = group, outputs
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -170,7 +209,7 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         """
         self._begun()
         if self.done is not None:
-            self.done.wait(torch.cuda.current_stream(self.stream.device))
+            self.done.follow(current_stream(self.stream.device_index))
         if timeout > timedelta(0):
             self._wait_on_the_host(timeout)
         self._group.check()
@@ -190,7 +229,7 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         self._begun()
         if self.done is None:  # it ran on the current stream
             return SIMULATED or bool(torch.cuda.current_stream().query())
-        return bool(self.done.query())
+        return bool(self.done.is_reached())
 
     def _begun(self) -> None:
         if not self.started:
@@ -219,6 +258,12 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         with torch.cuda.stream(self.stream):  # None: the current one stays
             future.set_result(self._outputs)
         return future
+
+
+def current_stream(device: int) -> int:
+    """Return the handle of torch's current stream of a GPU."""
+    # torch.cuda.current_stream makes an object, in several microseconds.
+    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 class _Barrier(SymmWork):
@@ -309,6 +354,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         self._meeting: StoreComm | None = None  # set with it
         self._gloo: Any = None
         self._stream: Any = None  # for calls that the program does not wait for
+        self._idle: list[events.Event] = []  # of points that are no more
         self._later: list[tuple[SymmWork, Body]] = []
         self._coalesces = self._closed = False
         self._name = ""
@@ -413,18 +459,13 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     def _current(self) -> Any:
         return None if SIMULATED else torch.cuda.current_stream()
 
-    @contextmanager
-    def _on_stream(self, works: Sequence[SymmWork], own: bool) -> Iterator[Any]:
-        """Make the group's own stream the current one, after what the works follow."""
-        if SIMULATED or not own:
-            yield None
-            return
+    def _following(self, works: Sequence[SymmWork]) -> Any:
+        """Return the group's own stream, which follows what the works follow."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         for work in works:
-            self._stream.wait_event(work.ready)
-        with torch.cuda.stream(self._stream):
-            yield self._stream
+            work.ready.follow(self._stream.cuda_stream)
+        return self._stream
 
     def _run(
         self,
@@ -449,13 +490,15 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         work = kind(self, tensors, list(tensors) if outputs is None else outputs)
         own = self._coalesces or getattr(opts, "asyncOp", True)
         if own and not SIMULATED:
-            work.ready = torch.cuda.current_stream().record_event()
+            current = current_stream(torch.cuda.current_device())
+            work.ready = _Point(self._idle, current)
         with _lock:
             if self._coalesces or opts is None:
                 self._later.append((work, body))
                 _unstarted.add(self)
                 return work
-            start_all_messages()
+            if _unstarted:
+                start_all_messages()
             self._start([(work, body)], own, messages)
         return work
 
@@ -465,16 +508,16 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         works = [work for work, _ in calls]
         tensors = [tensor for work in works for tensor in work.tensors]
         try:
-            comm, buffers = self._communicator(tensors), _Buffers()
-            with self._on_stream(works, own) as stream:
-                with ExitStack() as block:
-                    if together:
-                        block.enter_context(comm.group())
-                    for _, body in calls:
-                        body(comm, buffers)
-                buffers.finish()
-                done = None if stream is None else stream.record_event()
-                for tensor in tensors if stream is not None else ():
+            comm = self._communicator(tensors)
+            stream = self._following(works) if own and not SIMULATED else None
+            buffers, done = _Buffers(stream), None
+            with comm.group() if together else nullcontext():
+                for _, body in calls:
+                    body(comm, buffers)
+            buffers.finish()
+            if stream is not None:
+                done = _Point(self._idle, stream.cuda_stream)
+                for tensor in tensors:
                     tensor.record_stream(stream)
         except BaseException as error:
             for work in works:
@@ -523,9 +566,10 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
 
         def body(comm: Communicator, buffers: _Buffers) -> None:
             for tensor, peer in sends:
-                comm.send(buffers.of(tensor), dst=peer)
+                comm.send(buffers.of(tensor), dst=peer, stream=buffers.stream)
             for tensor, peer in receives:
-                comm.recv(buffers.of(tensor, written=True), src=peer)
+                x = buffers.of(tensor, written=True)
+                comm.recv(x, src=peer, stream=buffers.stream)
 
         tensors = [tensor for tensor, _ in (*sends, *receives)]
         outputs = [tensor for tensor, _ in receives]
@@ -541,7 +585,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         def body(comm: Communicator, buffers: _Buffers) -> None:
             for tensor in tensors:
                 x = buffers.of(tensor, written=True)
-                comm.all_reduce(x, out=x, op=op)
+                comm.all_reduce(x, out=x, op=op, stream=buffers.stream)
 
         return self._run(body, tensors, opts)
 
@@ -556,7 +600,8 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
 
         def body(comm: Communicator, buffers: _Buffers) -> None:
             for tensor in tensors:
-                comm.broadcast(buffers.of(tensor, written=True), root=opts.rootRank)
+                x = buffers.of(tensor, written=True)
+                comm.broadcast(x, root=opts.rootRank, stream=buffers.stream)
 
         return self._run(body, tensors, opts)
 
@@ -568,7 +613,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         def body(comm: Communicator, buffers: _Buffers) -> None:
             for tensor in tensors:
                 x = buffers.of(tensor, written=comm.rank == root)
-                comm.reduce(x, root=root, out=x, op=op)
+                comm.reduce(x, root=root, out=x, op=op, stream=buffers.stream)
 
         return self._run(body, tensors, opts)
 
@@ -584,18 +629,20 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     @_collective
     def _allgather_base(self, output: Any, input: Any, opts: Any) -> SymmWork:
         """Give all ranks the tensors of all ranks, one after another."""
-        return self.allgather_into_tensor_coalesced([output], [input], opts)
+        return self._gathered([output], [input], opts)
 
     @_collective
     def allgather_into_tensor_coalesced(
         self, outputs: list[Any], inputs: list[Any], opts: Any
     ) -> SymmWork:
         """Do as :meth:`_allgather_base` with several tensors."""
+        return self._gathered(outputs, inputs, opts)
 
+    def _gathered(self, outputs: list[Any], inputs: list[Any], opts: Any) -> SymmWork:
         def body(comm: Communicator, buffers: _Buffers) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 out = buffers.of(output, written=True)
-                comm.all_gather(buffers.of(tensor), out=out)
+                comm.all_gather(buffers.of(tensor), out=out, stream=buffers.stream)
 
         return self._run(body, [*inputs, *outputs], opts, outputs=outputs)
 
@@ -611,12 +658,12 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             for output, parts in zip(outputs, inputs, strict=True):
                 out = buffers.of(output, written=True)
                 if len({part.numel() for part in parts}) == 1:
-                    whole = torch.cat([part.reshape(-1) for part in parts])
-                    comm.reduce_scatter(buffers.of(whole), out=out, op=op)
+                    x, stream = buffers.joined(parts), buffers.stream
+                    comm.reduce_scatter(x, out=out, op=op, stream=stream)
                     continue
                 for root, part in enumerate(parts):
-                    x = buffers.of(part)
-                    comm.reduce(x, root=root, out=out, op=op)
+                    x, stream = buffers.of(part), buffers.stream
+                    comm.reduce(x, root=root, out=out, op=op, stream=stream)
 
         tensors = [*outputs, *(part for parts in inputs for part in parts)]
         return self._run(body, tensors, opts, outputs=outputs)
@@ -624,19 +671,25 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     @_collective
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> SymmWork:
         """Reduce a tensor, and give each rank its part."""
-        return self.reduce_scatter_tensor_coalesced([output], [input], opts)
+        return self._reduced_parts([output], [input], opts)
 
     @_collective
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Any], inputs: list[Any], opts: Any
     ) -> SymmWork:
         """Do as :meth:`_reduce_scatter_base` with several tensors."""
+        return self._reduced_parts(outputs, inputs, opts)
+
+    def _reduced_parts(
+        self, outputs: list[Any], inputs: list[Any], opts: Any
+    ) -> SymmWork:
         op = _operator(opts.reduceOp, inputs, "reduce_scatter")
 
         def body(comm: Communicator, buffers: _Buffers) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
                 out = buffers.of(output, written=True)
-                comm.reduce_scatter(buffers.of(tensor), out=out, op=op)
+                x, stream = buffers.of(tensor), buffers.stream
+                comm.reduce_scatter(x, out=out, op=op, stream=stream)
 
         return self._run(body, [*inputs, *outputs], opts, outputs=outputs)
 
@@ -657,12 +710,13 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         def body(comm: Communicator, buffers: _Buffers) -> None:
             x, out = buffers.of(input), buffers.of(output, written=True)
             if equal:
-                comm.all_to_all(x, out=out)
+                comm.all_to_all(x, out=out, stream=buffers.stream)
                 return
             width = x.dtype.itemsize if SIMULATED else x.element_size()
             units = input.element_size() // width  # bytes, if it is only moved
             sends, receives = ([n * units for n in each] for each in (sent, received))
-            comm.all_to_all_v(x, send_counts=sends, recv_counts=receives, out=out)
+            counts = {"send_counts": sends, "recv_counts": receives}
+            comm.all_to_all_v(x, **counts, out=out, stream=buffers.stream)
 
         tensors = [input, output]
         return self._run(body, tensors, opts, outputs=[output], messages=not equal)
@@ -736,7 +790,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             )
 
         def body(comm: Communicator, buffers: _Buffers) -> None:
-            comm.barrier(self._current())
+            comm.barrier(self._current() if buffers.stream is None else buffers.stream)
 
         return self._run(body, [], opts, kind=_Barrier)
 

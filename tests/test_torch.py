@@ -3,9 +3,7 @@
 import os
 import sys
 import time
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import ClassVar
 
 import pytest
 
@@ -53,7 +51,7 @@ def all_reduce_strided(group, rank, size):
 def all_reduce_later(group, rank, size):
     x = torch.full((3, 5), rank + 2.0)
     work = dist.all_reduce(x, group=group, async_op=True)
-    work.wait()
+    work.wait(timedelta(seconds=SECONDS))
     assert work.is_completed()
     (y,) = work.get_future().wait()
     return [x, y]
@@ -504,36 +502,24 @@ def test_a_rank_that_leaves_is_not_awaited(tmp_path):
     assert second.code == 3
 
 
+LOG, NAMES = [], {1: "default", 2: "own"}
+
+
 class Stream:
-    """A stand-in for a stream of torch's, which logs waits."""
+    """A stand-in for the stream of a group."""
 
-    cuda_stream = 0
-    log: ClassVar[list[str]] = []
-    current: ClassVar[list["Stream"]] = []
-
-    def __init__(self, name="own"):
-        self.name = self.device = name
-
-    def record_event(self):
-        event = Event()
-        event.name = f"event {len(self.log)}"
-        self.log.append(f"{self.name} records {event.name}")
-        return event
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event.name}")
-
-    @classmethod
-    @contextmanager
-    def entered(cls, stream):
-        cls.current.append(stream or cls.current[-1])
-        yield
-        cls.current.pop()
+    name, cuda_stream, device_index = "own", 2, 0
 
 
 class Event:
+    """A stand-in for an event of the library's, which logs its calls."""
+
+    def record(self, stream):
+        self.name = f"event {len(LOG)}"
+        LOG.append(f"{NAMES[stream]} records {self.name}")
+
     def wait(self, stream):
-        stream.wait_event(self)
+        LOG.append(f"{NAMES[stream]} waits for {self.name}")
 
     def query(self):
         return True
@@ -544,22 +530,22 @@ def in_order(comm, folder):
     import numba_symm.torch as backend
 
     group = next(iter(begin(comm, folder)))
-    x, log, of = torch.ones(3), Stream.log, backend._Buffers.of
+    x, log, of = torch.ones(3), LOG, backend._Buffers.of
 
     def array_of(self, tensor, written=False):
-        log.append(f"{Stream.current[-1].name} runs")
+        log.append(f"{NAMES[self.stream or 1]} runs")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(backend, "SIMULATED", True)
             return of(self, tensor, written=written)
 
-    Stream.current.append(Stream("default"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "SIMULATED", False)
         patch.setattr(backend._Buffers, "of", array_of)
         patch.setattr(torch.cuda, "Stream", Stream)
-        patch.setattr(torch.cuda, "stream", Stream.entered)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
-        patch.setattr(torch.cuda, "current_stream", lambda *_: Stream.current[-1])
+        patch.setattr(torch.cuda, "current_stream", lambda: None)
+        patch.setattr(backend, "current_stream", lambda _: 1)
+        patch.setattr(backend.events, "Event", Event)
         used = lambda tensor, stream: log.append(f"{stream.name} uses it")  # noqa: E731
         patch.setattr(torch.Tensor, "record_stream", used)
         dist.all_reduce(x, group=group)
