@@ -1,9 +1,11 @@
 """The backend of torch.distributed, compared with gloo, between simulated ranks."""
 
 import os
+import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,7 @@ torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
 
 SECONDS = 40
+ROOT = Path(__file__).parents[1]
 
 
 def begin(comm, folder, seconds=SECONDS):
@@ -591,3 +594,14 @@ def in_order(comm, folder):
 
 def test_streams_follow_each_other(ranks):
     ranks(in_order)
+
+
+def test_the_example_learns_under_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*command, "--master-port", "0", str(ROOT / "examples/torch_ddp.py")],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_ENABLE_CUDASIM": "1"},
+        **{"capture_output": True, "text": True, "check": False},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("loss 0.05"), ended.stdout
