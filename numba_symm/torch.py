@@ -715,8 +715,13 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             width = x.dtype.itemsize if SIMULATED else x.element_size()
             units = input.element_size() // width  # bytes, if it is only moved
             sends, receives = ([n * units for n in each] for each in (sent, received))
-            counts = {"send_counts": sends, "recv_counts": receives}
-            comm.all_to_all_v(x, **counts, out=out, stream=buffers.stream)
+            comm.all_to_all_v(
+                x,
+                send_counts=sends,
+                recv_counts=receives,
+                out=out,
+                stream=buffers.stream,
+            )
 
         tensors = [input, output]
         return self._run(body, tensors, opts, outputs=[output], messages=not equal)
