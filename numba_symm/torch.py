@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -47,6 +47,7 @@ PARTING = 10.0
 """Seconds that a program waits for the other ranks at its end, if groups are open."""
 
 _POLL = 2e-3  # seconds between two looks into a store
+_AT_ONCE = timedelta(0)
 
 _DTYPES = {
     getattr(torch, dtype.name): dtype
@@ -127,13 +128,13 @@ class _Buffers:
 
     def of(self, tensor: Any, *, written: bool = False) -> Any:
         """Return the elements of a tensor along one axis, as an array."""
-        dense = tensor.detach()
+        dense = tensor.detach() if tensor.requires_grad else tensor
         if not dense.is_contiguous():
             with torch.cuda.stream(self._own):
                 dense = dense.contiguous()
             if written:
                 self._copies.append((tensor.detach(), dense))
-        flat = dense.view(-1)
+        flat = dense if dense.dim() == 1 else dense.view(-1)
         if flat.dtype not in _DTYPES:  # of a type that is only moved
             flat = flat.view(torch.uint8)
         if not SIMULATED:
@@ -191,17 +192,18 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         outputs: what the future of the call has.
     """
 
+    started = False
+    error: BaseException | None = None  # why it could not be started
+    stream: Any = None  # torch's of the call; None: the current one
+    done: Any = None  # the point after it, if it is on the group's own stream
+    ready: Any = None  # the point that it follows
+
     def __init__(self, group: "SymmGroup", tensors: Sequence[Any], outputs: Any):
         super().__init__()
         self.tensors = tensors
-        self.started = False
-        self.error: BaseException | None = None  # why it could not be started
-        self.stream: Any = None  # torch's of the call; None: the current one
-        self.done: Any = None  # the point after it, if it is on the group's own stream
-        self.ready: Any = None  # the point that it follows
         self._group, self._outputs = group, outputs
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Let torch's current stream follow; with a timeout, the host waits as well.
 
         Raises:
@@ -209,8 +211,9 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         """
         self._begun()
         if self.done is not None:
-            self.done.follow(current_stream(self.stream.device_index))
-        if timeout > timedelta(0):
+            with on_device(self.stream.device_index):
+                self.done.follow(current_stream())
+        if timeout > _AT_ONCE:
             self._wait_on_the_host(timeout)
         self._group.check()
         return True
@@ -260,14 +263,24 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         return future
 
 
-def current_stream(device: int) -> int:
-    """Return the handle of torch's current stream of a GPU."""
+def current_stream() -> int:
+    """Return the handle of torch's current stream of the current GPU."""
     # torch.cuda.current_stream makes an object, in several microseconds.
-    return int(torch._C._cuda_getCurrentRawStream(device))
+    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+
+
+def on_device(number: int | None) -> AbstractContextManager[object]:
+    """Make a GPU the current one; None: it stays. Handle 0 is a stream of that GPU."""
+    if SIMULATED or number in (None, torch.cuda.current_device()):
+        return _STAYS
+    return cast(AbstractContextManager[object], torch.cuda.device(number))
+
+
+_STAYS = nullcontext()
 
 
 class _Barrier(SymmWork):
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Wait on the host until every rank has arrived."""
         super().wait(timeout)
         self._group.synchronize()
@@ -297,9 +310,7 @@ def _collective(method: Callable[..., SymmWork]) -> Callable[..., SymmWork]:
                 )
         if others:
             return cast(SymmWork, getattr(self.gloo(name, args), name)(*args))
-        if SIMULATED or place in (None, torch.cuda.current_device()):
-            return method(self, *args)
-        with torch.cuda.device(place):
+        with on_device(place):
             return method(self, *args)
 
     return call
@@ -490,8 +501,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         work = kind(self, tensors, list(tensors) if outputs is None else outputs)
         own = self._coalesces or getattr(opts, "asyncOp", True)
         if own and not SIMULATED:
-            current = current_stream(torch.cuda.current_device())
-            work.ready = _Point(self._idle, current)
+            work.ready = _Point(self._idle, current_stream())
         with _lock:
             if self._coalesces or opts is None:
                 self._later.append((work, body))
@@ -511,7 +521,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             comm = self._communicator(tensors)
             stream = self._following(works) if own and not SIMULATED else None
             buffers, done = _Buffers(stream), None
-            with comm.group() if together else nullcontext():
+            with comm.group() if together else _STAYS:
                 for _, body in calls:
                     body(comm, buffers)
             buffers.finish()
@@ -526,8 +536,9 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         finally:
             for work in works:
                 work.started = True
-        for work in works:
-            work.stream, work.done = stream, done
+        if stream is not None:
+            for work in works:
+                work.stream, work.done = stream, done
 
     def start_messages(self) -> None:
         """Start the messages that were not started, if no calls are being coalesced."""

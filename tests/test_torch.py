@@ -547,7 +547,7 @@ def in_order(comm, folder):
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "current_stream", lambda: None)
-        patch.setattr(backend, "current_stream", lambda _: 1)
+        patch.setattr(backend, "current_stream", lambda: 1)
         patch.setattr(backend.events, "Event", Event)
         used = lambda tensor, stream: log.append(f"{stream.name} uses it")  # noqa: E731
         patch.setattr(torch.Tensor, "record_stream", used)
@@ -597,9 +597,9 @@ def test_streams_follow_each_other(ranks):
 
 
 def test_the_example_learns_under_torchrun():
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ended = subprocess.run(
-        [*command, "--master-port", "0", str(ROOT / "examples/torch_ddp.py")],
+        [*command, "--nproc-per-node", "2", str(ROOT / "examples/torch_ddp.py")],
         env=os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_ENABLE_CUDASIM": "1"},
         **{"capture_output": True, "text": True, "check": False},
     )
