@@ -167,8 +167,9 @@ class Communicator(OthersNames):
             share the GPU. So the kernels of four communicators leave some
             multiprocessors to other kernels.
         requests: whether :meth:`isend` and :meth:`irecv` may be called, equal on all
-            ranks. If True, requests get their own memory and, for each other rank, up
-            to two multiprocessors of the limit. All other calls use the rest.
+            ranks. If True, requests get their own memory and, for each other rank, two
+            multiprocessors of the limit, or up to eight in all among few ranks. All
+            other calls use the rest.
 
     Attributes:
         rank: this rank, from 0.

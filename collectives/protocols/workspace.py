@@ -185,7 +185,12 @@ DEPTH = 2
 
 _CHANNELS = _blocks(64)
 _MOST_TILES = 128 if SIMULATED else 16
-_REQUEST_TILES = 4
+_REQUEST_TILES, _REQUEST_WIDTH = (4, 1) if SIMULATED else (16, 4)
+
+
+def request_width(size: int) -> int:
+    """Return on how many multiprocessors a request runs: on more among few ranks."""
+    return max(1, _REQUEST_WIDTH // max(1, size - 1))
 
 
 def channels_of(size: int) -> int:
@@ -268,13 +273,14 @@ def channels(size: int, requests: bool) -> Channels:
             lengths,
             at.end,
         )
-    lanes, tiles = HELD * others, min(_REQUEST_TILES, _MOST_TILES)
+    number, tiles = HELD * request_width(size), _REQUEST_TILES
+    lanes = number * others
     epochs, flags = 0, _lines(4 * 2 * lanes)  # no marks: those are in the main one
     credits_at = flags + _lines(8 * DEPTH * lanes)
     lengths = credits_at + _lines(4 * lanes)
     slots = lengths + _lines(8 * lanes)
     end = slots + DEPTH * lanes * tiles * TILE_BYTES
-    return Channels(HELD, tiles, 1, epochs, flags, credits_at, slots, lengths, end)
+    return Channels(number, tiles, 1, epochs, flags, credits_at, slots, lengths, end)
 
 
 def partial_bytes() -> int:
