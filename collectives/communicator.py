@@ -320,7 +320,7 @@ class Communicator(OthersNames):
 
     @by_one_thread
     def device_workspace(
-        self, blocks: int, threads: int, bytes: int
+        self, blocks: int, threads: int, bytes: int, depth: int = 1
     ) -> DeviceWorkspace:
         """Return the memory for collectives within kernels.
 
@@ -328,21 +328,25 @@ class Communicator(OthersNames):
         ``ctx`` is an argument of kernels, for :func:`numba_symm.device.all_reduce` and
         the other collectives there. Only one kernel at a time may use the workspace,
         with the same grid on every rank; later kernels on the stream may use it again.
-        The ranks must be of one island. On each rank, a block needs 4 * ``bytes``,
-        rounded up, for each other rank, 4 bytes for each thread, and another 128 bytes.
+        The ranks must be of one island. On each rank, a block needs 4 * ``depth`` *
+        ``bytes``, rounded up, for each other rank, 8 bytes for each thread, and another
+        128 bytes.
 
         Args:
             blocks: the maximum number of blocks of a kernel.
             threads: the maximum number of threads of a block, up to 1024.
             bytes: the maximum number of bytes that a block sends to each rank in a
                 call. A kernel with fewer threads may send proportionally fewer bytes.
+            depth: the maximum number of collectives that a block has started and not
+                yet awaited, a power of two up to 64.
 
         Raises:
             ArgumentError: a number is wrong, or differs between ranks.
             BackendError: a rank does not have enough memory.
         """
         calls = self._calls
-        return allocator.new(calls.heap, calls.members, blocks, threads, bytes)
+        sizes = blocks, threads, bytes, depth
+        return allocator.new(calls.heap, calls.members, *sizes)
 
     @by_one_thread
     def experts(

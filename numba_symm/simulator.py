@@ -50,6 +50,13 @@ from numba.cuda.simulator.kernelapi import (
     GridGroup,
 )
 
+from numba_symm.device.block_exchange import (
+    NOT_AWAITED,
+    WorkspaceContext,
+    epoch_of,
+    in_flight,
+)
+from numba_symm.device.intrinsics import array_at
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.process import start
@@ -323,6 +330,10 @@ class GridRun:
             if not last and len(running) < most and not room:
                 began = now  # there is room from now on
 
+    def has_ended(self) -> bool:
+        """Return whether all blocks have ended."""
+        return self._started == self.blocks and not self._running
+
     def left(self, team: ThreadTeam, over: bool) -> None:
         """Record that a thread has left its block, which is over if it is the last."""
         if over:
@@ -530,6 +541,22 @@ class _BlockRun:
             launch.errors = _RAISING if self._debug else _WARNING
         with _hurried():
             launch.proceed(point, together(launch.threads))
+        if launch.has_ended():
+            for arg in args:
+                _check_awaited(arg)
+
+
+def _check_awaited(ws: Any) -> None:
+    """Refuse a kernel that has started a collective and has not awaited it.
+
+    After a failure of the communicator, a kernel need not wait.
+    """
+    if isinstance(ws, WorkspaceContext):
+        own = ws.ring[-1] + epoch_of(ws, 0, 0)
+        words = array_at(own, 2 * ws.threads * ws.blocks, np.uint32)
+        board = array_at(ws.guard.board, ws.size, np.int64)
+        if in_flight(words) and not board.any():
+            raise ArgumentError(NOT_AWAITED)
 
 
 simulator.BlockManager = _BlockRun

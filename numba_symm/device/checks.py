@@ -18,9 +18,11 @@ from numba_symm.device.intrinsics import (
     exit_thread,
     grid_index,
     is_checked,
+    ld_u32,
     mailbox_of,
     nbytes_of,
     size_of,
+    word_of,
 )
 from numba_symm.device.polling import fail, wait_record
 from numba_symm.device.teams import Team
@@ -32,6 +34,7 @@ from numba_symm.launch.failures import (
     BAD_BYTES,
     BAD_COMPARISON,
     BAD_COPY,
+    BAD_DEPTH,
     BAD_GRID,
     BAD_MAILBOX,
     BAD_RANK,
@@ -70,6 +73,7 @@ _DETAILS: dict[int, Callable[..., str]] = {
     ),
     BAD_GRID: lambda ws, **_: f", {ws.blocks} blocks of {ws.threads} threads",
     BAD_BYTES: lambda ws, **_: f", which has room for {ws.vectors}",
+    BAD_DEPTH: lambda ws, **_: f"; its depth is {ws.depth}",
     BAD_ROOT: lambda ws, **_: f", 0 to {ws.size - 1}",
     BAD_SHARDS: lambda shards, gathered, **_: (
         f", of {shards} and {gathered} equal shards"
@@ -201,3 +205,20 @@ def check_shards(ws: Any, given: int, shards: int, out: int, gathered: int) -> N
         shard = given // shards
         if given != shard * shards or out != shard * gathered:
             _refuse(ws, BAD_SHARDS, out, given)
+
+
+@device_function
+def check_started(ws: Any, kept: int, period: int, least: int, most: int) -> None:
+    """Refuse one more collective than a workspace is deep, or a wait for none.
+
+    Args:
+        ws: the workspace.
+        kept: the address of the epochs of the thread's last start and last wait.
+        period: after how many epochs these repeat.
+        least: the fewest that must be started and not awaited.
+        most: the most.
+    """
+    if is_checked(ws):
+        ahead = (word_of(ld_u32(kept)) - word_of(ld_u32(kept + 4))) % period
+        if not least <= ahead <= most:
+            _refuse(ws, BAD_DEPTH, grid_index(), ahead)

@@ -7,17 +7,21 @@ The device function follows from the types of the arguments, and from the operat
 from typing import Any
 
 from numba_symm.device import block_collectives
-from numba_symm.device.block_collectives import KINDS
-from numba_symm.device.block_exchange import BlockCollective, WorkspaceContext
+from numba_symm.device.block_collectives import KINDS, START, WAIT
+from numba_symm.device.block_exchange import (
+    BlockCollective,
+    ExchangeParts,
+    WorkspaceContext,
+)
 from numba_symm.device.compiler import Refusal, constant_of, specialized
 from numba_symm.device.ptx import dtype_of
 from numba_symm.errors import ArgumentError
 
 
 def _found(
-    kind: BlockCollective, ws: Any, x: Any, out: Any, op: Any, items: Any
-) -> Any:
-    """Return the device function for arguments of these types, or raise Refusal."""
+    kind: BlockCollective, part: str, ws: Any, x: Any, out: Any, op: Any, items: Any
+) -> ExchangeParts:
+    """Return the device functions for arguments of these types, or raise Refusal."""
     made_by = getattr(ws, "instance_class", None)
     if not (isinstance(made_by, type) and issubclass(made_by, WorkspaceContext)):
         raise Refusal(
@@ -30,7 +34,7 @@ def _found(
             raise Refusal(
                 f"{kind.name}: expected contiguous arrays of a known dtype, got {array}"
             )
-    if not out.mutable:
+    if part != START and not out.mutable:
         raise Refusal(f"{kind.name}: expected an array to write to, got {out}")
     is_items, function = constant_of(items), constant_of(op)
     if not isinstance(is_items, bool):
@@ -53,15 +57,27 @@ def _found(
 
 @specialized(block_collectives.collective)
 def _collective(
-    name: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+    name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
 ) -> Any:
     if (constant := constant_of(name)) is None:
         return None  # Numba tries types without values after a refusal
-    exchange = _found(KINDS[constant], ws, x, out, op, items)
+    what = constant_of(part)
+    start, wait = _found(KINDS[constant], what, ws, x, out, op, items)
 
-    def call(
-        name: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+    def begin(
+        name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
     ) -> Any:
-        return exchange(ws, x, out, root)
+        return start(ws, x, root)
 
-    return call
+    def end(
+        name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+    ) -> Any:
+        return wait(ws, x, out, root)
+
+    def both(
+        name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+    ) -> Any:
+        start(ws, x, root)
+        return wait(ws, x, out, root)
+
+    return {START: begin, WAIT: end}.get(what, both)

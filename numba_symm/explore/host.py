@@ -412,16 +412,18 @@ class ExploredCommunicator(Rank):
         ctx.buffer_size = region.nbytes - array.start()
         return ExploredMemory(self._world, ctx)
 
-    def device_workspace(self, blocks: int, threads: int, bytes: int) -> Any:
+    def device_workspace(
+        self, blocks: int, threads: int, bytes: int, depth: int = 1
+    ) -> Any:
         """Return the memory of collectives in kernels."""
         mine, module = host(), self._world.device["block_exchange"]
-        sizes = allocator.checked(blocks, threads, bytes)
-        blocks, threads, bytes = sizes
+        sizes = allocator.checked(blocks, threads, bytes, depth)
+        blocks, threads, bytes, depth = sizes
         vectors = allocator.vectors(threads, bytes)
         threads = allocator.warps(threads)
         region = running().memory.allocate(
             f"the device workspace of rank {mine.rank}",
-            module.nbytes(self.size, blocks, threads, vectors),
+            module.nbytes(self.size, blocks, threads, vectors, depth),
             4,
         )
         found = self._set_up("device_workspace", (region.base, sizes))
@@ -432,7 +434,7 @@ class ExploredCommunicator(Rank):
         guard = self._world.device["polling"].Guard(
             self._world.board.base, mine.rank, self.size, 0
         )
-        given = mine.rank, self.size, ring, guard, blocks, threads, vectors
+        given = mine.rank, self.size, ring, guard, blocks, threads, vectors, depth
         return SimpleNamespace(ctx=module.WorkspaceContext(*given))
 
     def launch_limit(self, kernel: Any, threads: int) -> int:

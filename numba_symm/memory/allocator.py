@@ -15,6 +15,7 @@ import numpy as np
 from numba_symm import arguments, dtypes, process
 from numba_symm.device import block_exchange
 from numba_symm.device.block_exchange import (
+    MOST_DEPTH,
     VECTOR,
     WARP,
     CheckedWorkspaceContext,
@@ -664,12 +665,12 @@ class DeviceWorkspace:
         blocks: the maximum number of blocks of a kernel.
         threads: the maximum number of threads of a block.
         bytes: the maximum number of bytes that a block sends to each rank in a call.
+        depth: the maximum number of collectives that are started and not awaited.
     """
 
-    def __init__(
-        self, memory: SymmetricMemory, blocks: int, threads: int, bytes: int
-    ) -> None:
-        self.blocks, self.threads, self.bytes = blocks, threads, bytes
+    def __init__(self, memory: SymmetricMemory, sizes: tuple[int, int, int, int]):
+        self.blocks, self.threads, self.bytes, self.depth = sizes
+        blocks, threads, bytes, depth = sizes
         self._memory = memory
         ctx, size = memory.ctx, memory.world_size
         made = CheckedWorkspaceContext if ctx.checked else WorkspaceContext
@@ -682,6 +683,7 @@ class DeviceWorkspace:
             blocks=blocks,
             threads=warps(threads),
             vectors=vectors(threads, bytes),
+            depth=depth,
         )
         self._ctx.owner, self._ctx.check_mapped = ctx.owner, ctx.check_mapped
 
@@ -715,14 +717,15 @@ class DeviceWorkspace:
 
 
 def new(
-    heap: Heap, members: Members, blocks: int, threads: int, bytes: int
+    heap: Heap, members: Members, blocks: int, threads: int, bytes: int, depth: int
 ) -> DeviceWorkspace:
     """Return a new workspace; see ``Communicator.device_workspace``. Collective."""
     what = "device_workspace"
     with members.set_up(what):
         with members.exchange.agreed(what):
-            blocks, threads, bytes = checked(blocks, threads, bytes)
-        fact = f"{blocks} blocks of {threads} threads, {bytes} bytes"
+            sizes = checked(blocks, threads, bytes, depth)
+        blocks, threads, bytes, depth = sizes
+        fact = f"{blocks} blocks of {threads} threads, {bytes} bytes, depth {depth}"
         members.exchange.agree_equal(fact, what)
         # Of the largest island, because all ranks allocate the same.
         nbytes = block_exchange.nbytes(
@@ -730,18 +733,28 @@ def new(
             blocks,
             warps(threads),
             vectors(threads, bytes),
+            depth,
         )
         array = heap.array(nbytes, np.uint8, what)  # zeros: no packet, no epoch
         memory = heap.rendezvous(arrays.view(array, what).address, array)
-    return DeviceWorkspace(memory, blocks, threads, bytes)
+    return DeviceWorkspace(memory, sizes)
 
 
-def checked(blocks: Any, threads: Any, bytes: Any) -> tuple[int, int, int]:
+def checked(
+    blocks: Any, threads: Any, bytes: Any, depth: Any
+) -> tuple[int, int, int, int]:
     """Return the sizes of a workspace as Python's ints, or refuse one of them."""
+    found = _checked(depth, "depth", MOST_DEPTH)
+    if found & (found - 1):
+        raise ArgumentError(
+            f"device_workspace: expected depth to be a power of two, got {found}; pass "
+            f"{1 << found.bit_length()}"
+        )
     return (
         _checked(blocks, "blocks", MOST_BLOCKS),
         _checked(threads, "threads", MOST_THREADS),
         _checked(bytes, "bytes", MOST_BYTES),
+        found,
     )
 
 

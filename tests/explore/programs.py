@@ -324,37 +324,51 @@ def pipeline_of_packets(
 
 
 @device_function
-def collectives_of_blocks(ws: Any, arrays: Any, blocks: Any) -> None:
+def collectives_of_blocks(ws: Any, arrays: Any, blocks: Any, ahead: int) -> None:
     """Make collectives one after another, on arrays that a block uses again.
 
-    A thread stores the elements that other threads send, and reads their results. After
-    a failure, it goes on, but has no results.
+    A thread stores the elements that other threads send, and reads their results. It
+    starts ``ahead`` collectives before it waits for one. After a failure, it goes on,
+    but has no results.
     """
     thread, block = cuda.threadIdx.x, cuda.blockIdx.x
-    x, out = arrays[block]
-    for exchange, given, taken, in_place, root, result in blocks[block]:
-        there = x if in_place else out
-        for i in range(given[1]):
-            if (i // 2 + 1) % THREADS == thread:
-                st_u64(x + 8 * i, ld_u64(given[0] + 8 * i))
-        xs, outs = array_at(x, given[1], None), array_at(there, taken, None)
-        if not exchange(ws, xs, outs, root):
-            continue
-        for i in range(taken):
-            if (i // 2 + 1) % THREADS == thread:
-                st_u64(result + 8 * i, ld_u64(there + 8 * i))
+    steps = blocks[block]
+    for i in range(len(steps) + ahead):
+        if i < len(steps):
+            x, _ = arrays[block][i % (ahead + 1)]
+            exchange, given, _, _, root, _ = steps[i]
+            for k in range(given[1]):
+                if (k // 2 + 1) % THREADS == thread:
+                    st_u64(x + 8 * k, ld_u64(given[0] + 8 * k))
+            exchange.start(ws, array_at(x, given[1], None), root)
+        if i >= ahead:
+            x, out = arrays[block][(i - ahead) % (ahead + 1)]
+            exchange, given, taken, in_place, root, result = steps[i - ahead]
+            there = x if in_place else out
+            xs, outs = array_at(x, given[1], None), array_at(there, taken, None)
+            if exchange.wait(ws, xs, outs, root):
+                for k in range(taken):
+                    if (k // 2 + 1) % THREADS == thread:
+                        st_u64(result + 8 * k, ld_u64(there + 8 * k))
 
 
 @device_function
-def collectives_of_items(ws: Any, blocks: Any) -> None:
+def collectives_of_items(ws: Any, steps: Any, ahead: int) -> None:
     """Make collectives of what each thread holds in registers."""
     worker = THREADS * cuda.blockIdx.x + cuda.threadIdx.x
-    for exchange, given, taken, in_place, root, result in blocks:
-        xs = cuda.local.array(given[1], None)
-        outs = xs if in_place else cuda.local.array(taken, None)
-        for i in range(given[1]):
-            xs[i] = ld_u64(given[0] + 8 * (given[1] * worker + i))
-        if not exchange(ws, xs, outs, root):
-            continue
-        for i in range(taken):
-            st_u64(result + 8 * (taken * worker + i), outs[i])
+    held = []
+    for i in range(len(steps) + ahead):
+        if i < len(steps):
+            exchange, given, taken, in_place, root, result = steps[i]
+            xs = cuda.local.array(given[1], None)
+            for k in range(given[1]):
+                xs[k] = ld_u64(given[0] + 8 * (given[1] * worker + k))
+            exchange.start(ws, xs, root)
+            held.append(xs)
+        if i >= ahead:
+            exchange, given, taken, in_place, root, result = steps[i - ahead]
+            xs = held[i - ahead]
+            outs = xs if in_place else cuda.local.array(taken, None)
+            if exchange.wait(ws, xs, outs, root):
+                for k in range(taken):
+                    st_u64(result + 8 * (taken * worker + k), outs[k])

@@ -159,6 +159,10 @@ BROKEN = {
         ("collectives_of_blocks",),
         within("block_exchange", "agree", AGREED, f"{AGREED} and failed"),
     ),
+    "a collective whose start has found a failure": (
+        ("collectives_of_blocks",),
+        removed("block_exchange", "refuse"),
+    ),
     "the next collective of a block": (
         ("collectives_of_blocks",),
         removed("block_exchange", "keep-failure"),

@@ -274,7 +274,7 @@ def test_copies_between_other_arrays_do_not_compile(arrays):
 
 
 def workspace(kind=WorkspaceContext):
-    return typeof(kind(0, 2, (1 << 40, 2 << 40), Guard(5, 0, 2, 6), 8, 128, 1))
+    return typeof(kind(0, 2, (1 << 40, 2 << 40), Guard(5, 0, 2, 6), 8, 128, 1, 1))
 
 
 def test_a_collective_in_a_kernel_is_its_packets():
@@ -295,6 +295,22 @@ def test_a_collective_in_a_kernel_is_its_packets():
     assert len(fences) == 2
     assert not any(posts[0] < place < polls[1] for place in fences)
     assert code.usage["LOCAL"] == code.usage["STACK"] == "0"
+
+
+def test_collectives_that_are_started_and_awaited_meet_once_each():
+    """Each of six starts and of five waits, and none keeps local arrays."""
+    code = compiled(
+        collectives.starting(2),
+        ROWS,
+        types.Array(types.float32, 3, "C"),
+        types.int64,
+        TABLE,
+        context=workspace(),
+    )
+    meetings = [code.instructions[place].opcode for place in code.find(r"BAR\..*")]
+    assert len(meetings) == 11
+    assert sum(each.startswith("BAR.RED.OR") for each in meetings) == 5
+    assert code.usage["LOCAL"] == "0"
 
 
 def test_collectives_of_a_block_meet_twice():
