@@ -108,8 +108,10 @@ from numba_symm.device.signals import (
     signal_set,
     test,
     wait_signal,
+    wait_signal_block,
     wait_until,
     wait_until_at,
+    wait_until_block,
 )
 from numba_symm.device.teams import Team
 from numba_symm.environment import SIMULATED
@@ -201,6 +203,8 @@ __all__ = [
     "st_v2_u64",
     "test",
     "wait_signal",
+    "wait_signal_block",
     "wait_until",
     "wait_until_at",
+    "wait_until_block",
 ]

@@ -29,7 +29,13 @@ from numba_symm.device.intrinsics import (
     thread_index,
 )
 from numba_symm.device.polling import make_wait, wait_record
-from numba_symm.device.signals import MAX_CHANNELS, put, put_signal, take, wait_signal
+from numba_symm.device.signals import (
+    MAX_CHANNELS,
+    put,
+    put_signal,
+    take,
+    take_from_each,
+)
 from numba_symm.launch.failures import GRID_BARRIER
 
 
@@ -136,14 +142,7 @@ def barrier_wait(ctx: Any, channel: int, arrived: bool, team: Any = None) -> boo
         >>> int(old[0])
         1
     """
-    place = thread_index()
-    threads = block_size()
-    while place < _size(ctx, team) and arrived:
-        if _rank(team, place) != ctx.rank:
-            arrived = wait_signal(ctx, _rank(team, place), channel)  # explore: wait
-        place += threads
-    # The peers' writes, acquired by one thread each, become visible to all.
-    return not syncthreads_or(not arrived)  # explore: agree
+    return take_from_each(ctx, team, channel, -1, arrived)
 
 
 @device_function

@@ -1,12 +1,14 @@
-"""What Numba's compiler calls for the collectives of ``block_collectives.py``.
+"""What Numba's compiler calls for functions whose code follows from their arguments.
 
-The device function follows from the types of the arguments, and from the operator and
+For a collective, it follows from the types of the arguments, and from the operator and
 ``items``, which are constants of the kernel's source.
 """
 
 from typing import Any
 
-from numba_symm.device import block_collectives
+from numba.cuda import types
+
+from numba_symm.device import block_collectives, signals
 from numba_symm.device.block_collectives import KINDS, START, WAIT
 from numba_symm.device.block_exchange import (
     BlockCollective,
@@ -81,3 +83,47 @@ def _collective(
         return wait(ws, x, out, root)
 
     return {START: begin, WAIT: end}.get(what, both)
+
+
+def _form_of(values: Any) -> str:
+    if values is None or isinstance(values, types.NoneType | types.Omitted):
+        return "others"
+    if hasattr(values, "instance_class"):
+        return "team"
+    return "tuple" if isinstance(values, types.BaseTuple) else "one"
+
+
+@specialized(signals.length_of)
+def _length_of(ctx: Any, values: Any) -> Any:
+    def others(ctx: Any, values: Any) -> Any:
+        return len(ctx.pads) - 1
+
+    def team(ctx: Any, values: Any) -> Any:
+        return len(values.ranks)
+
+    def several(ctx: Any, values: Any) -> Any:
+        return len(values)
+
+    def one(ctx: Any, values: Any) -> Any:
+        return 1
+
+    forms = {"others": others, "team": team, "tuple": several, "one": one}
+    return forms[_form_of(values)]
+
+
+@specialized(signals.item_of)
+def _item_of(ctx: Any, values: Any, place: Any) -> Any:
+    def others(ctx: Any, values: Any, place: Any) -> Any:
+        return (ctx.rank + 1 + place) % len(ctx.pads)
+
+    def team(ctx: Any, values: Any, place: Any) -> Any:
+        return -1 if values.ranks[place] == ctx.rank else values.ranks[place]
+
+    def several(ctx: Any, values: Any, place: Any) -> Any:
+        return values[place]
+
+    def one(ctx: Any, values: Any, place: Any) -> Any:
+        return values
+
+    forms = {"others": others, "team": team, "tuple": several, "one": one}
+    return forms[_form_of(values)]

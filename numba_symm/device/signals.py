@@ -31,6 +31,7 @@ from numba_symm.device.intrinsics import (
     array_at,
     array_function,
     atomic_add,
+    block_size,
     device_function,
     later_blocks,
     ld_acquire_sys_u32,
@@ -38,12 +39,14 @@ from numba_symm.device.intrinsics import (
     st_release_sys_u32,
     st_release_sys_u64,
     syncthreads,
+    syncthreads_or,
     thread_index,
     word_address,
     word_kind,
 )
 from numba_symm.device.polling import Guard, make_wait, wait_record
 from numba_symm.device.puts import put_block
+from numba_symm.device.teams import Team
 from numba_symm.launch.failures import PUT_SIGNAL, WAIT_SIGNAL, WAIT_UNTIL, WAIT_WORD
 
 MAX_CHANNELS = 128
@@ -449,6 +452,127 @@ def wait_until_at(
     record = wait_record(WAIT_WORD, ctx.rank, ctx.rank, 0, later_blocks())
     wanted = (np.int64(comparison), np.int64(value), np.int64(word_kind(array)))
     return _wait_for_word(ctx.guard, address, wanted, record)
+
+
+def length_of(ctx: Any, values: Any) -> int:
+    """Return how many values there are, in the simulator; see :func:`item_of`."""
+    if values is None:
+        return len(ctx.pads) - 1
+    values = values.ranks if isinstance(values, Team) else values
+    return len(values) if isinstance(values, tuple) else 1
+
+
+def item_of(ctx: Any, values: Any, place: int) -> int:
+    """Return one of several values, in the simulator; ``gpu_collectives.py`` has more.
+
+    Args:
+        ctx: a context.
+        values: a tuple; an int, which is all values; None, for the other ranks; or a
+            :class:`Team`, for its ranks, with -1 in this rank's place.
+        place: which one.
+    """
+    if values is None:
+        return (ctx.rank + 1 + place) % len(ctx.pads)  # type: ignore[no-any-return]
+    if isinstance(values, Team):
+        rank = values.ranks[place]
+        return -1 if rank == ctx.rank else rank
+    return values[place] if isinstance(values, tuple) else values  # type: ignore[no-any-return]
+
+
+@device_function
+def take_from_each(ctx: Any, src: Any, channel: Any, mask: int, arrived: bool) -> bool:
+    """Wait as :func:`wait_signal_block`, or for nothing if not ``arrived``."""
+    place = thread_index()
+    threads = block_size()
+    while place < length_of(ctx, src) and arrived:
+        rank = item_of(ctx, src, place)
+        if rank >= 0 and mask >> rank & 1 != 0:
+            # explore: wait-each
+            arrived = wait_signal(ctx, rank, item_of(ctx, channel, place))
+        place += threads
+    # The peers' writes, acquired by one thread each, become visible to all.
+    return not syncthreads_or(not arrived)  # explore: agree
+
+
+@device_function
+def wait_signal_block(ctx: Any, src: Any, channel: Any, mask: int = -1) -> bool:
+    """Wait for signals from one rank or from several, and reset their slots.
+
+    All threads of a block call it. All of them then see what the ranks wrote before
+    their signals, or all return False. Each thread waits for other ranks than the other
+    threads, so the call takes as long as the latest signal.
+
+    Args:
+        ctx: the memory's context.
+        src: a rank; a tuple of ranks, of which negative ones stand for no rank; a
+            :class:`Team`, for its ranks other than this one; or None, for all other
+            ranks.
+        channel: the channel of all signals, or a tuple with one for each place of
+            ``src``.
+        mask: the ranks of ``src`` to wait for: rank r is one of them if bit r is set.
+
+    Returns:
+        False, in all threads of the block, if the deadline has passed or a rank has
+        failed. After that, store nothing that a peer may read.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     if cuda.threadIdx.x == 0:
+        ...         symm.put_signal(ctx, 0, 2)
+        ...     old[0] = symm.wait_signal_block(ctx, (0, -1), 2)
+        >>> kernel[1, 2](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    return take_from_each(ctx, src, channel, mask, True)
+
+
+@device_function
+def wait_until_block(
+    ctx: Any, src: Any, channel: Any, comparison: int, value: Any, mask: int = -1
+) -> bool:
+    """Wait until the words of one rank or of several satisfy a comparison.
+
+    All threads of a block call it. All of them then see what the ranks wrote before
+    their words' values, or all return False. Each thread waits for other ranks than the
+    other threads.
+
+    Args:
+        ctx: the memory's context.
+        src: as for :func:`wait_signal_block`.
+        channel: the channel of all words, or a tuple with one for each place of
+            ``src``.
+        comparison: as for :func:`wait_until`.
+        value: the value to compare all words with, or a tuple in the same way.
+        mask: as for :func:`wait_signal_block`.
+
+    Returns:
+        As :func:`wait_signal_block`.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     if cuda.threadIdx.x == 0:
+        ...         symm.signal_set(ctx, 0, 5, 2)
+        ...         symm.signal_set(ctx, 0, 6, 3)
+        ...     old[0] = symm.wait_until_block(ctx, (0, 0), (5, 6), symm.GE, (2, 3))
+        >>> kernel[1, 2](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    place = thread_index()
+    threads = block_size()
+    arrived = True
+    while place < length_of(ctx, src) and arrived:
+        rank = item_of(ctx, src, place)
+        if rank >= 0 and mask >> rank & 1 != 0:
+            at, wanted = item_of(ctx, channel, place), item_of(ctx, value, place)
+            # explore: until-each
+            arrived = wait_until(ctx, rank, at, comparison, wanted)
+        place += threads
+    # As of take_from_each.
+    return not syncthreads_or(not arrived)  # explore: until-agree
 
 
 @device_function

@@ -143,15 +143,24 @@ def test_a_signal_that_counts_is_a_release_and_its_wait_an_acquire():
     assert any(follows_a_fence(code, place) for place in sets)
 
 
+TEAM = types.NamedTuple(
+    (types.int64, types.int64, types.UniTuple(types.int64, 2)), Team
+)
+
+
+def test_waits_of_a_block_meet_once_each_and_keep_no_local_arrays():
+    code = compiled(counting.wait_for_many, TEAM, types.int64, WORDS)
+    meetings = [code.instructions[place].opcode for place in code.find(r"BAR\..*")]
+    # Nine waits, and a barrier, which also meets before it signals.
+    assert sum(each.startswith("BAR.RED.OR") for each in meetings) == 10
+    assert len(meetings) == 11
+    assert code.usage["LOCAL"] == "0"
+
+
 def test_waits_for_words_poll_what_they_compare():
     code = compiled(counting.wait_for_words, WORDS)
     wide, narrow = ([f"LDG.E{width}.STRONG.SYS", "CCTL.IVALL"] for width in (".64", ""))
     assert waits(code).count(narrow) == waits(code).count(wide) == 2
-
-
-TEAM = types.NamedTuple(
-    (types.int64, types.int64, types.UniTuple(types.int64, 2)), Team
-)
 
 
 def test_a_barrier_of_grids_sends_one_signal_to_each_rank():

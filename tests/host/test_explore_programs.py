@@ -70,6 +70,11 @@ def test_contended_counters_are_explored_at_random(tmp_path):
 IMPLIED = None  # the edit leaves no fault
 
 BARRIER = "symm.barrier(ctx, cuda.blockIdx.x)"
+WAIT_OF_BLOCK = "if not symm.wait_until_block(ctx, sources, channels, symm.GE, done):"
+WAIT_OF_THREAD = """for place in range(2):
+            if thread == 0 and sources[place] >= 0:
+                symm.wait_until(ctx, sources[place], channels[place], symm.GE, done)
+        if False:"""
 CHANGE = "\n    x.copy_to_device(np.zeros(16, np.float32))"
 EDITS = {
     "ring: no barrier": (
@@ -168,16 +173,16 @@ EDITS = {
     ),
     "jacobi: no wait for the block above": (
         "jacobi.py",
-        [("not symm.wait_until(ctx, above, channel, symm.GE, done)", "False")],
+        [("sources = above,", "sources = -1,")],
         "race",
     ),
     "jacobi: no wait for the block below": (
         "jacobi.py",
-        [("not symm.wait_until(ctx, below, channel, symm.GE, done)", "False")],
+        [("above, below if has_below else -1", "above, -1")],
         "race",
     ),
     "jacobi: no syncthreads after the waits": (
-        "jacobi.py", [("cuda.syncthreads_or(np.int32(failed))", "failed")], "race",
+        "jacobi.py", [(WAIT_OF_BLOCK, WAIT_OF_THREAD)], "race",
     ),
     "jacobi: no barrier before the steps": (
         "jacobi.py", [("comm.barrier()  # all ranks have", "pass  #")], "race",
