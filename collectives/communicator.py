@@ -291,7 +291,7 @@ class Communicator(OthersNames):
         return self._calls.heap.array(shape, dtype, "zeros", like)
 
     @by_one_thread
-    def rendezvous(self, array: Any) -> SymmetricMemory:
+    def rendezvous(self, array: Any, *, channels: int | None = None) -> SymmetricMemory:
         """Return the symmetric memory that begins at ``array``.
 
         Collective: every rank passes an array at the same offset of the same
@@ -299,6 +299,14 @@ class Communicator(OthersNames):
         from cudaMalloc, which this call maps. The array must be contiguous, because
         peers' kernels get only its address. All calls for one allocation share its
         mappings and its signal pad.
+
+        Args:
+            array: the array.
+            channels: the number of channels that kernels need, such as one for each
+                block, up to 65536; the same on all ranks. The first call for an
+                allocation makes the signal pad, and later ones may ask for at most as
+                many. A channel takes 12 bytes for each rank of the island, and another
+                16. None: as many as the pad has, or 128 for a new one.
 
         Raises:
             ArgumentError, BackendError: on all ranks.
@@ -308,7 +316,7 @@ class Communicator(OthersNames):
             with calls.members.exchange.agreed("rendezvous"):
                 view = arrays.dense(arrays.view(array, "rendezvous"), "rendezvous")
                 arrays.check_device(view, self.device.ordinal, "rendezvous")
-            return calls.heap.rendezvous(view.address, array)
+            return calls.heap.rendezvous(view.address, array, channels)
 
     def _rendezvous(self, ptr: int) -> SymmetricMemory:
         """Rendezvous by address, for ``comm.allocator.rendezvous(ptr, comm)``."""

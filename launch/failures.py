@@ -187,7 +187,7 @@ _IN_KERNEL = "rank {rank}'s kernel asked for "
 BAD_SLOT = _other(
     36,
     f"{_IN_KERNEL}channel {{place}} to or from rank {{epoch}}: expected a rank of the "
-    "context and channels 0 to 127",
+    "context and a channel of its signal pad",
 )
 BAD_RANK = _other(
     37, f"{_IN_KERNEL}rank {{epoch}}'s buffer: expected a rank of the context"

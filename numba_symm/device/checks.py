@@ -14,6 +14,7 @@ import numpy as np
 
 from numba_symm.device.intrinsics import (
     block_size,
+    channels_of,
     device_function,
     exit_thread,
     grid_index,
@@ -54,7 +55,7 @@ def _fail(ctx: Any, operation: int, place: int, other: int) -> None:
 _DETAILS: dict[int, Callable[..., str]] = {
     BAD_SLOT: lambda ctx, owner, source, **_: (
         f", got a signal to rank {owner} from rank {source} of ranks 0 to "
-        f"{ctx.size - 1}"
+        f"{ctx.size - 1}, of channels 0 to {ctx.channels - 1}"
     ),
     BAD_RANK: lambda ctx, **_: f", 0 to {ctx.size - 1}",
     BAD_BUFFER: lambda ctx, shape, dtype, **_: (
@@ -104,11 +105,11 @@ def _is_rank(ctx: Any, rank: int) -> bool:
 
 
 @device_function
-def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -> None:
+def check_slot(ctx: Any, owner: int, channel: int, source: int) -> None:
     """Refuse a slot of a signal pad that does not exist."""
     if is_checked(ctx):
         other = source if owner == ctx.rank else owner
-        if not (_is_rank(ctx, other) and 0 <= channel < channels):
+        if not (_is_rank(ctx, other) and 0 <= channel < channels_of(ctx)):
             _refuse(ctx, BAD_SLOT, channel, other)
 
 

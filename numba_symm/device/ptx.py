@@ -327,17 +327,28 @@ def check_grid(typingctx: Any) -> Any:
     return types.void(), _nothing
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def size_of(typingctx: Any, ctx: Any) -> Any:
-    """Return the bytes of the buffers; 0 if the context does not have them."""
+def _field(ctx: Any, name: str) -> Any:
+    """Return the definition of a field that only contexts of debug mode have."""
     fields = getattr(ctx, "fields", ())
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if "nbytes" not in fields:
+        if name not in fields:
             return ir.Constant(_LLVM[_I64], 0)
-        return builder.extract_value(args[0], fields.index("nbytes"))
+        return builder.extract_value(args[0], fields.index(name))
 
     return _I64(ctx), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def size_of(typingctx: Any, ctx: Any) -> Any:
+    """Return the bytes of the buffers; 0 if the context does not have them."""
+    return _field(ctx, "nbytes")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def channels_of(typingctx: Any, ctx: Any) -> Any:
+    """Return the channels of a pad; 0 if the context does not have them."""
+    return _field(ctx, "pad_channels")
 
 
 @intrinsic  # type: ignore[untyped-decorator]

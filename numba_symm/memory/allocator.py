@@ -21,6 +21,7 @@ from numba_symm.device.block_exchange import (
     CheckedWorkspaceContext,
     WorkspaceContext,
 )
+from numba_symm.device.signals import CHANNELS
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError
 from numba_symm.gpu import arrays, loads, streams
@@ -346,6 +347,7 @@ class _Entry:
 class _Pad:
     arena: _Entry
     offset: int
+    channels: int
 
     def addresses(self) -> tuple[int, ...]:
         return tuple(base + self.offset for base in self.arena.peers.addresses)
@@ -508,24 +510,28 @@ class Heap:
             entry.block.remove_mapped(entry)
         self._free_pads += [entry.pad for entry in entries if entry.pad is not None]
 
-    def rendezvous(self, address: int, array: Any = None) -> SymmetricMemory:
+    def rendezvous(
+        self, address: int, array: Any = None, channels: Any = None
+    ) -> SymmetricMemory:
         """Return the symmetric memory at ``address``. Map its allocation if needed.
 
         Args:
             address: the address of its first byte, at the same offset of its allocation
                 on all ranks.
             array: the object that keeps memory of another library; kept until close.
+            channels: as for ``Communicator.rendezvous``.
         """
         exchange, what = self._members.exchange, "rendezvous"
         with exchange.agreed(what):
             address = arguments.address(address, what)
             entry = self._entry_around(address)
             block = entry.block if entry else self._block_around(address, what)
+            channels = _channels(channels, entry)
         offset = address - block.address
         number = entry.number if entry else "new"
         exchange.agree_equal(
             f"allocation {number} of {block.nbytes} bytes ({block.backend.name}), "
-            f"offset {offset}",
+            f"offset {offset}, {channels} channels",
             what,
         )
         with self._of_islands(what):
@@ -534,7 +540,7 @@ class Heap:
                 if not block.own:
                     entry.owner = lambda: array
             if entry.pad is None:
-                entry.pad = self._take_pad(what)
+                entry.pad = self._take_pad(what, channels)
         owner = entry.owner(), array
         pad = entry.pad.addresses()
         return SymmetricMemory(
@@ -543,6 +549,7 @@ class Heap:
             block.nbytes,
             offset,
             pad,
+            entry.pad.channels,
             owner,
             self.debug,
         )
@@ -590,15 +597,17 @@ class Heap:
         self._misses.add(address, nbytes)
         return None
 
-    def _take_pad(self, what: str) -> _Pad:
-        nbytes = pads.pad_nbytes(self.island.world.size)
-        if not self._free_pads:
-            arena = self._allocate(pads.PADS_PER_ARENA * nbytes, "signal pads")
+    def _take_pad(self, what: str, channels: int) -> _Pad:
+        nbytes = pads.pad_nbytes(self.island.world.size, channels)
+        free = [pad for pad in self._free_pads if pad.channels == channels]
+        if not free:
+            number = max(1, pads.CHANNELS_PER_ARENA // channels)
+            arena = self._allocate(number * nbytes, "signal pads")
             self._arenas.append(arena)
-            self._free_pads = [
-                _Pad(arena, index * nbytes) for index in range(pads.PADS_PER_ARENA)
-            ]
-        pad = self._free_pads.pop(0)
+            free = [_Pad(arena, index * nbytes, channels) for index in range(number)]
+            self._free_pads += free
+        pad = free[0]
+        self._free_pads.remove(pad)
         with self.island.exchange.agreed(f"{what}: zeroing the signal pad"):
             own = pad.addresses()[self.island.world.rank]
             self.island.backend.fill(own, nbytes)
@@ -639,6 +648,22 @@ class Heap:
         self._arenas.clear()
         self._free_pads.clear()
         return entries
+
+
+def _channels(channels: Any, entry: _Entry | None) -> int:
+    """Return the channels of an allocation's pad, or refuse more than it has."""
+    pad = entry.pad if entry else None
+    if channels is None:
+        return pad.channels if pad else CHANNELS
+    most = pad.channels if pad else pads.MOST_CHANNELS
+    return arguments.integer(
+        channels,
+        "rendezvous",
+        f"channels to be an integer from 1 to {most}",
+        least=1,
+        most=most,
+        do="pass the most that a kernel needs in the allocation's first rendezvous",
+    )
 
 
 _MAPPED = 2  # allocations that a call maps: of an array and of signal pads

@@ -32,7 +32,6 @@ from numba_symm.device.packets import get_packets_block, put_packets_block
 from numba_symm.device.puts import get_block, put_block
 from numba_symm.device.signals import (
     GE,
-    MAX_CHANNELS,
     peer_address,
     put_signal,
     put_with_signal,
@@ -42,6 +41,7 @@ from numba_symm.device.signals import (
     wait_signal_block,
     wait_until_at,
     wait_until_block,
+    word_offset,
 )
 
 DEPTH, DATA, READ = 2, 0, 1  # of a pipeline, and its channels
@@ -202,8 +202,8 @@ def pipeline(
         if step >= DEPTH - 1:
             chunk = step - DEPTH + 1
             if thread == 0 and by_element:
-                place = ctx.pads[ctx.rank] + 4 * MAX_CHANNELS * ctx.size
-                words = array_at(place + 8 * ctx.size * DATA, ctx.size, None)
+                place = ctx.pads[ctx.rank] + word_offset(ctx.size, DATA, 0)
+                words = array_at(place, ctx.size, None)
                 failed = not wait_until_at(ctx, words, left, GE, chunk + 1)
             if by_element:
                 failed = syncthreads_or(failed)

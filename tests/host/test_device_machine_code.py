@@ -197,8 +197,8 @@ def records(code):
 def test_arguments_are_checked_in_debug_mode_only():
     guard = Guard(5, 0, 2, 6)
     plain = typeof(Context(0, 2, (1 << 40, 2 << 40), (3, 4), guard))
-    debug = typeof(CheckedContext(0, 2, (1 << 40, 2 << 40), (3, 4), guard, 64))
-    assert debug.fields == (*plain.fields, "nbytes")
+    debug = typeof(CheckedContext(0, 2, (1 << 40, 2 << 40), (3, 4), guard, 64, 9))
+    assert debug.fields == (*plain.fields, "nbytes", "pad_channels")
     assert len(set(debug.fields)) == len(debug.fields)  # a kernel finds each by name
     signature = TEAM, types.int64, WORDS
     checked = compiled(debugging.misuse, *signature, context=debug)

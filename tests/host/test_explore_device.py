@@ -188,6 +188,35 @@ def test_misuse_of_starts_and_waits_is_a_fault(tmp_path, change, text):
     assert text in str(report)
 
 
+CHANNELS = """
+    mem = comm.rendezvous(x)
+    other = comm.zeros(1, np.int64)
+    mem = comm.rendezvous(other, channels=130)
+    kernel[1, 1](mem.ctx, out)
+    comm.synchronize()
+    {more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("channel", "more", "text"),
+    [
+        (129, "", None),
+        (130, "", "of channels 0 to 129"),
+        (0, "comm.rendezvous(other, channels=131)", "at most 130 channels"),
+        (0, "comm.rendezvous(x, channels=128 + comm.rank)", "the ranks pass sizes"),
+    ],
+)
+def test_a_pad_has_as_many_channels_as_asked_for(tmp_path, channel, more, text):
+    kernel = f"""
+    @cuda.jit
+    def kernel(ctx, out):
+        symm.barrier(ctx, {channel})
+    """
+    report = run(tmp_path, kernel, CHANNELS.format(more=more), launch="")
+    assert report.complete if text is None else text in str(report), str(report)
+
+
 def test_roots_that_differ_are_a_fault(tmp_path):
     kernel = """
     @cuda.jit

@@ -379,7 +379,7 @@ def test_a_forked_process_starts_its_own_threads():
 
 
 @pytest.mark.parametrize(
-    ("dst", "channel"), [(0, signals.MAX_CHANNELS), (0, -1), (2, 0), (-1, 0)]
+    ("dst", "channel"), [(0, signals.CHANNELS), (0, -1), (2, 0), (-1, 0)]
 )
 def test_signals_outside_of_the_pad_are_refused(dst, channel):
     ctx = Context(0, 2, (0, 0), (0, 0), None)
@@ -387,7 +387,9 @@ def test_signals_outside_of_the_pad_are_refused(dst, channel):
     def kernel():
         signals.put_signal(ctx, dst, channel)
 
-    text = f"channels 0 to 127, got a signal to rank {dst} from rank 0 of ranks 0 to 1;"
+    text = (
+        f"got a signal to rank {dst} from rank 0 of ranks 0 to 1, of channels 0 to 127;"
+    )
     with pytest.raises(ArgumentError, match=text):
         run(kernel, 1)
 
