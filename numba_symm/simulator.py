@@ -56,7 +56,7 @@ from numba_symm.device.block_exchange import (
     epoch_of,
     in_flight,
 )
-from numba_symm.device.intrinsics import array_at
+from numba_symm.device.intrinsics import array_at, warp_or
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.process import start
@@ -516,6 +516,19 @@ def _shared(module: Any) -> Any:
 
 
 simulator.FakeCUDAModule.shared = property(_shared)
+
+
+def _sync_warp(module: Any, mask: int = 0xFFFFFFFF) -> None:
+    """Wait for all threads of the warp, which a GPU orders, too."""
+    if int(mask) & 0xFFFFFFFF != 0xFFFFFFFF:
+        raise ArgumentError(
+            f"cuda.syncwarp: expected the mask 0xFFFFFFFF in the simulator, got "
+            f"{mask:#x}; let all threads of the warp call it"
+        )
+    warp_or(False)
+
+
+simulator.FakeCUDAModule.syncwarp = _sync_warp
 
 
 _WARNING = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}

@@ -357,6 +357,18 @@ def test_wrong_arguments_of_collectives_do_not_compile(what, text):
 ROWS, DOUBLES = types.Array(types.float32, 2, "C"), types.Array(types.float64, 1, "C")
 EXAMPLES = {
     "jacobi.relax_all": (context_type(2), types.int64, types.int64),
+    "radix_exchange.in_a_kernel": (
+        context_type(2),
+        workspace(),
+        types.Array(types.uint32, 2, "C"),
+        WORDS,
+    ),
+    "ring_attention.in_a_ring": (
+        context_type(2),
+        *(types.Array(types.float32, ndim, "C") for ndim in (3, 3, 4, 3)),
+        types.int64,
+    ),
+    "row_parallel.fused": (workspace(), ROWS, ROWS, FLOATS, ROWS),
     "rms_norm.fused": (workspace(), ROWS, ROWS, FLOATS, ROWS),
     "conjugate_gradient.solve": (workspace(), *[DOUBLES] * 4, WORDS),
     "histogram.count": (*[context_type(2)] * 3, WORDS),
