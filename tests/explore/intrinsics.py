@@ -259,8 +259,8 @@ def mailbox_of(mailbox: Any) -> int:
 
 def views_of(target: Any, source: Any) -> tuple[int, ...]:
     assert target.shape == source.shape
-    rows, columns = (1, *target.shape)[-2:]
-    layout = rows, columns, 8 * columns, 8
+    planes, rows, columns = (1, 1, *target.shape)[-3:]
+    layout = planes, rows, columns, 8 * rows * columns, 8 * columns, 8
     return 8, target._address, *layout, source._address, *layout
 
 

@@ -227,6 +227,13 @@ def copy_a_matrix(ctx, target, source):
     symm.put_block(ctx, target, source)
 
 
+def test_copies_of_boxes_keep_no_local_arrays():
+    box = types.Array(types.int32, 3, "C")
+    mailbox = types.Array(types.uint64, 1, "C")
+    code = compiled(copies.copy_boxes, box, mailbox, box)
+    assert code.usage["LOCAL"] == "0"
+
+
 def test_copies_access_16_bytes_whatever_the_alignment():
     code = compiled(copy_a_matrix, BYTES, BYTES)
     loops = [code.loop(store) for store in code.find(r"ST\.E\.128")]
@@ -270,7 +277,7 @@ def test_packets_need_no_fence():
 
 REFUSED = [
     (types.Array(types.int32, 2, "C"), types.Array(types.int64, 2, "C")),
-    (types.Array(types.int64, 3, "C"), types.Array(types.int64, 3, "C")),
+    (types.Array(types.int64, 4, "C"), types.Array(types.int64, 4, "C")),
     (types.Array(types.int64, 2, "C", readonly=True), types.Array(types.int64, 2, "C")),
     (types.Array(types.int64, 2, "C"), types.int64),
 ]
@@ -278,7 +285,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("arrays", REFUSED, ids=str)
 def test_copies_between_other_arrays_do_not_compile(arrays):
-    with pytest.raises(TypingError, match="a copy: expected two arrays of one or two"):
+    with pytest.raises(
+        TypingError, match="a copy: expected two arrays of one to three"
+    ):
         compiled(copy_a_matrix, *arrays)
 
 
