@@ -292,7 +292,7 @@ class Communicator(OthersNames):
         return self._calls.heap.array(shape, dtype, "zeros", like)
 
     @by_one_thread
-    def rendezvous(self, array: Any) -> SymmetricMemory:
+    def rendezvous(self, array: Any, *, channels: int | None = None) -> SymmetricMemory:
         """Return the symmetric memory that begins at ``array``.
 
         Collective: every rank passes an array at the same offset of the same
@@ -300,6 +300,14 @@ class Communicator(OthersNames):
         from cudaMalloc, which this call maps. The array must be contiguous, because
         peers' kernels get only its address. All calls for one allocation share its
         mappings and its signal pad.
+
+        Args:
+            array: the array.
+            channels: the number of channels that kernels need, such as one for each
+                block, up to 65536; the same on all ranks. The first call for an
+                allocation makes the signal pad, and later ones may ask for at most as
+                many. A channel takes 12 bytes for each rank of the island, and another
+                16. None: as many as the pad has, or 128 for a new one.
 
         Raises:
             ArgumentError, BackendError: on all ranks.
@@ -309,7 +317,7 @@ class Communicator(OthersNames):
             with calls.members.exchange.agreed("rendezvous"):
                 view = arrays.dense(arrays.view(array, "rendezvous"), "rendezvous")
                 arrays.check_device(view, self.device.ordinal, "rendezvous")
-            return calls.heap.rendezvous(view.address, array)
+            return calls.heap.rendezvous(view.address, array, channels)
 
     def _rendezvous(self, ptr: int) -> SymmetricMemory:
         """Rendezvous by address, for ``comm.allocator.rendezvous(ptr, comm)``."""
@@ -321,7 +329,7 @@ class Communicator(OthersNames):
 
     @by_one_thread
     def device_workspace(
-        self, blocks: int, threads: int, bytes: int
+        self, blocks: int, threads: int, bytes: int, depth: int = 1
     ) -> DeviceWorkspace:
         """Return the memory for collectives within kernels.
 
@@ -329,21 +337,25 @@ class Communicator(OthersNames):
         ``ctx`` is an argument of kernels, for :func:`numba_symm.device.all_reduce` and
         the other collectives there. Only one kernel at a time may use the workspace,
         with the same grid on every rank; later kernels on the stream may use it again.
-        The ranks must be of one island. On each rank, a block needs 4 * ``bytes``,
-        rounded up, for each other rank, 4 bytes for each thread, and another 128 bytes.
+        The ranks must be of one island. On each rank, a block needs 4 * ``depth`` *
+        ``bytes``, rounded up, for each other rank, 8 bytes for each thread, and another
+        128 bytes.
 
         Args:
             blocks: the maximum number of blocks of a kernel.
             threads: the maximum number of threads of a block, up to 1024.
             bytes: the maximum number of bytes that a block sends to each rank in a
                 call. A kernel with fewer threads may send proportionally fewer bytes.
+            depth: the maximum number of collectives that a block has started and not
+                yet awaited, a power of two up to 64.
 
         Raises:
             ArgumentError: a number is wrong, or differs between ranks.
             BackendError: a rank does not have enough memory.
         """
         calls = self._calls
-        return allocator.new(calls.heap, calls.members, blocks, threads, bytes)
+        sizes = blocks, threads, bytes, depth
+        return allocator.new(calls.heap, calls.members, *sizes)
 
     @by_one_thread
     def experts(
