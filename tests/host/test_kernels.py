@@ -21,7 +21,7 @@ from numba.cuda import types
 from numba_symm import dtypes
 from numba_symm.collectives.kernels import (
     barrier,
-    chunked_all_reduce,
+    chunked,
     copied_reductions,
     direct_broadcast,
     direct_reduce,
@@ -47,7 +47,7 @@ KERNELS = {
     "two_shot_sentinel": two_shot.kernel(4, FLOAT32, "prod", False, "sentinel", 1),
     "one_shot_marked": one_shot.kernel(4, FLOAT32, "min", True, "marked", 2, ALL),
     "two_shot_marked": two_shot.kernel(4, BFLOAT16, "sum", False, "marked", 1),
-    "chunked": chunked_all_reduce.kernel(4, FLOAT32, "sum", False),
+    "chunked": chunked.kernel(4, FLOAT32, "sum", False, ALL, True),
     "copy_engine": copied_reductions.reduce_kernel(4, FLOAT32, "sum", False),
     "handshake": handshake.handshake_kernel(3),
     "broadcast_direct": direct_broadcast.kernel(4, FLOAT32, True),
