@@ -30,10 +30,7 @@ from numba_symm.collectives.kernels import (
     chunked,
     copied_exchange,
     copied_reductions,
-    direct_broadcast,
-    direct_exchange,
-    direct_reduce,
-    direct_shards,
+    direct,
     one_shot,
     two_shot,
     two_shot_broadcast,
@@ -461,17 +458,23 @@ def _mailed(
 
 
 def _direct(
-    bind: Bind, number: int, fewest: int = 2, out: Arrays = Arrays.ANYWHERE
+    operation: Operation,
+    number: int,
+    fewest: int = 2,
+    out: Arrays = Arrays.ANYWHERE,
 ) -> Algorithm:
     """Return the algorithm between ranks' own arrays, which waits for ``number``."""
-    symmetric = Arrays.SYMMETRIC
-    return Algorithm(bind, (number,), "direct", fewest=fewest, x=symmetric, out=out)
-
-
-def _exchanged_directly(kind: Exchange) -> Algorithm:
-    """Return the algorithm between ranks' own arrays that only moves shards."""
-    bind = partial(direct_exchange.bind, kind, partial(chunked.bind, kind, False))
-    return _direct(bind, kind.operation)._replace(in_place=not kind.sends_shards)
+    kind = operation.exchange._replace(operation=number)
+    fallback = cast(BindFallback, operation.algorithms[GENERAL].bind)
+    return Algorithm(
+        partial(direct.bind, kind, fallback),
+        (number,),
+        "direct",
+        fewest=fewest,
+        x=Arrays.SYMMETRIC,
+        out=out,
+        in_place=kind.output.reduces or not kind.sends_shards,
+    )
 
 
 _TWO_SHOT = {
@@ -487,7 +490,11 @@ def _through(output: Output, number: int) -> Callable[..., Enqueue]:
     return partial(chunked.bind, Exchange(False, output, number), True)
 
 
-_all_reduce_in_chunks = _through(Output.REDUCED, failures.CHUNKED)
+def _all_reduce_in_chunks(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
+    """Bind an all-reduce in chunks."""
+    return _through(Output.REDUCED, failures.CHUNKED)(end, call, fallback_for)
+
+
 _reduce_through_owners = _through(Output.AT_ROOT, failures.CHUNKED_REDUCE)
 _broadcast_in_chunks = _through(Output.OF_ROOT, failures.CHUNKED_BROADCAST)
 
@@ -518,26 +525,12 @@ ALL_REDUCE = _operation(
             most=COPYING,
             copies=True,
         ),
-        "direct": _direct(
-            partial(direct_shards.bind_all_reduce, _all_reduce_in_chunks),
-            failures.ALL_REDUCE_DIRECT,
-            out=Arrays.SYMMETRIC,
-        ),
     },
     words="all_reduce (one_shot)",
 )
 ALL_GATHER = _operation("all_gather", False, Output.SHARDS, _gathered_shape)
 ALL_TO_ALL = _operation("all_to_all", True, Output.SHARDS, _exchanged_shape)
-ALL_GATHER.algorithms["direct"] = _exchanged_directly(ALL_GATHER.exchange)
-ALL_TO_ALL.algorithms["direct"] = _exchanged_directly(ALL_TO_ALL.exchange)
 REDUCE_SCATTER = _operation("reduce_scatter", True, Output.REDUCED, _scattered_shape)
-REDUCE_SCATTER.algorithms["direct"] = _direct(
-    partial(
-        direct_shards.bind_reduce_scatter,
-        partial(chunked.bind, REDUCE_SCATTER.exchange, False),
-    ),
-    failures.REDUCE_SCATTER,
-)
 SCAN = _operation("scan", False, Output.UP_TO_THIS, _same_shape, without=("avg",))
 EXSCAN, REVERSE_SCAN = (
     _operation(name, False, output, _same_shape, limits_of="scan", without=("avg",))
@@ -570,11 +563,6 @@ REDUCE = _operation(
             most=2,
             copies=True,
         ),
-        "direct": _direct(
-            partial(direct_reduce.bind, _reduce_in_chunks),
-            failures.REDUCE_DIRECT,
-            out=Arrays.SYMMETRIC,
-        ),
     },
 )
 REDUCE_SHARD = REDUCE._replace(name="reduce_scatter_v")
@@ -595,13 +583,18 @@ BROADCAST = _operation(
         GENERAL: Algorithm(
             _broadcast_in_chunks, (failures.CHUNKED_BROADCAST,), "chunked"
         ),
-        "direct": _direct(
-            partial(direct_broadcast.bind, _broadcast_in_chunks),
-            failures.BROADCAST_DIRECT,
-            fewest=3,
-        ),
     },
 )
+ALL_REDUCE.algorithms["direct"] = _direct(
+    ALL_REDUCE, failures.ALL_REDUCE_DIRECT, out=Arrays.SYMMETRIC
+)
+ALL_GATHER.algorithms["direct"] = _direct(ALL_GATHER, ALL_GATHER.exchange.operation)
+ALL_TO_ALL.algorithms["direct"] = _direct(ALL_TO_ALL, ALL_TO_ALL.exchange.operation)
+REDUCE_SCATTER.algorithms["direct"] = _direct(REDUCE_SCATTER, failures.REDUCE_SCATTER)
+REDUCE.algorithms["direct"] = _direct(
+    REDUCE, failures.REDUCE_DIRECT, out=Arrays.SYMMETRIC
+)
+BROADCAST.algorithms["direct"] = _direct(BROADCAST, failures.BROADCAST_DIRECT, fewest=3)
 BROADCAST.algorithms["copy_engine"] = _copied(
     "broadcast", BROADCAST.exchange, _broadcast_in_chunks, most=2
 )
