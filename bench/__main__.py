@@ -141,7 +141,9 @@ class _Benchmark:
         contenders = [self._ours, *others]
         facts: dict[str, Any] = {}
         if asked.overlap:
-            product = new_product(self._comm.device.ordinal, asked.leave or 0)
+            product = new_product(
+                self._comm.device.ordinal, asked.side or options.SIDE, asked.leave or 0
+            )
             facts["product"] = product.name
             rows = self._overlap(contenders, product)
         else:
@@ -183,7 +185,7 @@ class _Benchmark:
     def _overlap(self, contenders: Sequence[Contender], product: Product) -> list[Any]:
         """Return the records of all rows beside a product, after showing them."""
         barrier = self._comm.barrier
-        streams = new_stream(urgent=True), new_stream()
+        streams = new_stream(), new_stream()
         timer = Timer(self._ranks, streams[0], barrier)
         overlap = Overlap(
             self._operation,

@@ -30,6 +30,9 @@ MODULE = "python -m numba_symm.bench"
 EAGER_CALLS = 200
 """The default of ``-n`` with ``--eager``."""
 
+SIDE = 8192
+"""The default of ``--side``: large programs have such matrices."""
+
 UNUSED = {
     "cold": ("-f", "-i", "-o", "-n", "-w", "-G", "--against", "--algorithm"),
     "shuffle": ("-f", "-i", "-n", "-w", "-G", "-c", "--against"),
@@ -267,9 +270,16 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
     add(
         "--overlap",
         action="store_true",
-        help="time the calls, a matrix product that takes about as long, and both "
-        "together; the calls are on a stream of the highest priority, and torch "
-        "computes the product if it is installed",
+        help="time the calls, matrix products that take three times as long, and both "
+        "together, enqueued in both orders, on ordinary streams; torch computes the "
+        "products if it is installed",
+    )
+    add(
+        "--side",
+        metavar="N",
+        type=at_least(1),
+        help="with --overlap and torch: the matrices' rows and columns "
+        f"(default {SIDE})",
     )
     add(
         "--leave",
@@ -321,8 +331,9 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         _complete_eager(parser, options)
     if options.overlap:
         _complete_overlap(parser, options)
-    elif options.leave:
-        parser.error("--leave needs --overlap")
+    elif options.leave or options.side:
+        given = "--leave" if options.leave else "--side"
+        parser.error(f"{given} needs --overlap")
     if options.cold and (options.shuffle or options.overlap or options.plot):
         parser.error("omit --shuffle, --overlap and --plot with --cold")
     if options.cache and not options.cold:
@@ -379,8 +390,9 @@ def _complete_overlap(
         parser.error("--overlap draws no plot; omit --plot")
     if not options.replays:
         parser.error("--overlap replays graphs; pass -G 1 or more")
-    if options.leave and not torch_multiplies():
-        parser.error("--leave needs torch and a GPU; omit it")
+    if (options.leave or options.side) and not torch_multiplies():
+        given = "--leave" if options.leave else "--side"
+        parser.error(f"{given} needs torch and a GPU; omit it")
 
 
 def _complete_plot(

@@ -68,8 +68,7 @@ class Region:
 
     Attributes:
         epochs: one uint32 a block, written by its own rank only: the block's last
-            epoch. After those of all blocks, there is a second set for a protocol that
-            counts twice.
+            epoch.
         flags: those that peers raise for this rank's blocks, two uint32 for each block
             and rank.
         slots: what peers store here, or the rank for its peers or for itself.
@@ -323,7 +322,7 @@ def layout(size: int) -> Layout:
 
 def _region(start: int, size: int, nbytes: int) -> Region:
     epochs = start
-    flags = epochs + _lines(4 * 2 * MOST_BLOCKS)
+    flags = epochs + _lines(4 * MOST_BLOCKS)
     slots = flags + _lines(2 * 4 * MAX_BLOCKS * size)
     return Region(epochs, flags, slots, slots + _lines(nbytes))
 

@@ -444,7 +444,7 @@ _MUTANTS = [
     Mutant(
         "slots.1",
         "collectives/protocols/slots.py",
-        "more = (signalled + 1 + (chunks - 1 >> 1)) & 1",
+        "more = (signalled + 1 + (last >> 1)) & 1",
         "more = 0",
     ),
     Mutant(
