@@ -386,6 +386,8 @@ def _statuses(value: Any, call: str, name: str) -> Any:
 
 _LISTS = {"requests": _requests, "statuses": _statuses}
 
+_MOST_KINDS = 64  # of one call
+
 _CALLED = re.compile(r"(?!MPI\.)[A-Z][\w.]*: ")  # how texts begin that name their call
 
 
@@ -406,18 +408,25 @@ def translated(
         own_name = method.__qualname__.partition(".")[0]
     call = name or own_name
     parameters = list(_parameters(like or method))
+    known: set[tuple[Any, ...]] = set()  # names and types of arguments that are fine
+
+    def read_all(args: Any, options: dict[str, Any], kinds: tuple[Any, ...]) -> Any:
+        changed, args = False, list(args)
+        for place, each, fine, read in parameters:
+            if place < len(args) and type(args[place]) not in fine:
+                args[place], changed = read(args[place], call, each), True
+            elif each in options and type(options[each]) not in fine:
+                options[each], changed = read(options[each], call, each), True
+        if not changed and len(known) < _MOST_KINDS:
+            known.add(kinds)
+        return args
 
     @functools.wraps(method)
     def raising(*args: Any, **options: Any) -> T:
         try:
-            for place, each, fine, read in parameters:
-                if place < len(args):
-                    value = args[place]
-                    if type(value) not in fine:
-                        found = read(value, call, each)
-                        args = (*args[:place], found, *args[place + 1 :])
-                elif each in options and type(options[each]) not in fine:
-                    options[each] = read(options[each], call, each)
+            kinds = *map(type, args), *options, *map(type, options.values())
+            if kinds not in known:
+                args = read_all(args, options, kinds)
             return method(*args, **options)
         except SymmError as error:
             own = isinstance(error, MPIError)

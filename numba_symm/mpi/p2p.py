@@ -43,6 +43,8 @@ from numba_symm.mpi.rooms import (
     NONE,
     READ,
     READY,
+    SLOTS_OF_ALL,
+    Parcel,
     Room,
     size_of,
 )
@@ -61,8 +63,8 @@ class Outgoing(NamedTuple):
         address: of the first item.
         size: of the room that it needs.
         apart: whether the rank is on another island.
-        plain: the first and the last of the arguments of the compiled ``send``; None:
-            it is not for this message.
+        parcel: what the compiled ``send`` sends; None: it is not for this message.
+        parcel_at: its address.
     """
 
     items: buffers.Items
@@ -71,20 +73,25 @@ class Outgoing(NamedTuple):
     address: int
     size: int
     apart: bool
-    plain: tuple[tuple[int, ...], tuple[int, ...]] | None
+    parcel: Any
+    parcel_at: int
 
     @classmethod
     def of(cls, post: Post, found: buffers.Items, dest: int) -> "Outgoing":
         """Return the message, or refuse its destination."""
         post.check_message("Send", dest, 0)
         nbytes, apart = found.nbytes, post.islands[dest] != post.islands[post.rank]
-        address, size, plain = found.address, size_of(nbytes), None
+        address, size, parcel, at = found.address, size_of(nbytes), None, 0
         if not apart and found.layout.runs is None and 0 < nbytes <= message_copy.MOST:
             stack = ctypes.addressof(post.words.rooms.stack(size))
-            before = post.words.port_at, stack, address, nbytes
-            plain = before, (*post.to[dest], post.context, post.places[post.rank])
+            unread = ctypes.addressof(post.unread) + 8 * dest
+            envelope = *post.to[dest], post.context, post.places[post.rank]
+            parcel = Parcel(
+                post.words.port_at, stack, address, nbytes, *envelope, unread
+            )
+            at = ctypes.addressof(parcel)
         items = found._replace(array=None)
-        return cls(items, dest, nbytes, address, size, apart, plain)
+        return cls(items, dest, nbytes, address, size, apart, parcel, at)
 
 
 def send(
@@ -109,35 +116,21 @@ def send(
     """
     if post._freed or not (hasattr(post.threads, "ready") and 0 <= tag < post.tags):
         post.check_message("Send", outgoing.dest, tag)
-    stream = post.stream_of(array, "Send")
+    stream = post.stream_of(array)
     made = object.__new__(Sending)  # Sending(...) takes longer
     made.post, made.outgoing, made.tag = post, outgoing, tag
     made._array, made._matched = array, matched
-    kept = post.unread[outgoing.dest] + outgoing.nbytes
-    later = limited and 0 < post.limit < kept and not post.admits(outgoing)
-    if outgoing.plain is None or later:
-        made._send(stream, later, copied)
-        return made
-    before, after = outgoing.plain
-    rooms, port = post.words.rooms, post.words.port
-    with post._lock:
-        free = port.free
-        try:
-            found = post._send(*before, stream, *after, tag, matched)
-            if 0 <= found < NONE:
-                room = rooms.all[found >> 32]
-                post.lend(made, found & 0xFFFFFFFF, port.number, room)
-                return made
-        except BaseException:
-            # It may have been sent before a signal's handler has raised.
-            if port.free < free and made not in post._unread:
-                stack = rooms.stack(outgoing.size)
-                room = rooms.all[stack.rooms[stack.free]]
-                post.lend(made, port.slots[port.free], port.number, room)
-            raise
-    if found < 0:
-        raise failure_of(-1 - found)
-    made._send(stream)
+    limit = post.limit if limited else 0
+    if outgoing.parcel_at:
+        with post._lock:
+            found = post._send(outgoing.parcel_at, stream, tag, matched, limit)
+        if 0 <= found < NONE:
+            made.number, made.slot = divmod(found, SLOTS_OF_ALL)
+            return made
+        if found < 0:
+            raise failure_of(-1 - found)
+    post.refuse_capture(stream, "Send")
+    made._send(stream, limit > 0 and not post.admits(outgoing), copied)
     return made
 
 
@@ -397,7 +390,7 @@ class Sending(Own):
             self._active = False
             raise self._error
         if slot != NO_SLOT and post.words.values[LINE * slot + READY] < number:
-            post.until(slot, READY, number, self._is_copied)
+            post.until(slot, READY, number)
         if self._matched:
             waited(self._is_done, post.check)
         self._array = None
@@ -489,16 +482,16 @@ class Messages:
             key, array = buffers.key_of(buf)
         if rank == NOBODY:
             return None, array
-        of = make, rank if make is Outgoing else NOBODY
         known = self.post.known
-        if key is not None and (made := known.young.get((key, of))) is not None:
+        named = key, make, rank
+        if key is not None and (made := known.young.get(named)) is not None:
             return made, array
         if not on_device(buf):
             return None, array
         found = message(buf)
         made = make.of(self.post, found, rank)
         if key is not None:
-            known.put((key, of), made)
+            known.put(named, made)
         return made, found.array
 
     def _sent(
@@ -779,6 +772,8 @@ def _complete(request: Any, status: MPI.Status | None = None) -> None:
 
 class Together(Own):
     """A receive and a send, whose status is that of the receive."""
+
+    _starts = True
 
     def __init__(self, receives: Any, sends: Any):
         self._receives, self._sends = receives, sends
