@@ -408,9 +408,9 @@ def translated(
         own_name = method.__qualname__.partition(".")[0]
     call = name or own_name
     parameters = list(_parameters(like or method))
-    known: set[tuple[Any, ...]] = set()  # names and types of arguments that are fine
+    known: set[Any] = set()  # names and types of arguments that are fine
 
-    def read_all(args: Any, options: dict[str, Any], kinds: tuple[Any, ...]) -> Any:
+    def read_all(args: Any, options: dict[str, Any], kinds: Any) -> Any:
         changed, args = False, list(args)
         for place, each, fine, read in parameters:
             if place < len(args) and type(args[place]) not in fine:
@@ -424,7 +424,9 @@ def translated(
     @functools.wraps(method)
     def raising(*args: Any, **options: Any) -> T:
         try:
-            kinds = *map(type, args), *options, *map(type, options.values())
+            kinds: Any = tuple(map(type, args))
+            if options:
+                kinds = *kinds, *options, *map(type, options.values())
             if kinds not in known:
                 args = read_all(args, options, kinds)
             return method(*args, **options)

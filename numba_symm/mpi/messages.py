@@ -46,8 +46,8 @@ from numba_symm.mpi.rooms import (
 )
 from numba_symm.mpi.words import FIELDS, Envelope, Words
 
-LOOKS = 2000
-"""Looks at memory before a waiting rank looks for failures: some microseconds."""
+LOOKS = 20_000
+"""Looks at memory before a waiting rank looks for failures, in some 30 microseconds."""
 
 _ANY_SOURCE, _ANY_TAG = MPI.ANY_SOURCE, MPI.ANY_TAG
 

@@ -15,7 +15,6 @@ the receiver raises.
 
 import ctypes
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -494,29 +493,29 @@ class Messages:
             known.put(named, made)
         return made, found.array
 
-    def _sent(
-        self, plain: Callable[..., Any], buf: Any, dest: int, tag: int, **how: bool
-    ) -> Any:
-        """Start a send, whose options are those of ``Sends.send``; return its request.
+    def _sent(self, name: str, buf: Any, dest: int, tag: int, **how: bool) -> Any:
+        """Start a send, whose options are those of ``send``; return its request.
 
-        From the host, ``plain`` sends, and to nobody, nothing does.
+        From the host, mpi4py's method of this name sends, and to nobody, nothing does.
         """
         found, array = self._items(buf, dest, Outgoing)
         if found is not None:
             return send(self.post, found, array, tag, **how)
-        return DoneRequest() if dest == NOBODY else plain(buf, dest, tag)
+        if dest == NOBODY:
+            return DoneRequest()
+        return getattr(self.host, name)(buf, dest, tag)
 
     @translated
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message. The array may be used when this returns."""
-        _complete(self._sent(self.host.Send, buf, dest, tag))
+        _complete(self._sent("Send", buf, dest, tag))
 
     Rsend = Send
 
     @translated
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message, regardless of the limit."""
-        _complete(self._sent(self.host.Bsend, buf, dest, tag, limited=False))
+        _complete(self._sent("Bsend", buf, dest, tag, limited=False))
 
     @translated
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
@@ -524,24 +523,24 @@ class Messages:
 
         A receive waits as long for its message. Both raise if the communicator fails.
         """
-        _complete(self._sent(self.host.Ssend, buf, dest, tag, matched=True))
+        _complete(self._sent("Ssend", buf, dest, tag, matched=True))
 
     @translated
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done when it was copied."""
-        return self._sent(self.host.Isend, buf, dest, tag)
+        return self._sent("Isend", buf, dest, tag)
 
     Irsend = Isend
 
     @translated
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message, regardless of the limit; return a request."""
-        return self._sent(self.host.Ibsend, buf, dest, tag, limited=False)
+        return self._sent("Ibsend", buf, dest, tag, limited=False)
 
     @translated
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done when it was matched."""
-        return self._sent(self.host.Issend, buf, dest, tag, matched=True)
+        return self._sent("Issend", buf, dest, tag, matched=True)
 
     @translated
     def Recv(
@@ -664,32 +663,32 @@ class Messages:
 
     # Persistent ones.
 
-    def _prepared(
-        self, plain: Callable[..., Any], buf: Any, dest: int, tag: int, **how: bool
-    ) -> Any:
-        """Prepare what :meth:`_sent` does; ``plain`` prepares a send from the host."""
+    def _prepared(self, name: str, buf: Any, dest: int, tag: int, **how: bool) -> Any:
+        """Prepare what :meth:`_sent` does; mpi4py's method prepares one of the host."""
         found, array = self._items(buf, dest, Outgoing)
         if found is None:
-            return Prequest(DoneRequest) if on_device(buf) else plain(buf, dest, tag)
+            if on_device(buf):
+                return Prequest(DoneRequest)
+            return getattr(self.host, name)(buf, dest, tag)
         self.post.check_message("Send", dest, tag)
         return Prequest(partial(send, self.post, found, array, tag, **how), [array])
 
     @translated
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send."""
-        return self._prepared(self.host.Send_init, buf, dest, tag)
+        return self._prepared("Send_init", buf, dest, tag)
 
     Rsend_init = Send_init
 
     @translated
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send."""
-        return self._prepared(self.host.Bsend_init, buf, dest, tag, limited=False)
+        return self._prepared("Bsend_init", buf, dest, tag, limited=False)
 
     @translated
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send that is done when a receive has matched it."""
-        return self._prepared(self.host.Ssend_init, buf, dest, tag, matched=True)
+        return self._prepared("Ssend_init", buf, dest, tag, matched=True)
 
     @translated
     def Recv_init(

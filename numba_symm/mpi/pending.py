@@ -141,7 +141,7 @@ class Receiving(Own):
         if post._freed or not hasattr(post.threads, "ready"):
             post.check_open("Recv")  # after a Free, the sender reuses the memory
         try:
-            if progress.has_more():
+            if progress._pending or len(progress._matching) > 1:
                 progress.advance()
             while True:
                 found = receive(order, stage, LOOKS, next(iter(posted), None) is self)
@@ -167,7 +167,9 @@ class Receiving(Own):
         if self._taken:
             self.advance()
         elif order[0] >= ENDED:
-            self._end()
+            after, self._array, self._after = self._after, None, None
+            if after is not None:
+                post.copies.reuse(after)
 
     def _refuse(self, status: int) -> None:
         """Raise what a status of the compiled functions tells."""

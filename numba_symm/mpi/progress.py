@@ -88,11 +88,6 @@ def forget(match: Callable[[], None]) -> None:
     _matching[:] = [each for each in _matching if each[0] != match]
 
 
-def has_more() -> bool:
-    """Return whether there is more than messages in the memory of an island."""
-    return bool(_pending) or len(_matching) > 1
-
-
 def advance(blocking: bool = True) -> None:
     """Do what can be done now for all messages. Never wait.
 

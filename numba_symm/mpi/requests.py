@@ -103,6 +103,7 @@ class Request(StartedCall, metaclass=Kind):
                 request._await_start()
         elif begin:
             begin[0]._complete(None)
+            requests = [each for each in requests if each is not begin[0]]
         for index, request in enumerate(requests):
             status = None if statuses is None else status_at(statuses, index)
             if isinstance(request, StartedCall):

@@ -19,7 +19,7 @@ from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
 from numba_symm.mpi import jobs, messages
 from numba_symm.mpi.pending import Receiving
-from numba_symm.mpi.rooms import NONE
+from numba_symm.mpi.rooms import ENDED, NONE
 from numba_symm.sharing import sent
 from tests.interrupts import interrupted
 from tests.orders import orders
@@ -103,8 +103,15 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
     comm.Recv(out, comm.rank, 2)
     assert out.copy_to_host()[0] == 2
     comm.Send(array(1), comm.rank, 2)
+    receive = comm.post.receive
     with monkeypatch.context() as patch:
-        patch.setattr(Receiving, "_end", interrupted)
+
+        def interrupted_late(*given):
+            while receive(*given) < ENDED:
+                pass
+            raise KeyboardInterrupt
+
+        patch.setattr(comm.post, "receive", interrupted_late)
         with pytest.raises(KeyboardInterrupt):
             comm.Recv(out, comm.rank, 2)
     assert not comm.Iprobe(comm.rank, 2)  # it was copied, so it is not there again
