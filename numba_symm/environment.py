@@ -23,7 +23,10 @@ stream of the handle 0.
 import functools
 import os
 import sys
+import time
 import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -50,7 +53,8 @@ VARIABLES = (
 )
 """The library's own variables."""
 
-_OF_TESTS = "NUMBA_SYMM_TEST_"  # of tests/test_mpirun.py
+_ENDS = "NUMBA_SYMM_ENDS"  # of command/runner.py
+_OTHERS = "NUMBA_SYMM_TEST_", _ENDS  # the first of tests/test_mpirun.py
 
 
 def unknown() -> list[str]:
@@ -59,9 +63,26 @@ def unknown() -> list[str]:
         f"{name} is not known; there are {', '.join(VARIABLES)}"
         for name in sorted(os.environ)
         if name.startswith("NUMBA_SYMM_")
-        and not name.startswith(_OF_TESTS)
+        and not name.startswith(_OTHERS)
         and name not in VARIABLES
     ]
+
+
+def killed(pid: int) -> str:
+    """Return by what signal a rank's process was killed; "" if that is unknown.
+
+    Only ``numba-symm run --survive`` knows it, a moment after the process has ended.
+    """
+    folder, end = os.environ.get(_ENDS), time.monotonic() + _SOON
+    while folder is not None and time.monotonic() < end:
+        with suppress(OSError):
+            number = Path(folder, str(pid)).readlink()
+            return f"(pid {pid}) was killed by signal {number}"
+        time.sleep(0.005)
+    return ""
+
+
+_SOON = 0.1  # seconds
 
 
 def warn_of_unknown() -> None:

@@ -124,11 +124,7 @@ def _explore(argv: Sequence[str], console: Console) -> int:
         return 0
     if options.program is None:
         raise SymmError("explore: expected a program or --replay FILE, got neither")
-    try:
-        report = explore.run(options.program, options.ranks, options.seconds, arguments)
-    except KeyboardInterrupt:
-        console.print("numba-symm explore: interrupted", highlight=False)
-        return 130
+    report = explore.run(options.program, options.ranks, options.seconds, arguments)
     if options.json:
         print(report.json())
     else:
@@ -154,10 +150,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the command's name; None: those of this process.
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
         code = _main(argv)
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        _tell(f"numba-symm {' '.join(argv[:1])}: interrupted")
+        return 130
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
@@ -170,8 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 _UNWRITABLE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["bench"]:  # all other arguments are the benchmark's, -h too
         return _bench(argv[1:])
     words, flags = split_flags(argv)
@@ -517,12 +516,11 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Replace this process by mpirun, which keeps its exit code and signals.
+    """Start the ranks by mpirun, and return its exit code.
 
-    With ``--survive``, mpirun is another process, because its exit code is 0 even if no
-    rank ends well.
+    With ``--survive``, that is 0 even if no rank ends well.
     """
-    from numba_symm.command.runner import IN_PLACE, SURVIVE, WORD  # imports mpi4py
+    from numba_symm.command.runner import IN_PLACE, SURVIVE, WELL, WORD  # and mpi4py
 
     simulate = simulation_needed(options.ranks, ask=options.simulate)
     mpirun = launcher.find_mpirun()
@@ -541,19 +539,18 @@ def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if not sys.stdout.isatty():
         environ["TERM"] = "dumb"  # Open MPI's ranks have a terminal in any case
     runner = Path(__file__).with_name("runner.py")
-    # If mpirun takes this process' place, it has this number.
     before = [str(runner), str(os.getpid()), str(options.ranks)]
     after = [IN_PLACE] * options.as_mpi4py + ["-m"] * options.module
     after += [options.program, *options.arguments]
     if not options.survive:
         command = launcher.mpirun_command(options.ranks, before + after, mpirun, flags)
-        os.execve(command[0], command, environ)
-    with tempfile.NamedTemporaryFile(prefix="numba-symm-run-") as marks:
-        program = [*before, SURVIVE, marks.name, *after]
+        return launcher.code_of(command, environ)
+    with tempfile.TemporaryDirectory(prefix="numba-symm-run-") as marks:
+        program = [*before, SURVIVE, marks, *after]
         flags = ["--with-ft", "ulfm", *flags]
         command = launcher.mpirun_command(options.ranks, program, mpirun, flags)
         code = launcher.code_of(command, environ)
-        if code == 0 and not Path(marks.name).stat().st_size:
+        if code == 0 and not Path(marks, WELL).exists():
             _tell("numba-symm run: no rank has ended without an error")
             return 1
     return code

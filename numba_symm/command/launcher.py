@@ -156,16 +156,24 @@ _OF_KERNEL = 0x80  # SI_KERNEL
 
 
 def code_of(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run mpirun, forward signals to it, and return its exit code."""
+    """Run mpirun, forward signals to it, and return its exit code.
+
+    Raises:
+        KeyboardInterrupt: after mpirun has ended, if one of the signals was SIGINT.
+    """
     with started(command, env=dict(environ)) as job:
         waited = {*_FORWARDED, signal.SIGCHLD}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+        interrupted = False
         try:
             while job.poll() is None:
                 found = signal.sigwaitinfo(waited)
+                interrupted |= found.si_signo == signal.SIGINT
                 # A terminal sends its signals to all processes of the job.
                 if found.si_signo != signal.SIGCHLD and found.si_code != _OF_KERNEL:
                     job.send_signal(found.si_signo)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if interrupted:
+            raise KeyboardInterrupt
         return job.returncode if job.returncode >= 0 else 128 - job.returncode

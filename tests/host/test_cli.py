@@ -267,7 +267,7 @@ def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
     started = []
     monkeypatch.setattr(cli, "visible_gpus", lambda: [gpu(0), gpu(1)])
     monkeypatch.setattr(
-        cli.os, "execve", lambda file, words, env: started.append(words)
+        launcher, "code_of", lambda words, environ: started.append(words)
     )
     monkeypatch.setattr(options, "check_image", lambda *given: None)
     cli.main(["tune", "--largest", "1M", "--plot", "r.png"])
@@ -280,14 +280,11 @@ def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
 def test_run_passes_its_own_flags_to_the_runner(monkeypatch):
     started = []
 
-    def replace(file, words, environ):
-        started.append(words)
-        raise SystemExit  # never returns
-
-    monkeypatch.setattr(cli.os, "execve", replace)
+    monkeypatch.setattr(
+        launcher, "code_of", lambda words, environ: started.append(words)
+    )
     for flags in ("", "--as-mpi4py"):
-        with pytest.raises(SystemExit):
-            cli.main(["run", "-n", "3", "--simulate", *flags.split(), "-m", "a", "--b"])
+        cli.main(["run", "-n", "3", "--simulate", *flags.split(), "-m", "a", "--b"])
         number = str(os.getpid())
         given = started[-1][started[-1].index(number) :]
         assert given == [number, "3", *flags.split(), "-m", "a", "--b"]
@@ -307,7 +304,7 @@ def test_what_tune_cannot_measure_or_write_is_refused_before_ranks_start(
     words, text, monkeypatch, capsys
 ):
     monkeypatch.setenv("XDG_DATA_HOME", "/dev/null")
-    monkeypatch.setattr(cli.os, "execve", None)
+    monkeypatch.setattr(launcher, "code_of", None)
     with pytest.raises(SystemExit) as ended:
         cli.main(["tune", "-n", "2", "--simulate", *words.split()])
     assert ended.value.code == 2
