@@ -344,10 +344,11 @@ def _add_status(commands: Any) -> None:
     status = commands.add_parser(
         "status",
         help="show what the ranks of running jobs do, without stopping them",
-        description="For each communicator and rank, show the last call and the time "
-        "since this call. Also show failures, and the ranks that have made fewer calls "
-        "than others. The command reads the memory of your running jobs on this node, "
-        "and does not stop them.",
+        description="For each communicator, show the job, its program and when it "
+        "began. For each rank, show the last call and the time since this call. Also "
+        "show failures, and the ranks that have made fewer calls than others. The "
+        "command reads the memory of your running jobs on this node, and does not stop "
+        "them.",
         allow_abbrev=False,
     )
     status.add_argument(
