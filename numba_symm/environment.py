@@ -38,6 +38,8 @@ from numba_symm.errors import ArgumentError
 SIMULATED = bool(config.ENABLE_CUDASIM)
 """True where kernels run in Numba's CUDA simulator; fixed when numba is imported."""
 
+NO_TIMES = "times of the simulator mean nothing for GPUs"
+
 VARIABLES = (
     "NUMBA_SYMM_BACKEND",
     "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES",

@@ -28,6 +28,7 @@ from rich.markup import escape
 
 import numba_symm
 from numba_symm import environment, explore
+from numba_symm.collectives import tuned
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.command import launcher
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
@@ -269,14 +270,27 @@ def _parser() -> argparse.ArgumentParser:
         "soak",
         help="make random calls for minutes while ranks fail, and check everything",
     )
+    _add_tune(commands)
+    _add_others(commands)
+    return parser
+
+
+def _add_tune(commands: Any) -> None:
     tune = commands.add_parser(
         "tune",
         help="measure which algorithms are the fastest on this node, and use these",
         description="Measure for which message sizes each algorithm is the fastest on "
         "this node. The command takes a few minutes, and nothing else may use the "
         "GPUs. Later communicators of the same number of ranks use these limits, "
-        "until the GPUs or the library's version change.",
+        "until the GPUs or the library's version change. They are stored in "
+        "numba-symm/limits.json in the user's data folder ($XDG_DATA_HOME, by default "
+        "~/.local/share), but not those of the simulator.",
         allow_abbrev=False,
+    )
+    tune.add_argument(
+        "--reset",
+        action="store_true",
+        help="only remove the stored limits, so that the built-in ones are used",
     )
     tune.add_argument(
         "-n",
@@ -294,8 +308,6 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--plot", metavar="FILE", help="draw the times, into r.png for example"
     )
-    _add_others(commands)
-    return parser
 
 
 def _add_others(commands: Any) -> None:
@@ -417,6 +429,10 @@ def _tune(options: argparse.Namespace) -> int:
     """Start the measurement on the ranks, as ``run`` does."""
     from numba_symm.bench import tune  # imports many packages
 
+    if options.reset:
+        tuned.file().unlink(missing_ok=True)
+        print(f"There is no {tuned.file()} any more; the built-in limits are used")
+        return 0
     options.ranks = options.ranks or len(visible_gpus())
     if options.ranks < 2:
         raise SymmError(

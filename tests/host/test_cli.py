@@ -10,6 +10,7 @@ import pytest
 
 import numba_symm
 from numba_symm.bench import options
+from numba_symm.collectives import tuned
 from numba_symm.command import cli, doctor, launcher
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch.devices import GPU
@@ -309,6 +310,22 @@ def test_what_tune_cannot_measure_or_write_is_refused_before_ranks_start(
         cli.main(["tune", "-n", "2", "--simulate", *words.split()])
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_stored_limits_are_removed_on_request(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    tuned.write("a GPU", 2, {})
+    for _ in range(2):
+        assert cli.main(["tune", "--reset"]) == 0
+        assert not tuned.file().exists()
+        assert f"There is no {tuned.file()} any more" in capsys.readouterr().out
+
+
+def test_the_help_of_tune_names_the_file_of_limits(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "stored in numba-symm/limits.json in the user's data folder" in shown
 
 
 def test_one_rank_has_nothing_to_tune(monkeypatch, capfd):

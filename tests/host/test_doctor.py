@@ -210,6 +210,9 @@ def test_slow_links(monkeypatch):
     (found,) = checks.slow_links(speeds)
     assert "1 of 6 pairs" in found.text
     assert "from rank 2 to 0 it is 60.0" in found.text
+    monkeypatch.setattr(checks, "SIMULATED", True)
+    (found,) = checks.slow_links(speeds)
+    assert found == ("links", FITS, "times of the simulator mean nothing for GPUs", "")
 
 
 def test_ranks_of_one_machine_in_several_containers():
