@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from numba_symm.arguments import Parser, meant
 from numba_symm.bench.contenders import CONTENDERS, EAGER
 from numba_symm.bench.operations import (
     NO_REDUCTION,
@@ -63,7 +64,7 @@ def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
         ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names.
         The run that ``plot`` draws is in ``run``.
     """
-    parser = argparse.ArgumentParser(name, description=DESCRIPTION)
+    parser = Parser(name, description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", metavar="OPERATION", required=True)
     operations = {name: _add(commands, each) for name, each in OPERATIONS.items()}
     plot = commands.add_parser("plot", help="draw a recorded run")
@@ -97,7 +98,7 @@ def same_on_all(ranks: Any, parse: Callable[[], argparse.Namespace]) -> Any:
 
 
 def _add(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[Parser]",
     operation: BenchOperation,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
@@ -479,6 +480,7 @@ def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         if unknown or not found:
             raise argparse.ArgumentTypeError(
                 f"expected some of {', '.join(known)}, or all, got {text!r}"
+                f"{meant(''.join(unknown[:1]), known)}"
             )
         return found
 

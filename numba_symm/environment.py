@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from numba.core import config
 
-from numba_symm.arguments import is_integer
+from numba_symm.arguments import is_integer, meant
 from numba_symm.errors import ArgumentError
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
@@ -62,7 +62,7 @@ _OTHERS = "NUMBA_SYMM_TEST_", _ENDS  # the first of tests/test_mpirun.py
 def unknown() -> list[str]:
     """Return a text for each unknown variable that begins with ``NUMBA_SYMM_``."""
     return [
-        f"{name} is not known; there are {', '.join(VARIABLES)}"
+        f"{name} is not known{meant(name, VARIABLES)}; there are {', '.join(VARIABLES)}"
         for name in sorted(os.environ)
         if name.startswith("NUMBA_SYMM_")
         and not name.startswith(_OTHERS)

@@ -28,6 +28,7 @@ from rich.markup import escape
 
 import numba_symm
 from numba_symm import environment, explore
+from numba_symm.arguments import Parser
 from numba_symm.collectives import tuned
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.command import launcher
@@ -202,7 +203,7 @@ def _tell(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="numba-symm", description="Collectives between GPUs in Numba CUDA."
     )
     parser.add_argument(

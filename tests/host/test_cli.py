@@ -257,6 +257,14 @@ def test_wrong_usage_exits_with_code_2(words, capsys):
     assert ("expected `--` after" if "-x" in words else "usage: numba-symm") in shown
 
 
+def test_a_misspelt_command_is_answered_by_the_nearest_one(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["statsu"])
+    assert ended.value.code == 2
+    text = "invalid choice: 'statsu' (did you mean 'status'?) (choose from "
+    assert text in capsys.readouterr().err
+
+
 def test_run_needs_a_program_but_no_arguments(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["run", "-n", "2"])
