@@ -203,7 +203,10 @@ class Communicator(OthersNames):
             environment.warn_of_unknown()
         ranks.warn_if_alone(comm)
         options = lifetime.Options(stream, debug, multiprocessors, requests)
-        self._become(construction.begin(comm, device, timeout, options))
+        try:
+            self._become(construction.begin(comm, device, timeout, options))
+        except ArgumentError as error:
+            raise error.with_traceback(None) from error.__cause__
         if self.rank == 0:
             devices.warn_if_sliced(self._calls.members.gpus)
             if requests:
@@ -1716,4 +1719,5 @@ class Communicator(OthersNames):
         lifetime.leave(self._calls, error)
 
     def __repr__(self) -> str:
-        return repr(self._calls)
+        closed = "" if self._calls.when_dropped.alive else "closed "
+        return repr(self._calls).replace("<", f"<{closed}", 1)
