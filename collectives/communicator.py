@@ -57,6 +57,7 @@ from numba_symm.collectives.vector_forms import (
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.arrays import DeviceArray
 from numba_symm.launch import call_records, devices, ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.launch.members import Members
@@ -294,7 +295,7 @@ class Communicator(OthersNames):
         return self._calls.heap.array(shape, dtype, "zeros", like)
 
     @by_one_thread
-    def rendezvous(self, array: Any) -> SymmetricMemory:
+    def rendezvous(self, array: DeviceArray) -> SymmetricMemory:
         """Return the symmetric memory that begins at ``array``.
 
         Collective: every rank passes an array at the same offset of the same
@@ -457,10 +458,10 @@ class Communicator(OthersNames):
 
     def all_reduce(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | tuple[DeviceArray, DeviceArray] | None = None,
         stream: Any = None,
         algorithm: str | None = None,
         wire: str | None = None,
@@ -599,9 +600,9 @@ class Communicator(OthersNames):
 
     def all_gather(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        out: Any = None,
+        out: DeviceArray | tuple[DeviceArray, DeviceArray] | None = None,
         stream: Any = None,
         algorithm: str | None = None,
         epilogue: Any = None,
@@ -635,9 +636,9 @@ class Communicator(OthersNames):
 
     def all_to_all(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -664,10 +665,10 @@ class Communicator(OthersNames):
 
     def reduce_scatter(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | tuple[DeviceArray, DeviceArray] | None = None,
         stream: Any = None,
         algorithm: str | None = None,
         epilogue: Any = None,
@@ -706,10 +707,10 @@ class Communicator(OthersNames):
 
     def scan(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -738,10 +739,10 @@ class Communicator(OthersNames):
 
     def exscan(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -760,10 +761,10 @@ class Communicator(OthersNames):
 
     def reverse_scan(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -782,11 +783,11 @@ class Communicator(OthersNames):
 
     def reduce(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -816,7 +817,7 @@ class Communicator(OthersNames):
 
     def broadcast(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         root: int = 0,
         stream: Any = None,
@@ -845,11 +846,11 @@ class Communicator(OthersNames):
 
     def reduce_scatter_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         counts: Sequence[int],
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Reduce ``x`` over all ranks, and give each rank a range of the result.
@@ -878,7 +879,9 @@ class Communicator(OthersNames):
         given = Invocation(REDUCE_SCATTER_V, x, out, stream, op=op, tables=tables)
         return self._calls.call(given)
 
-    def sum(self, x: Any, *, out: Any = None, stream: Any = None) -> Any:
+    def sum(
+        self, x: DeviceArray, *, out: DeviceArray | None = None, stream: Any = None
+    ) -> Any:
         """Return the sum of all elements of all ranks' ``x``, the same bits always.
 
         The bits depend on the elements and their type only. They do not depend on the
@@ -915,7 +918,14 @@ class Communicator(OthersNames):
 
         return self._calls.call(Invocation(composed.SUM, x, out, stream))
 
-    def dot(self, x: Any, y: Any, *, out: Any = None, stream: Any = None) -> Any:
+    def dot(
+        self,
+        x: DeviceArray,
+        y: DeviceArray,
+        *,
+        out: DeviceArray | None = None,
+        stream: Any = None,
+    ) -> Any:
         """Return the sum of products of elements of ``x`` and ``y``, the same always.
 
         The sum is that of :meth:`sum`, where M is the largest magnitude of a product.
@@ -938,7 +948,9 @@ class Communicator(OthersNames):
 
         return self._calls.call(Invocation(composed.DOT, x, out, stream, args=(y,)))
 
-    def norm(self, x: Any, *, out: Any = None, stream: Any = None) -> Any:
+    def norm(
+        self, x: DeviceArray, *, out: DeviceArray | None = None, stream: Any = None
+    ) -> Any:
         """Return the square root of the sum of all squares, the same bits always.
 
         The total of :meth:`dot` of x and x is not rounded, but its root is, once. It
@@ -954,10 +966,10 @@ class Communicator(OthersNames):
 
     def gather(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Gather every rank's array on rank ``root``.
@@ -984,12 +996,12 @@ class Communicator(OthersNames):
 
     def gather_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         counts: Sequence[int] | None = None,
         displs: Sequence[int] | None = None,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Gather every rank's array, of any length, on rank ``root``.
@@ -1020,10 +1032,10 @@ class Communicator(OthersNames):
 
     def scatter(
         self,
-        x: Any = None,
+        x: DeviceArray | None = None,
         *,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Give each rank its shard of rank ``root``'s array.
@@ -1052,12 +1064,12 @@ class Communicator(OthersNames):
 
     def scatter_v(
         self,
-        x: Any = None,
+        x: DeviceArray | None = None,
         *,
         counts: Sequence[int] | None = None,
         displs: Sequence[int] | None = None,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Give each rank a range, of any length, of rank ``root``'s array.
@@ -1090,12 +1102,12 @@ class Communicator(OthersNames):
 
     def all_gather_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        counts: Sequence[int] | Any,
+        counts: Sequence[int] | DeviceArray,
         displs: Sequence[int] | None = None,
         capacity: int | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Give every rank the arrays of all ranks, of any lengths.
@@ -1134,14 +1146,14 @@ class Communicator(OthersNames):
 
     def all_to_all_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        send_counts: Sequence[int] | Any,
-        recv_counts: Sequence[int] | Any,
+        send_counts: Sequence[int] | DeviceArray,
+        recv_counts: Sequence[int] | DeviceArray,
         send_displs: Sequence[int] | Any = None,
         recv_displs: Sequence[int] | None = None,
         capacity: int | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send each rank a range of ``x``, and receive a range from every rank.
@@ -1185,11 +1197,11 @@ class Communicator(OthersNames):
 
     def neighbor_all_gather(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         sources: Sequence[int | None],
         destinations: Sequence[int | None] | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send ``x`` to each destination, and receive an array from each source.
@@ -1222,11 +1234,11 @@ class Communicator(OthersNames):
 
     def neighbor_all_to_all(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         sources: Sequence[int | None],
         destinations: Sequence[int | None] | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send each destination its part of ``x``, and receive a part from each source.
@@ -1256,7 +1268,7 @@ class Communicator(OthersNames):
 
     def send(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         dst: int | None,
         stream: Any = None,
@@ -1285,10 +1297,10 @@ class Communicator(OthersNames):
 
     def recv(
         self,
-        out: Any,
+        out: DeviceArray,
         *,
         src: int | None,
-        count: Any = None,
+        count: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Receive rank ``src``'s message into ``out``. Asynchronous.
@@ -1319,12 +1331,12 @@ class Communicator(OthersNames):
 
     def sendrecv(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         dst: int | None,
-        out: Any,
+        out: DeviceArray,
         src: int | None,
-        count: Any = None,
+        count: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send ``x`` to rank ``dst``, and receive into ``out`` from rank ``src``.
@@ -1351,7 +1363,7 @@ class Communicator(OthersNames):
         return messages.start(self._calls, SENDRECV, x, dst, out, src, count, stream)
 
     @by_one_thread
-    def isend(self, x: Any, *, dst: int | None, stream: Any = None) -> Request:
+    def isend(self, x: DeviceArray, *, dst: int | None, stream: Any = None) -> Request:
         """Start to send ``x`` to rank ``dst``, which calls :meth:`irecv`.
 
         No later call waits for the message, because it has a stream of its own. The
@@ -1375,7 +1387,12 @@ class Communicator(OthersNames):
 
     @by_one_thread
     def irecv(
-        self, out: Any, *, src: int | None, count: Any = None, stream: Any = None
+        self,
+        out: DeviceArray,
+        *,
+        src: int | None,
+        count: DeviceArray | None = None,
+        stream: Any = None,
     ) -> Request:
         """Start to receive into ``out`` from rank ``src``, which calls :meth:`isend`.
 
@@ -1501,7 +1518,7 @@ class Communicator(OthersNames):
         return most // devices.sharers(members.gpus)[members.gpu.uuid]
 
     @by_one_thread
-    def digest(self, x: Any, *, stream: Any = None) -> int:
+    def digest(self, x: DeviceArray, *, stream: Any = None) -> int:
         """Return a 64-bit digest of an array's bits. Not collective.
 
         Arrays of equal bits in index order have equal digests, whatever their dtypes,
@@ -1526,7 +1543,7 @@ class Communicator(OthersNames):
         return equality.digest(self._calls, x, stream)
 
     @by_one_thread
-    def check_equal(self, x: Any, *, stream: Any = None) -> None:
+    def check_equal(self, x: DeviceArray, *, stream: Any = None) -> None:
         """Raise on every rank if the ranks' arrays do not have equal bits.
 
         Collective: every rank passes an array of equal shape and dtype. The hosts wait
