@@ -64,18 +64,23 @@ def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
         ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names.
         The run that ``plot`` draws is in ``run``.
     """
-    parser = Parser(name, description=DESCRIPTION)
-    commands = parser.add_subparsers(dest="command", metavar="OPERATION", required=True)
-    operations = {name: _add(commands, each) for name, each in OPERATIONS.items()}
+    made, commands = parser(name)
+    options = made.parse_args(argv)
+    complete = _complete_plot if options.command == "plot" else _complete
+    complete(commands.choices[options.command], options)
+    return options
+
+
+def parser(name: str) -> tuple[Parser, "argparse._SubParsersAction[Parser]"]:
+    """Return the parser of the command line, and its operations."""
+    made = Parser(name, description=DESCRIPTION)
+    commands = made.add_subparsers(dest="command", metavar="OPERATION", required=True)
+    for each in OPERATIONS.values():
+        _add(commands, each)
     plot = commands.add_parser("plot", help="draw a recorded run")
     plot.add_argument("json", type=Path, help="a file written by --json")
     plot.add_argument("image", type=Path, help="such as r.png or r.svg")
-    options = parser.parse_args(argv)
-    if options.command in operations:
-        _complete(operations[options.command], options)
-    else:
-        _complete_plot(plot, options)
-    return options
+    return made, commands
 
 
 def same_on_all(ranks: Any, parse: Callable[[], argparse.Namespace]) -> Any:
