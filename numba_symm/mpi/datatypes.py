@@ -424,8 +424,7 @@ def translated(
             made = error if isinstance(error, MPIError) else as_mpi(error)
             if isinstance(made, MPIArgumentError) and not _CALLED.match(made.text):
                 made.text = f"{call}: {made.text}"
-            if own:
-                raise
-            raise made from error
+            # Without frames of the library, as notebooks show all.
+            raise made.with_traceback(None) from (error.__cause__ if own else error)
 
     return raising

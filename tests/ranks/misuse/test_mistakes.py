@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
+from numba_symm import mpi as MPI
 from tests.ranks.helpers import check_works, ordinary
 
 
@@ -69,6 +70,13 @@ def test_errors_of_arguments_have_few_frames_of_the_library(world):
         own, cause = frames_of(ns.ArgumentError, call)
         assert own <= 2
         assert cause == 0
+    spelled = MPI.Comm(world, timeout=60)
+    for call in (
+        lambda: spelled.Send(x, dest=comm.size),
+        lambda: spelled.Allreduce(x, x[:2]),
+    ):
+        assert frames_of(ns.ArgumentError, call) == [1, 0]
+    spelled.Free()
     check_works(comm)
     comm.close()
     assert frames_of(ns.ClosedError, lambda: comm.all_reduce(x))[0] <= 2
