@@ -35,6 +35,7 @@ from numba_symm.bench.report import (
     wrong_elements,
 )
 from numba_symm.bench.sweep import Sweep, bar, hidden
+from numba_symm.environment import NO_TIMES, SIMULATED
 from numba_symm.errors import SymmError
 
 
@@ -285,6 +286,8 @@ class _Benchmark:
             f"{known['ranks']} ranks, driver {known['driver']}, NVLS {known['nvls']}",
             times,
         ]
+        if SIMULATED:
+            lines.append(NO_TIMES)
         if known["multiprocessors"] is not None:
             lines.append(f"at most {known['multiprocessors']} multiprocessors")
         if known["engine"] is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from numba_symm.arguments import Parser, meant
 from numba_symm.bench.contenders import CONTENDERS, EAGER
 from numba_symm.bench.operations import (
     NO_REDUCTION,
@@ -66,18 +67,23 @@ def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
         ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names.
         The run that ``plot`` draws is in ``run``.
     """
-    parser = argparse.ArgumentParser(name, description=DESCRIPTION)
-    commands = parser.add_subparsers(dest="command", metavar="OPERATION", required=True)
-    operations = {name: _add(commands, each) for name, each in OPERATIONS.items()}
+    made, commands = parser(name)
+    options = made.parse_args(argv)
+    complete = _complete_plot if options.command == "plot" else _complete
+    complete(commands.choices[options.command], options)
+    return options
+
+
+def parser(name: str) -> tuple[Parser, "argparse._SubParsersAction[Parser]"]:
+    """Return the parser of the command line, and its operations."""
+    made = Parser(name, description=DESCRIPTION)
+    commands = made.add_subparsers(dest="command", metavar="OPERATION", required=True)
+    for each in OPERATIONS.values():
+        _add(commands, each)
     plot = commands.add_parser("plot", help="draw a recorded run")
     plot.add_argument("json", type=Path, help="a file written by --json")
     plot.add_argument("image", type=Path, help="such as r.png or r.svg")
-    options = parser.parse_args(argv)
-    if options.command in operations:
-        _complete(operations[options.command], options)
-    else:
-        _complete_plot(plot, options)
-    return options
+    return made, commands
 
 
 def same_on_all(ranks: Any, parse: Callable[[], argparse.Namespace]) -> Any:
@@ -100,7 +106,7 @@ def same_on_all(ranks: Any, parse: Callable[[], argparse.Namespace]) -> Any:
 
 
 def _add(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[Parser]",
     operation: BenchOperation,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
@@ -491,6 +497,7 @@ def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         if unknown or not found:
             raise argparse.ArgumentTypeError(
                 f"expected some of {', '.join(known)}, or all, got {text!r}"
+                f"{meant(''.join(unknown[:1]), known)}"
             )
         return found
 

@@ -57,6 +57,7 @@ from numba_symm.collectives.vector_forms import (
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.arrays import DeviceArray
 from numba_symm.launch import call_records, devices, ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.launch.members import Members
@@ -204,7 +205,10 @@ class Communicator(OthersNames):
             environment.warn_of_unknown()
         ranks.warn_if_alone(comm)
         options = lifetime.Options(stream, debug, multiprocessors, requests)
-        self._become(construction.begin(comm, device, timeout, options))
+        try:
+            self._become(construction.begin(comm, device, timeout, options))
+        except ArgumentError as error:
+            raise error.with_traceback(None) from error.__cause__
         if self.rank == 0:
             devices.warn_if_sliced(self._calls.members.gpus)
             if requests:
@@ -292,7 +296,9 @@ class Communicator(OthersNames):
         return self._calls.heap.array(shape, dtype, "zeros", like)
 
     @by_one_thread
-    def rendezvous(self, array: Any, *, channels: int | None = None) -> SymmetricMemory:
+    def rendezvous(
+        self, array: DeviceArray, *, channels: int | None = None
+    ) -> SymmetricMemory:
         """Return the symmetric memory that begins at ``array``.
 
         Collective: every rank passes an array at the same offset of the same
@@ -467,10 +473,10 @@ class Communicator(OthersNames):
 
     def all_reduce(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | tuple[DeviceArray, DeviceArray] | None = None,
         stream: Any = None,
         algorithm: str | None = None,
         wire: str | None = None,
@@ -609,9 +615,9 @@ class Communicator(OthersNames):
 
     def all_gather(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        out: Any = None,
+        out: DeviceArray | tuple[DeviceArray, DeviceArray] | None = None,
         stream: Any = None,
         algorithm: str | None = None,
         epilogue: Any = None,
@@ -645,9 +651,9 @@ class Communicator(OthersNames):
 
     def all_to_all(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -674,10 +680,10 @@ class Communicator(OthersNames):
 
     def reduce_scatter(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | tuple[DeviceArray, DeviceArray] | None = None,
         stream: Any = None,
         algorithm: str | None = None,
         epilogue: Any = None,
@@ -716,10 +722,10 @@ class Communicator(OthersNames):
 
     def scan(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -748,10 +754,10 @@ class Communicator(OthersNames):
 
     def exscan(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -770,10 +776,10 @@ class Communicator(OthersNames):
 
     def reverse_scan(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -792,11 +798,11 @@ class Communicator(OthersNames):
 
     def reduce(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -826,7 +832,7 @@ class Communicator(OthersNames):
 
     def broadcast(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         root: int = 0,
         stream: Any = None,
@@ -855,11 +861,11 @@ class Communicator(OthersNames):
 
     def reduce_scatter_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         counts: Sequence[int],
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Reduce ``x`` over all ranks, and give each rank a range of the result.
@@ -888,7 +894,9 @@ class Communicator(OthersNames):
         given = Invocation(REDUCE_SCATTER_V, x, out, stream, op=op, tables=tables)
         return self._calls.call(given)
 
-    def sum(self, x: Any, *, out: Any = None, stream: Any = None) -> Any:
+    def sum(
+        self, x: DeviceArray, *, out: DeviceArray | None = None, stream: Any = None
+    ) -> Any:
         """Return the sum of all elements of all ranks' ``x``, the same bits always.
 
         The bits depend on the elements and their type only. They do not depend on the
@@ -925,7 +933,14 @@ class Communicator(OthersNames):
 
         return self._calls.call(Invocation(composed.SUM, x, out, stream))
 
-    def dot(self, x: Any, y: Any, *, out: Any = None, stream: Any = None) -> Any:
+    def dot(
+        self,
+        x: DeviceArray,
+        y: DeviceArray,
+        *,
+        out: DeviceArray | None = None,
+        stream: Any = None,
+    ) -> Any:
         """Return the sum of products of elements of ``x`` and ``y``, the same always.
 
         The sum is that of :meth:`sum`, where M is the largest magnitude of a product.
@@ -948,7 +963,9 @@ class Communicator(OthersNames):
 
         return self._calls.call(Invocation(composed.DOT, x, out, stream, args=(y,)))
 
-    def norm(self, x: Any, *, out: Any = None, stream: Any = None) -> Any:
+    def norm(
+        self, x: DeviceArray, *, out: DeviceArray | None = None, stream: Any = None
+    ) -> Any:
         """Return the square root of the sum of all squares, the same bits always.
 
         The total of :meth:`dot` of x and x is not rounded, but its root is, once. It
@@ -964,10 +981,10 @@ class Communicator(OthersNames):
 
     def gather(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Gather every rank's array on rank ``root``.
@@ -994,12 +1011,12 @@ class Communicator(OthersNames):
 
     def gather_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         counts: Sequence[int] | None = None,
         displs: Sequence[int] | None = None,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Gather every rank's array, of any length, on rank ``root``.
@@ -1030,10 +1047,10 @@ class Communicator(OthersNames):
 
     def scatter(
         self,
-        x: Any = None,
+        x: DeviceArray | None = None,
         *,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Give each rank its shard of rank ``root``'s array.
@@ -1062,12 +1079,12 @@ class Communicator(OthersNames):
 
     def scatter_v(
         self,
-        x: Any = None,
+        x: DeviceArray | None = None,
         *,
         counts: Sequence[int] | None = None,
         displs: Sequence[int] | None = None,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Give each rank a range, of any length, of rank ``root``'s array.
@@ -1100,12 +1117,12 @@ class Communicator(OthersNames):
 
     def all_gather_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        counts: Sequence[int] | Any,
+        counts: Sequence[int] | DeviceArray,
         displs: Sequence[int] | None = None,
         capacity: int | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Give every rank the arrays of all ranks, of any lengths.
@@ -1144,14 +1161,14 @@ class Communicator(OthersNames):
 
     def all_to_all_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        send_counts: Sequence[int] | Any,
-        recv_counts: Sequence[int] | Any,
+        send_counts: Sequence[int] | DeviceArray,
+        recv_counts: Sequence[int] | DeviceArray,
         send_displs: Sequence[int] | Any = None,
         recv_displs: Sequence[int] | None = None,
         capacity: int | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send each rank a range of ``x``, and receive a range from every rank.
@@ -1195,11 +1212,11 @@ class Communicator(OthersNames):
 
     def neighbor_all_gather(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         sources: Sequence[int | None],
         destinations: Sequence[int | None] | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send ``x`` to each destination, and receive an array from each source.
@@ -1232,11 +1249,11 @@ class Communicator(OthersNames):
 
     def neighbor_all_to_all(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         sources: Sequence[int | None],
         destinations: Sequence[int | None] | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send each destination its part of ``x``, and receive a part from each source.
@@ -1266,7 +1283,7 @@ class Communicator(OthersNames):
 
     def send(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         dst: int | None,
         stream: Any = None,
@@ -1295,10 +1312,10 @@ class Communicator(OthersNames):
 
     def recv(
         self,
-        out: Any,
+        out: DeviceArray,
         *,
         src: int | None,
-        count: Any = None,
+        count: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Receive rank ``src``'s message into ``out``. Asynchronous.
@@ -1329,12 +1346,12 @@ class Communicator(OthersNames):
 
     def sendrecv(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         dst: int | None,
-        out: Any,
+        out: DeviceArray,
         src: int | None,
-        count: Any = None,
+        count: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send ``x`` to rank ``dst``, and receive into ``out`` from rank ``src``.
@@ -1361,7 +1378,7 @@ class Communicator(OthersNames):
         return messages.start(self._calls, SENDRECV, x, dst, out, src, count, stream)
 
     @by_one_thread
-    def isend(self, x: Any, *, dst: int | None, stream: Any = None) -> Request:
+    def isend(self, x: DeviceArray, *, dst: int | None, stream: Any = None) -> Request:
         """Start to send ``x`` to rank ``dst``, which calls :meth:`irecv`.
 
         No later call waits for the message, because it has a stream of its own. The
@@ -1385,7 +1402,12 @@ class Communicator(OthersNames):
 
     @by_one_thread
     def irecv(
-        self, out: Any, *, src: int | None, count: Any = None, stream: Any = None
+        self,
+        out: DeviceArray,
+        *,
+        src: int | None,
+        count: DeviceArray | None = None,
+        stream: Any = None,
     ) -> Request:
         """Start to receive into ``out`` from rank ``src``, which calls :meth:`isend`.
 
@@ -1511,7 +1533,7 @@ class Communicator(OthersNames):
         return most // devices.sharers(members.gpus)[members.gpu.uuid]
 
     @by_one_thread
-    def digest(self, x: Any, *, stream: Any = None) -> int:
+    def digest(self, x: DeviceArray, *, stream: Any = None) -> int:
         """Return a 64-bit digest of an array's bits. Not collective.
 
         Arrays of equal bits in index order have equal digests, whatever their dtypes,
@@ -1536,7 +1558,7 @@ class Communicator(OthersNames):
         return equality.digest(self._calls, x, stream)
 
     @by_one_thread
-    def check_equal(self, x: Any, *, stream: Any = None) -> None:
+    def check_equal(self, x: DeviceArray, *, stream: Any = None) -> None:
         """Raise on every rank if the ranks' arrays do not have equal bits.
 
         Collective: every rank passes an array of equal shape and dtype. The hosts wait
@@ -1729,4 +1751,5 @@ class Communicator(OthersNames):
         lifetime.leave(self._calls, error)
 
     def __repr__(self) -> str:
-        return repr(self._calls)
+        closed = "" if self._calls.when_dropped.alive else "closed "
+        return repr(self._calls).replace("<", f"<{closed}", 1)

@@ -18,6 +18,7 @@ import numpy as np
 from numba.core.errors import NumbaError
 
 from numba_symm import dtypes
+from numba_symm.arguments import meant
 from numba_symm.collectives import select
 from numba_symm.collectives.invocation import (
     Invocation,
@@ -218,7 +219,7 @@ class Operation(NamedTuple):
             known = ", ".join(repr(name) for name in self.algorithms)
             raise ArgumentError(
                 f"{self.name}: expected algorithm to be {known}, or None for the "
-                f"fastest one, got {algorithm!r}"
+                f"fastest one, got {algorithm!r}{meant(algorithm, self.algorithms)}"
             )
 
     def chosen(

@@ -251,6 +251,9 @@ ABANDONED = _other(127)
 DROPPED = "dropped the communicator without closing it"
 """The cause of a rank that goes on, but cannot use the communicator."""
 
+UNCLOSED = "has ended without closing the communicator"
+"""How a rank's process has ended, if no signal is known that has killed it."""
+
 REBUILD = (
     "rebuild() returns a communicator of the remaining ranks, if `numba-symm run "
     "--survive` has started the job"
@@ -323,7 +326,7 @@ def describe(
         return Failure(RankLeft, f"rank {rank} {cause}", "", (rank,), operation)
     if number == ENDED:
         text = (
-            f"rank {peer}{where} has ended without closing the communicator; "
+            f"rank {peer}{where} {cause or UNCLOSED}; "
             f"rank {rank} waited for it in {operation}"
         )
         return Failure(RankLeft, text, REBUILD, (peer,), operation)

@@ -57,7 +57,7 @@ from numba_symm.device.block_exchange import (
     in_flight,
 )
 from numba_symm.device.intrinsics import array_at, warp_or
-from numba_symm.environment import SIMULATED
+from numba_symm.environment import SIMULATED, warn_once
 from numba_symm.errors import ArgumentError
 from numba_symm.process import start
 
@@ -659,6 +659,27 @@ def _noted(array: Any, *args: Any, **options: Any) -> None:
 
 
 FakeCUDAArray.__init__ = _noted
+
+
+def _lend(array: Any, **options: Any) -> Any:
+    """Lend an array to a library that asks for it by DLPack, as mpi4py does.
+
+    It is right here, where device memory is the host's. So a program that has taken
+    mpi4py's communicator for this library's would see no difference. mpi4py from 4.1 on
+    passes these options; NumPy and torch pass others.
+    """
+    caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+    by_mpi4py = options.keys() == {"max_version", "copy"} and options["copy"] is False
+    if by_mpi4py and caller != "numba_symm":
+        warn_once(
+            "a call of mpi4py's own communicator got a device array: on GPUs, it needs "
+            "a CUDA-aware MPI library, and does not wait for the arrays' streams; call "
+            "the method of numba_symm.mpi.Comm(MPI.COMM_WORLD)"
+        )
+    return array._ary.__dlpack__(**options)
+
+
+FakeCUDAArray.__dlpack__ = _lend
 
 
 def end_of_array(addresses: Collection[int]) -> int | None:

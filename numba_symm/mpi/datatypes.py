@@ -433,19 +433,19 @@ def translated(
     try:
         {lines}
     except SymmError as error:
-        made = as_raised(error)
-        if made is error:
-            raise
-        raise made from error
+        made, cause = as_raised(error)
+        raise made from cause
 """
     exec(compile(text, __file__, "exec"), known)
     raising: Callable[P, T] = functools.wraps(method)(known["raising"])
     return raising
 
 
-def _as_raised(call: str, error: SymmError) -> MPIError:
-    """Return an error that a call has raised as one of MPI."""
+def _as_raised(call: str, error: SymmError) -> tuple[MPIError, BaseException | None]:
+    """Return an error that a call has raised as one of MPI, and its cause."""
+    own = isinstance(error, MPIError)
     made = error if isinstance(error, MPIError) else as_mpi(error)
     if isinstance(made, MPIArgumentError) and not _CALLED.match(made.text):
         made.text = f"{call}: {made.text}"
-    return made
+    # Without frames of the library, as notebooks show all.
+    return made.with_traceback(None), error.__cause__ if own else error

@@ -164,7 +164,8 @@ def test_each_run_has_its_own_seed_by_default():
     ("line", "said"),
     [
         ("", "arguments are required: OPERATION"),
-        ("all_reduced", "invalid choice: 'all_reduced'"),
+        ("all_reduced", "invalid choice: 'all_reduced' (did you mean 'all_reduce'?)"),
+        ("all_reduce -d flaot", "or all, got 'flaot' (did you mean 'float'?)"),
         ("all_reduce -b 1X", "16M or 1G, got '1X'"),
         ("all_reduce -b 2K -e 1K", "-b of at most -e, got -b 2048 -e 1024"),
         ("all_reduce -f 1", "expected a number of at least 2, got '1'"),
