@@ -101,6 +101,7 @@ def send(
     matched: bool = False,
     limited: bool = True,
     copied: bool = False,
+    stream: int | None = None,
 ) -> "Sending":
     """Send a message now, or above the limit later; return its request.
 
@@ -112,10 +113,11 @@ def send(
         matched: whether the request is done only when a receive has matched it.
         limited: whether it may be postponed.
         copied: whether the caller may change the array before the request is done.
+        stream: of the array; None: the array is asked.
     """
     if post._freed or not (hasattr(post.threads, "ready") and 0 <= tag < post.tags):
         post.check_message("Send", outgoing.dest, tag)
-    stream = post.stream_of(array)
+    stream = post.stream_of(array) if stream is None else stream
     made = object.__new__(Sending)  # Sending(...) takes longer
     made.post, made.outgoing, made.tag = post, outgoing, tag
     made._array, made._matched = array, matched
@@ -463,44 +465,54 @@ class Messages:
     host: Any
     post: Post
 
-    def _items(self, buf: Any, rank: int, make: Any) -> tuple[Any, Any]:
+    def _items(self, buf: Any, rank: int, make: Any) -> tuple[Any, Any, Any]:
         """Return the message that a send names or the items that a receive writes.
 
-        They come with their array. There are none if the array is on the host, or for
-        nobody.
+        They come with their array and its stream, or None to ask for that. There are
+        none if the array is on the host, or for nobody.
 
         Args:
             buf: what the program has passed.
             rank: to which it sends, or from which it receives.
             make: ``Outgoing`` or ``Incoming``.
         """
-        kind = KINDS.get(type(buf))
+        kind, stream = KINDS.get(type(buf)), None
         if kind is not None and kind.always:
             array, key = buf, (kind.read(buf, "message"), None)
+            stream = kind.stream(buf) if kind.stream else self.post.stream
         else:
             key, array = buffers.key_of(buf)
         if rank == NOBODY:
-            return None, array
+            return None, array, stream
         known = self.post.known
         named = key, make, rank
         if key is not None and (made := known.young.get(named)) is not None:
-            return made, array
+            return made, array, stream
         if not on_device(buf):
-            return None, array
+            return None, array, stream
         found = message(buf)
         made = make.of(self.post, found, rank)
         if key is not None:
             known.put(named, made)
-        return made, found.array
+        return made, found.array, stream
 
-    def _sent(self, name: str, buf: Any, dest: int, tag: int, **how: bool) -> Any:
+    def _sent(
+        self,
+        name: str,
+        buf: Any,
+        dest: int,
+        tag: int,
+        matched: bool = False,
+        limited: bool = True,
+    ) -> Any:
         """Start a send, whose options are those of ``send``; return its request.
 
         From the host, mpi4py's method of this name sends, and to nobody, nothing does.
         """
-        found, array = self._items(buf, dest, Outgoing)
+        found, array, stream = self._items(buf, dest, Outgoing)
         if found is not None:
-            return send(self.post, found, array, tag, **how)
+            how = matched, limited, False, stream
+            return send(self.post, found, array, tag, *how)
         if dest == NOBODY:
             return DoneRequest()
         return getattr(self.host, name)(buf, dest, tag)
@@ -551,11 +563,12 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Receive a message, which may be shorter than the room for it."""
-        into, array = self._items(buf, source, Incoming)
+        into, array, stream = self._items(buf, source, Incoming)
         if into is None:
             self.host.Recv(None if source == NOBODY else buf, source, tag, status)
         else:
-            _complete(receiving(self.post, into, array, source, tag, True), status)
+            given = self.post, into, array, source, tag, True, None, stream
+            _complete(receiving(*given), status)
 
     @translated
     def Irecv(
@@ -565,12 +578,12 @@ class Messages:
 
         The data is copied in ``Wait`` or ``Test``.
         """
-        into, array = self._items(buf, source, Incoming)
+        into, array, stream = self._items(buf, source, Incoming)
         if into is None:
             if source == NOBODY:
                 return DoneRequest(NOBODY)
             return self.host.Irecv(buf, source, tag)
-        return receiving(self.post, into, array, source, tag)
+        return receiving(self.post, into, array, source, tag, False, None, stream)
 
     @translated
     def Sendrecv(
@@ -584,16 +597,17 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Send a message and receive one."""
-        into, array = self._items(recvbuf, source, Incoming)
-        sent, of_sent = self._items(sendbuf, dest, Outgoing)
+        into, array, on = self._items(recvbuf, source, Incoming)
+        sent, of_sent, stream = self._items(sendbuf, dest, Outgoing)
         if into is None or sent is None:
             both = self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
             _complete(both, status)
             return
         self.post.check_receive(source, recvtag)  # before the send is announced
-        sends = send(self.post, sent, of_sent, sendtag)
+        sends = send(self.post, sent, of_sent, sendtag, stream=stream)
         try:
-            receives = receiving(self.post, into, array, source, recvtag, True)
+            given = self.post, into, array, source, recvtag, True, None, on
+            receives = receiving(*given)
         except BaseException:
             sends._withdraw()
             raise
@@ -655,7 +669,7 @@ class Messages:
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
         if source != NOBODY:  # before the send, which is not taken back
             self.post.check_receive(source, recvtag)
-        found, array = self._items(buf, dest, Outgoing)
+        found, array, _ = self._items(buf, dest, Outgoing)
         if found is None:
             return self.Irecv(buf, source, recvtag)
         sends = send(self.post, found, array, sendtag, copied=True)
@@ -665,7 +679,7 @@ class Messages:
 
     def _prepared(self, name: str, buf: Any, dest: int, tag: int, **how: bool) -> Any:
         """Prepare what :meth:`_sent` does; mpi4py's method prepares one of the host."""
-        found, array = self._items(buf, dest, Outgoing)
+        found, array, _ = self._items(buf, dest, Outgoing)
         if found is None:
             if on_device(buf):
                 return Prequest(DoneRequest)
@@ -695,7 +709,7 @@ class Messages:
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
     ) -> Any:
         """Prepare a receive."""
-        into, array = self._items(buf, source, Incoming)
+        into, array, _ = self._items(buf, source, Incoming)
         if into is None:
             if on_device(buf):
                 return Prequest(partial(DoneRequest, NOBODY))

@@ -154,8 +154,10 @@ class Receiving(Own):
                 if order[0] >= stage:
                     break
                 looks = post.pause(looks)
-        except SymmError as error:
-            if not self.is_decided:
+        except BaseException as error:
+            if order[0] == BEGUN:
+                self.receive_alone()  # the array lives until the copy has ended
+            if not self.is_decided and isinstance(error, SymmError):
                 source, tag = self.wanted
                 rank = "any rank" if source == MPI.ANY_SOURCE else f"rank {source}"
                 which = "any tag" if tag == MPI.ANY_TAG else f"tag {tag}"
@@ -369,6 +371,7 @@ def receiving(
     tag: int,
     waits: bool = False,
     envelope: Envelope | None = None,
+    stream: int | None = None,
 ) -> Receiving:
     """Return a receive; ``Receiving(...)`` takes longer.
 
@@ -382,12 +385,13 @@ def receiving(
             array's stream, because the program enqueues nothing before it. Otherwise it
             follows what is enqueued there now, but not what is later.
         envelope: the message, if a probe has matched it.
+        stream: of the array; None: the array is asked.
     """
     fine = 0 <= tag < post.tags or tag == _ANY_TAG
     if post._freed or not (fine and hasattr(post.threads, "ready")):
         post.check_receive(source, tag)  # also of a request that was prepared before
     made = object.__new__(Receiving)
-    stream = post.stream_of(array)
+    stream = post.stream_of(array) if stream is None else stream
     made._post, made._into, made._array, made._stream = post, into, array, stream
     made._order, made.wanted = bytearray(into.order), (source, tag)
     made._on, event = stream, 0

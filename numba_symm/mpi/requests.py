@@ -94,22 +94,25 @@ class Request(StartedCall, metaclass=Kind):
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Wait for all requests."""
-        own = [each for each in requests if isinstance(each, StartedCall)]
-        if len(own) < len(requests):
-            _has_own(requests, "Waitall")
-        begin = [each for each in own if each._starts]
-        if len(begin) > 1 or statuses is not None:
+        begin: list[Any] = []
+        for request in requests:
+            if not isinstance(request, StartedCall):
+                _has_own(requests, "Waitall")
+            elif request._starts:
+                begin.append(request)
+        ended = None
+        if len(begin) == 1 and statuses is None:
+            ended = begin[0]
+            ended._complete(None)
+        else:
             for request in begin:  # start all copies before any is waited for
                 request._await_start()
-        elif begin:
-            begin[0]._complete(None)
-            requests = [each for each in requests if each is not begin[0]]
         for index, request in enumerate(requests):
             status = None if statuses is None else status_at(statuses, index)
-            if isinstance(request, StartedCall):
-                request._complete(status)
-            else:
+            if not isinstance(request, StartedCall):
                 request.Wait(status)
+            elif request is not ended:
+                request._complete(status)
         return True
 
     @classmethod

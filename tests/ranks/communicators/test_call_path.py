@@ -122,7 +122,7 @@ def test_a_message_in_mpi4py_s_spelling_passes_few(world, monkeypatch):
         mpi.Request.Waitall(prepared)
 
     monkeypatch.setattr(message_copy.Simulated, "simulate", copied)
-    for call, most in ((exchange, 24), (both, 21), (prepared_before, 32)):
+    for call, most in ((exchange, 19), (both, 19), (prepared_before, 32)):
         for _ in range(3):
             call()
         found = passed(call)

@@ -1,0 +1,221 @@
+"""The compiled steps of messages: what they match, reuse, and order."""
+
+import ctypes
+from functools import partial
+
+import pytest
+
+from numba_symm.gpu import compiled
+from numba_symm.gpu.compiled import WHERE, WORD, Config
+from numba_symm.mpi import rooms
+from numba_symm.mpi.rooms import (
+    ANY,
+    BEGUN,
+    BLOCK,
+    BLOCKS,
+    ENDED,
+    FOUND,
+    LINE,
+    MATCHED,
+    NO_SLOT,
+    NONE,
+    POSTED,
+    READ,
+    READY,
+    REFUSED,
+    SLOTS,
+    SLOTS_OF_ALL,
+    Order,
+    Parcel,
+    Port,
+    Ring,
+    Stack,
+)
+from tests.executing import ExecutingDriver
+
+CONTEXT, SOURCE, BYTES, STREAM, COPIES, LOOKS = 5, 1, 64, 0xA0, 0xB0, 3
+DATA, ROOM, OUT, KERNEL = 0x1000, 0x2000, 0x3000, 7
+
+
+class Memory:
+    """The memory of a rank that receives from two others, and sends to itself."""
+
+    def __init__(self):
+        self.driver = ExecutingDriver()
+        for stream in (STREAM, COPIES):
+            self.driver.create(stream)
+        self.driver.kernels[KERNEL] = self._launched
+        self._keeps = {}
+        self.port = port = Port(kernel=KERNEL, looks=rooms.MOST)
+        for name, function in (
+            *(("launch", "cuLaunchKernelEx"), ("capturing", "cuStreamIsCapturing")),
+            *(("record", "cuEventRecord"), ("wait", "cuStreamWaitEvent")),
+        ):
+            arguments = compiled.ARGUMENTS[WHERE.index(function)]
+            call = ctypes.CFUNCTYPE(ctypes.c_int, *[WORD] * arguments)(
+                partial(self.driver._in_c, function)
+            )
+            setattr(port, name, compiled.address_of(call))
+            self._keeps[name] = call
+        self.words, self.bell = (WORD * (LINE * SLOTS))(), WORD()
+        self.rings, self.inbox, self.config = (Ring * 2)(), [], Config()
+        self.opened = (WORD * (2 * BLOCKS))(*2 * BLOCKS * [-2])
+        self.opened[0], self.opened[1] = 0, ROOM
+        address = ctypes.addressof
+        port.host, port.bell = address(self.words), address(self.bell)
+        port.rings, port.writers = address(self.rings), 2
+        port.stride, port.opened = ctypes.sizeof(Ring), address(self.opened)
+        port.inbox, port.config = id(self.inbox), address(self.config)
+        self.unread, self.stack = WORD(), Stack()
+        self.at = address(port)
+        self.order = bytearray(
+            Order(port=self.at, ring=self.ring(1), context=CONTEXT, source=SOURCE)
+        )
+        self.set(address=OUT, room=BYTES, wanted=ANY)
+        self.take = rooms.compiled("take")
+
+    def _launched(self, params):
+        target, source, nbytes, *_ = self.port.values
+        return "copy", (source, nbytes) if nbytes else (), (target, nbytes)
+
+    def ring(self, writer):
+        return ctypes.addressof(self.rings[writer])
+
+    def set(self, **fields):
+        view = Order.from_buffer(self.order)
+        for name, value in fields.items():
+            setattr(view, name, value)
+
+    def publish(self, writer=1, context=CONTEXT, tag=3, nbytes=8, slot=2, asks=0):
+        fields = context, writer, tag, nbytes, slot, 9, asks
+        publish = rooms.compiled("publish")
+        assert publish(self.ring(writer), self.port.bell, *fields)
+
+    def receive(self, stage=ENDED, alone=1):
+        return rooms.compiled("receive")(self.order, stage, LOOKS, alone)
+
+    def store(self, word, slot=2, number=9):
+        self.words[LINE * slot + word] = number
+
+    def left(self):
+        found = []
+        self.take(self.ring(0), 2, self.port.stride, self.port.bell, found)
+        return len(found)
+
+
+@pytest.fixture
+def memory():
+    return Memory()
+
+
+def test_a_receive_comes_from_stage_to_stage(memory):
+    assert memory.receive() == POSTED
+    memory.publish(asks=1)
+    assert memory.receive(FOUND) == FOUND
+    assert memory.words[LINE * 2 + MATCHED] == 9  # a synchronous send ends
+    assert not memory.bell.value
+    memory.store(BLOCK, number=0)
+    assert memory.receive() == FOUND  # its data is not there
+    memory.store(READY)
+    assert memory.receive(BEGUN) == BEGUN
+    assert memory.receive() == BEGUN
+    memory.store(READ)
+    assert memory.receive() == ENDED
+    assert len(memory.driver.works) == 1
+    assert memory.port.values[:3] == [OUT, ROOM, 8]
+    assert not memory.left()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        *({"context": 6}, {"tag": 4}, {"nbytes": BYTES + 1}, {"slot": NO_SLOT}),
+        *({"writer": 0}, {"alone": 0}, {"inbox": 1}),
+    ],
+)
+def test_other_messages_are_left_to_python(memory, sent):
+    memory.set(wanted=3)
+    memory.inbox.extend([b""] * sent.pop("inbox", 0))
+    alone = sent.pop("alone", 1)
+    memory.publish(**sent)
+    assert memory.receive(alone=alone) == POSTED
+    assert memory.bell.value
+    assert memory.left() == 1
+
+
+def test_the_bell_rings_on_for_other_messages(memory):
+    for writer in (0, 1):
+        memory.publish(writer)
+    assert memory.receive(FOUND) == FOUND
+    assert memory.bell.value
+    assert memory.left() == 1
+    assert not memory.bell.value
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("address", 0), ("room", 4), ("nbytes", 1 << 21)]
+)
+def test_copies_of_other_kinds_are_left_to_python(memory, word, value):
+    memory.publish()
+    assert memory.receive(FOUND) == FOUND
+    memory.store(READY)
+    memory.set(**{word: value})
+    assert memory.receive() == FOUND
+    assert not memory.driver.works
+
+
+def test_a_copy_follows_what_was_enqueued_before_its_receive(memory):
+    """And it is refused in a capture."""
+    driver = memory.driver
+    _, event = driver.cuEventCreate(2)
+    expect = rooms.compiled("expect")
+    for ordered in (True, False):
+        memory.set(stage=POSTED)
+        driver.launch("work", STREAM, (), OUT)
+        given = memory.order, ANY, STREAM, COPIES
+        assert expect(*given, event if ordered else 0) == 0
+        memory.publish()
+        memory.store(READY)
+        assert (memory.receive(BEGUN) == BEGUN) == ordered
+        driver.cuStreamSynchronize(COPIES)
+    assert "copy" in str(driver.unordered)
+    driver.capture(STREAM)
+    assert expect(*given, 0) == REFUSED
+    assert memory.receive() == REFUSED
+
+
+def test_a_sender_reuses_the_memory_of_messages_that_were_read(memory):
+    """Only then are there fewer bytes that its receiver has not read."""
+    send, port = rooms.compiled("send"), memory.port
+    port.free, memory.stack.free = 2, 2
+    for n in range(2):
+        port.slots[n], memory.stack.rooms[n] = n, n
+        port.rooms[3 * n : 3 * n + 3] = [ROOM + 256 * n, 0, 256 * n]
+    address = ctypes.addressof
+    envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
+    parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
+    given = address(parcel), STREAM, 3, 0
+    slots = [send(*given, 0) % SLOTS_OF_ALL for _ in range(2)]
+    assert slots == [1, 0]
+    assert send(*given, 0) == NONE
+    assert memory.unread.value == 16
+    memory.store(READ, slot=0, number=2)
+    assert send(*given, 0) == NONE  # the copy to its room has not ended
+    memory.store(READY, slot=0, number=2)
+    assert send(*given, 8) == NONE  # above the limit
+    assert memory.unread.value == 8
+    assert send(*given, 16) == 3 * SLOTS_OF_ALL
+    assert memory.left() == 3
+    for slot, number in ((0, 3), (1, 1)):
+        for word in (READY, READ):
+            memory.store(word, slot, number)
+    rooms.compiled("reclaim")(memory.at)
+    assert (port.free, memory.stack.free, port.lent, memory.unread.value) == (
+        2,
+        2,
+        0,
+        0,
+    )
+    memory.driver.failing = {"cuLaunchKernelEx"}
+    assert send(*given, 0) < 0
+    assert (port.free, memory.stack.free, port.lent, memory.left()) == (2, 2, 0, 0)
