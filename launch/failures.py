@@ -229,7 +229,7 @@ BAD_SHARDS = _other(
     "expected a shard for each rank in the larger of the two",
 )
 BAD_DEPTH = _other(
-    60,
+    62,
     f"{_IN_KERNEL}one more start or wait in block {{place}}, in which {{epoch}} "
     "collectives are started and not awaited: expected at most as many as the "
     "workspace's depth, and a start for each wait",
