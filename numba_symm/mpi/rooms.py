@@ -1033,6 +1033,7 @@ class CopyStream:
         """Wait for all copies; there are none later."""
         self.settle()
         self._side.close()
+        self.stream = self._side.stream  # which is none of ours: the end settles all
 
 
 class Opened(NamedTuple):

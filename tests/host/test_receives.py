@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from numba_symm.gpu import compiled
+from numba_symm.gpu import compiled, streams
 from numba_symm.gpu.compiled import WHERE, WORD, Config
 from numba_symm.mpi import rooms
 from numba_symm.mpi.rooms import (
@@ -219,3 +219,22 @@ def test_a_sender_reuses_the_memory_of_messages_that_were_read(memory):
     memory.driver.failing = {"cuLaunchKernelEx"}
     assert send(*given, 0) < 0
     assert (port.free, memory.stack.free, port.lent, memory.left()) == (2, 2, 0, 0)
+
+
+def test_a_closed_stream_of_copies_is_not_settled_again(monkeypatch):
+    """At the end of a program, also those of communicators that have failed are."""
+    settled = []
+
+    class Side:
+        stream = 77
+
+        def close(self):
+            self.stream = streams.LEGACY_DEFAULT
+
+    monkeypatch.setattr(rooms, "SideStream", lambda _: Side())
+    monkeypatch.setattr(rooms, "SIMULATED", False)
+    monkeypatch.setattr(streams, "synchronize", settled.append)
+    copies = rooms.CopyStream()
+    copies.close()
+    copies.settle()
+    assert settled == [77, streams.LEGACY_DEFAULT]
