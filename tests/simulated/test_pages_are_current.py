@@ -90,11 +90,7 @@ MARKED = re.compile(
     re.M | re.S,
 )
 """A block of code with its mark, or code that readers do not see."""
-OTHERS = {
-    page: MAKER["BLOCK"].sub("", text)
-    for page, text in PAGES.items()
-    if page != "bench/README.md"  # it tells what was run once
-}
+OTHERS = {page: MAKER["BLOCK"].sub("", text) for page, text in PAGES.items()}
 """What the pages have beside what is made."""
 
 
