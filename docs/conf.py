@@ -12,7 +12,7 @@ os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "_ext")]
 
 project = "numba_symm"
-copyright = "the numba_symm authors"
+copyright = "the numba_symm contributors"
 version = release = version_of("numba-symm")
 nitpick_ignore = [("py:mod", "numba_symm.sharing.kinds")]  # internal, as its text says
 

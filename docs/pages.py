@@ -21,6 +21,7 @@ import os
 import re
 import sys
 import textwrap
+from itertools import chain
 from pathlib import Path
 from types import FunctionType
 
@@ -180,7 +181,7 @@ def measured(arguments):
         for nbytes, row in rows.items():
             cells = times.setdefault(nbytes, [[""] * len(columns) for _ in files])
             cells[place] = _cells(row, columns, with_counts=len(files) == 1)
-    rows = ([_human(nbytes), *sum(times[nbytes], [])] for nbytes in sorted(times))
+    rows = ([_human(size), *chain(*times[size])] for size in sorted(times))
     return _table([head, *rows])
 
 
