@@ -19,7 +19,7 @@ nitpick_ignore = [("py:mod", "numba_symm.sharing.kinds")]  # internal, as its te
 # The pages are read where they lie: the sources are the whole repository.
 root_doc = "docs/index"
 include_patterns = [
-    *("docs/**", "examples/**", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *("docs/**", "examples/**", "CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md"),
     *("tests/README.md", "bench/README.md", "bench/results/README.md"),
 ]
 exclude_patterns = [".*", "build", "dist", "collectives", "launch", "numba_symm"]
