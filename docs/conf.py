@@ -20,6 +20,7 @@ nitpick_ignore = [("py:mod", "numba_symm.sharing.kinds")]  # internal, as its te
 root_doc = "docs/index"
 include_patterns = [
     *("docs/**", "examples/**", "CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md"),
+    *("SECURITY.md", "CODE_OF_CONDUCT.md"),
     *("tests/README.md", "bench/README.md", "bench/results/README.md"),
 ]
 exclude_patterns = [".*", "build", "dist", "collectives", "launch", "numba_symm"]
