@@ -8,6 +8,7 @@
 # make pages    what the pages show of programs, recorded runs and the code
 # make docs     the site, into build/site; it begins at docs/index.html
 # make dist     sdist and wheel, into dist; checked, installed and run
+# make two-nodes LAUNCH='mpirun -n 16 --hostfile hosts'    a report of several nodes
 # make clean    remove what these made
 
 PYTHON ?= python3
@@ -28,7 +29,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 ALSO_dev := $(VENV)/test.installed # dev has all that test has
 
-.PHONY: demo quick test mutants check nightly gpu pages docs dist clean
+.PHONY: demo quick test mutants check nightly gpu pages docs dist two-nodes clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
@@ -80,6 +81,9 @@ dist: $(VENV)/dev.installed
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m tests.dist_check dist
+
+two-nodes: $(if $(OWN),$(VENV)/test.installed)
+	$(if $(OWN),$(BIN)/python,$(PYTHON)) -m tests.nodes_report '$(LAUNCH)' $(NODES)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
