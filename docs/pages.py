@@ -167,26 +167,27 @@ def measured(arguments):
     where those of B count. If one run recorded the multiprocessors of every column of a
     row, they stand in parentheses.
     """
-    names, _, against = arguments.partition(" against ")
+    asked, _, against = arguments.partition(" against ")
     columns = ["numba_symm", *against.split()]
-    files = names.split()
-    shown = [_NAMES.get(column, column) for column in columns]
+    files = asked.split()
+    names = [_NAMES.get(column, column) for column in columns]
     head, times = ["message"], {}
     for place, name in enumerate(files):
         _, _, _, gpu, number, _ = name.split("-", 5)
-        own = shown[0] if len(files) == 1 else f"{number} {gpu.upper()}"
-        head += [own, *shown[1:]]
+        own = names[0] if len(files) == 1 else f"{number} {gpu.upper()}"
+        head += [own, *names[1:]]
         runs = [json.loads((RESULTS / each).read_text()) for each in name.split("+")]
         rows = {row[0]["bytes"]: row for run in runs for row in run["rows"]}
         for nbytes, row in rows.items():
             cells = times.setdefault(nbytes, [[""] * len(columns) for _ in files])
             cells[place] = _cells(row, columns, with_counts=len(files) == 1)
-    rows = ([_human(size), *chain(*times[size])] for size in sorted(times))
+    shown = sorted(times)[:: min(len(files), 2)]  # of several runs, every other size
+    rows = ([_human(size), *chain(*times[size])] for size in shown)
     return _table([head, *rows])
 
 
 _NAMES = {"nccl": "NCCL", "nccl-symm": "NCCL symmetric", "others": "fastest other"}
-_OTHERS = {"nccl": "NCCL", "nccl-symm": "NCCL sym.", "torch": "torch"}
+_OTHERS = {"nccl": "NCCL", "nccl-symm": "sym.", "torch": "torch"}
 
 
 def _cells(row, columns, with_counts):
