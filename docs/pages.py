@@ -30,7 +30,6 @@ if __name__ == "__main__":  # device functions are plain Python then
 
 import numba_symm
 from numba_symm import dtypes
-from numba_symm.bench import options
 from numba_symm.collectives import kernel_set, operations, select
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.select import Arrays
@@ -59,8 +58,6 @@ def usage(command):
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            if asked[0] == "bench":  # whose command line starts MPI first
-                options.parse(asked[1:], cli.BENCH)
             cli.main(asked)
     finally:
         if columns is None:
