@@ -35,6 +35,7 @@ from numba_symm.bench.report import (
     wrong_elements,
 )
 from numba_symm.bench.sweep import Sweep, bar, hidden
+from numba_symm.environment import NO_TIMES, SIMULATED
 from numba_symm.errors import SymmError
 
 
@@ -141,7 +142,9 @@ class _Benchmark:
         contenders = [self._ours, *others]
         facts: dict[str, Any] = {}
         if asked.overlap:
-            product = new_product(self._comm.device.ordinal, asked.leave or 0)
+            product = new_product(
+                self._comm.device.ordinal, asked.side or options.SIDE, asked.leave or 0
+            )
             facts["product"] = product.name
             rows = self._overlap(contenders, product)
         else:
@@ -183,7 +186,7 @@ class _Benchmark:
     def _overlap(self, contenders: Sequence[Contender], product: Product) -> list[Any]:
         """Return the records of all rows beside a product, after showing them."""
         barrier = self._comm.barrier
-        streams = new_stream(urgent=True), new_stream()
+        streams = new_stream(), new_stream()
         timer = Timer(self._ranks, streams[0], barrier)
         overlap = Overlap(
             self._operation,
@@ -283,6 +286,8 @@ class _Benchmark:
             f"{known['ranks']} ranks, driver {known['driver']}, NVLS {known['nvls']}",
             times,
         ]
+        if SIMULATED:
+            lines.append(NO_TIMES)
         if known["multiprocessors"] is not None:
             lines.append(f"at most {known['multiprocessors']} multiprocessors")
         if known["engine"] is not None:

@@ -310,9 +310,6 @@ def summary(calls: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-SIDE = 4096
-"""Rows and columns of torch's matrices: a product takes about 0.2 ms on an H200."""
-
 ROWS, INNER = (4, 4) if SIMULATED else (1024, 256)
 """Rows of the left matrix, and its columns, for our kernel."""
 
@@ -342,15 +339,16 @@ class Product(Protocol):
         """Return the bits of the result."""
 
 
-def new_product(ordinal: int, leave: int) -> Product:
+def new_product(ordinal: int, side: int = 4096, leave: int = 0) -> Product:
     """Return torch's product if torch is installed, otherwise our kernel's.
 
     Args:
         ordinal: the number of the current GPU.
+        side: rows and columns of torch's matrices.
         leave: the multiprocessors that torch's product leaves to other kernels. Ours
             has so many blocks that it needs none.
     """
-    return TorchProduct(ordinal, leave) if torch_multiplies() else OwnProduct()
+    return TorchProduct(ordinal, side, leave) if torch_multiplies() else OwnProduct()
 
 
 def _ternary(rows: int, columns: int) -> np.ndarray[Any, Any]:
@@ -361,7 +359,7 @@ def _ternary(rows: int, columns: int) -> np.ndarray[Any, Any]:
 class TorchProduct:
     """torch's product of square matrices of bfloat16, on tensor cores."""
 
-    def __init__(self, ordinal: int, leave: int):
+    def __init__(self, ordinal: int, side: int, leave: int):
         import torch
 
         if leave:
@@ -373,12 +371,12 @@ class TorchProduct:
         self._torch = torch
         self._device = torch.device("cuda", ordinal)
         torch.cuda.set_device(self._device)
-        matrix = torch.from_numpy(_ternary(SIDE, SIDE))
+        matrix = torch.from_numpy(_ternary(side, side))
         self._a = matrix.to(self._device, torch.bfloat16)
         self._b = self._a.clone()
         self._c = torch.zeros_like(self._a)
         torch.cuda.synchronize()
-        self.name = f"{SIDE} x {SIDE} bfloat16, torch {torch.__version__}"
+        self.name = f"{side} x {side} bfloat16, torch {torch.__version__}"
         if leave:
             self.name += f", which leaves {leave} multiprocessors free"
 
@@ -452,6 +450,11 @@ PRODUCTS = 8
 """Products in the graph whose time is that of one product, times this number."""
 
 
+LONGER = 3
+"""How much longer than the calls the products take: programs compute most of the time.
+"""
+
+
 class Overlap(Sweep):
     """Measures the rows of a run with a product beside. Its methods are collective.
 
@@ -513,7 +516,7 @@ class Overlap(Sweep):
                 graph = self._timer.capture(lane, count)
                 open_graphs.callback(graph.close)
                 alone = self._typical([(self._stream, graph)])
-                repeats = max(1, round(alone / self._microseconds))
+                repeats = max(1, round(LONGER * alone / self._microseconds))
                 repeated = self._repeated(repeats)
                 open_graphs.callback(repeated.close)
                 pairs.append((graph, repeated))
@@ -536,24 +539,25 @@ class Overlap(Sweep):
     def _times(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measurement]:
         """Return the summaries of each collective and its product, all interleaved."""
         replays = self._options.replays
-        samples = np.empty((len(pairs), 3, replays))
+        samples = np.empty((len(pairs), 4, replays))
         for turn in range(replays):
             for index, (graph, repeated) in enumerate(pairs):
                 ours, beside = (self._stream, graph), (self._beside, repeated)
-                for way, graphs in enumerate(([ours], [beside], [beside, ours])):
+                ways = [ours], [beside], [ours, beside], [beside, ours]
+                for way, graphs in enumerate(ways):
                     samples[index, way, turn] = self._time(graphs)
         slowest = np.max(self._ranks.allgather(samples), axis=0)
-        names = ("collective", "product", "both")
+        names = ("collective", "product", "calls_first", "products_first")
         found = []
         for each in slowest:
             times = {
                 name: Summary.of(values)
                 for name, values in zip(names, each, strict=True)
             }
-            longer = max(times["collective"].median, times["product"].median)
-            ratio = times["both"].median / longer
+            slower = max(times[name].median for name in names[2:])
+            ratio = slower / times["product"].median
             record = {name: asdict(summary) for name, summary in times.items()}
-            found.append(record | {"both_by_longer": ratio})
+            found.append(record | {"by_products": ratio})
         return found
 
     def _time(self, graphs: Sequence[tuple[Any, Any]]) -> float:

@@ -344,18 +344,12 @@ class GpuGraph:
 
 
 class GpuStream:
-    """A CUDA stream for eager calls and graphs.
+    """A CUDA stream for eager calls and graphs."""
 
-    Args:
-        urgent: whether it has the highest priority instead of the lowest.
-    """
+    def __init__(self) -> None:
+        from cuda.core import Device, EventOptions
 
-    def __init__(self, urgent: bool = False) -> None:
-        from cuda.core import Device, EventOptions, StreamOptions
-
-        lowest, highest = driver.call("cuCtxGetStreamPriorityRange")
-        options = StreamOptions(priority=highest if urgent else lowest)
-        self._stream = Device().create_stream(options=options)
+        self._stream = Device().create_stream()
         self._timed = EventOptions(timing_enabled=True)
         self.handle = int(self._stream.handle)
 
@@ -552,6 +546,6 @@ class HostStream:
         return (time.perf_counter() - start) * 1e6
 
 
-def new_stream(urgent: bool = False) -> Any:
-    """Return a stream for measurements, of the highest or the lowest priority."""
-    return HostStream() if SIMULATED else GpuStream(urgent)
+def new_stream() -> Any:
+    """Return a stream for measurements."""
+    return HostStream() if SIMULATED else GpuStream()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from numba_symm.arguments import Parser, meant
 from numba_symm.bench.contenders import CONTENDERS, EAGER
 from numba_symm.bench.operations import (
     NO_REDUCTION,
@@ -29,6 +30,9 @@ MODULE = "python -m numba_symm.bench"
 
 EAGER_CALLS = 200
 """The default of ``-n`` with ``--eager``."""
+
+SIDE = 8192
+"""The default of ``--side``: large programs have such matrices."""
 
 UNUSED = {
     "cold": ("-f", "-i", "-o", "-n", "-w", "-G", "--against", "--algorithm"),
@@ -63,18 +67,23 @@ def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
         ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names.
         The run that ``plot`` draws is in ``run``.
     """
-    parser = argparse.ArgumentParser(name, description=DESCRIPTION)
-    commands = parser.add_subparsers(dest="command", metavar="OPERATION", required=True)
-    operations = {name: _add(commands, each) for name, each in OPERATIONS.items()}
+    made, commands = parser(name)
+    options = made.parse_args(argv)
+    complete = _complete_plot if options.command == "plot" else _complete
+    complete(commands.choices[options.command], options)
+    return options
+
+
+def parser(name: str) -> tuple[Parser, "argparse._SubParsersAction[Parser]"]:
+    """Return the parser of the command line, and its operations."""
+    made = Parser(name, description=DESCRIPTION)
+    commands = made.add_subparsers(dest="command", metavar="OPERATION", required=True)
+    for each in OPERATIONS.values():
+        _add(commands, each)
     plot = commands.add_parser("plot", help="draw a recorded run")
     plot.add_argument("json", type=Path, help="a file written by --json")
     plot.add_argument("image", type=Path, help="such as r.png or r.svg")
-    options = parser.parse_args(argv)
-    if options.command in operations:
-        _complete(operations[options.command], options)
-    else:
-        _complete_plot(plot, options)
-    return options
+    return made, commands
 
 
 def same_on_all(ranks: Any, parse: Callable[[], argparse.Namespace]) -> Any:
@@ -97,7 +106,7 @@ def same_on_all(ranks: Any, parse: Callable[[], argparse.Namespace]) -> Any:
 
 
 def _add(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: "argparse._SubParsersAction[Parser]",
     operation: BenchOperation,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
@@ -267,9 +276,16 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
     add(
         "--overlap",
         action="store_true",
-        help="time the calls, a matrix product that takes about as long, and both "
-        "together; the calls are on a stream of the highest priority, and torch "
-        "computes the product if it is installed",
+        help="time the calls, matrix products that take three times as long, and both "
+        "together, enqueued in both orders, on ordinary streams; torch computes the "
+        "products if it is installed",
+    )
+    add(
+        "--side",
+        metavar="N",
+        type=at_least(1),
+        help="with --overlap and torch: the matrices' rows and columns "
+        f"(default {SIDE})",
     )
     add(
         "--leave",
@@ -321,8 +337,9 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         _complete_eager(parser, options)
     if options.overlap:
         _complete_overlap(parser, options)
-    elif options.leave:
-        parser.error("--leave needs --overlap")
+    elif options.leave or options.side:
+        given = "--leave" if options.leave else "--side"
+        parser.error(f"{given} needs --overlap")
     if options.cold and (options.shuffle or options.overlap or options.plot):
         parser.error("omit --shuffle, --overlap and --plot with --cold")
     if options.cache and not options.cold:
@@ -379,8 +396,9 @@ def _complete_overlap(
         parser.error("--overlap draws no plot; omit --plot")
     if not options.replays:
         parser.error("--overlap replays graphs; pass -G 1 or more")
-    if options.leave and not torch_multiplies():
-        parser.error("--leave needs torch and a GPU; omit it")
+    if (options.leave or options.side) and not torch_multiplies():
+        given = "--leave" if options.leave else "--side"
+        parser.error(f"{given} needs torch and a GPU; omit it")
 
 
 def _complete_plot(
@@ -479,6 +497,7 @@ def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         if unknown or not found:
             raise argparse.ArgumentTypeError(
                 f"expected some of {', '.join(known)}, or all, got {text!r}"
+                f"{meant(''.join(unknown[:1]), known)}"
             )
         return found
 

@@ -364,8 +364,8 @@ class OverlapReport(WaysReport):
         product: the product's name.
     """
 
-    _WIDTHS = (12, 12, 9, 7, 30, 7, 10, 12, 12, 12, 13, 8)
-    _TIMED = "both"
+    _WIDTHS = (12, 12, 9, 7, 30, 7, 10, 12, 12, 13, 16, 9, 8)
+    _TIMED = "by_products"
 
     def __init__(self, product: str):
         self._product = product
@@ -373,34 +373,34 @@ class OverlapReport(WaysReport):
     def header(self) -> list[str]:
         """Return the lines above the rows."""
         names = ["size", "count", "type", "redop", "contender", "calls", "products"]
-        names += ["calls", "products", "both", "both/longer", "#wrong"]
-        under = ["(B)", "(elements)", "", "", "", "", "", "(us)", "(us)", "(us)"]
+        names += ["calls", "products", "calls first", "products first"]
+        names += ["ratio", "#wrong"]
+        under = ["(B)", "(elements)", "", "", "", "", "", *["(us)"] * 4, "", ""]
         return [
-            f"# Calls of a collective on a stream of the highest priority, beside "
-            f"products of {self._product}",
-            "# Each alone, and both together, until the last is done; "
-            "both/longer: 1 is a perfect overlap, 2 is none",
+            f"# Calls of a collective beside products of {self._product}",
+            "# Each alone, and both together, enqueued in both orders, until the last "
+            "is done; ratio: the longer of these to the products alone",
             self._line("#", names),
-            self._line("#", [*under, "", ""]),
+            self._line("#", under),
         ]
 
     def _times(self, record: Record) -> list[str]:
-        kinds = ("collective", "product", "both")
+        kinds = ("collective", "product", "calls_first", "products_first")
         times = [f"{record[each]['median']:.1f}" for each in kinds]
         counts = [str(record["calls"]), str(record["products"])]
-        return [*counts, *times, f"{record['both_by_longer']:.3f}"]
+        return [*counts, *times, f"{record['by_products']:.3f}"]
 
     def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the lines below the rows: wrong elements, means, skipped."""
         head, *skipped = super().footer(rows)
         ratios: dict[str, list[float]] = defaultdict(list)
         for each in itertools.chain(*rows):
-            if "both" in each:
+            if self._TIMED in each:
                 name = label(each["column"], each["way"])
                 place = ", in place" * each["in_place"]
-                ratios[name + place].append(each["both_by_longer"])
+                ratios[name + place].append(each[self._TIMED])
         means = [
-            f"# Both / the longer, geometric mean, {name}: {_mean(found):.3f}"
+            f"# Both / the products alone, geometric mean, {name}: {_mean(found):.3f}"
             for name, found in ratios.items()
         ]
         return [head, *means, *skipped]

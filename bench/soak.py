@@ -671,7 +671,7 @@ class Soak:
             # After the communicators have closed: freeing waits for their kernels.
             stack.callback(_clear, lanes)
             lanes.extend(self._lanes(comm, stack))
-            product = new_product(comm.device.ordinal, 0)
+            product = new_product(comm.device.ordinal)
             for lane in lanes:  # the first product on a stream allocates
                 with product.current(lane.handle):
                     product.call(lane.handle)

@@ -3,7 +3,7 @@
     numba-symm run -n 8 -m numba_symm.bench.tune
 
 The limits are written where every communicator of as many ranks finds them
-(``collectives/tuned.py``).
+(``collectives/tuned.py``), except those of the simulator.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from numba_symm.collectives.communicator import inside
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.collectives.select import ALL, CHOICES, Choice, Step
 from numba_symm.dtypes import Element, element, moved
-from numba_symm.environment import SIMULATED
+from numba_symm.environment import NO_TIMES, SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import loads
 from numba_symm.gpu.kernels import Kernel, bound
@@ -418,8 +418,11 @@ def _tune(comm: ns.Communicator, ranks: Any, asked: argparse.Namespace) -> None:
     run.measure()
     choices = run.choices()
     if comm.rank == 0:
-        tuned.write(comm.device.name, comm.size, choices)
-        print(*run.report(choices), written(tuned.file()), sep="\n")
+        stored = f"# not stored: {NO_TIMES}"
+        if not SIMULATED:
+            tuned.write(comm.device.name, comm.size, choices)
+            stored = written(tuned.file())
+        print(*run.report(choices), stored, sep="\n")
         if asked.plot:
             run.draw(choices, asked.plot)
             print(written(asked.plot))

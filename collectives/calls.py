@@ -17,6 +17,7 @@ from numba_symm.collectives import staging
 from numba_symm.collectives.binder import Binder, Descriptions
 from numba_symm.collectives.enqueueing import Agreement, Enqueuer, PackedCall
 from numba_symm.collectives.invocation import (
+    NEW,
     NONE,
     OPTIONS,
     ROOT,
@@ -132,15 +133,19 @@ class Calls:
         if kind is not None and (root is None or root.__class__ is int):
             try:
                 source = kind.read(x, "")
+                handle = self.streams.handle(stream, kind, x)
                 target: Fields | None = source
                 if operation.at_root and root != self.rank:
                     target = None
                 elif out is not x:
+                    if out is None:
+                        key = operation.name, options, source, NEW
+                        like, shape = self.memory.young[key]
+                        out = self.new(x, like, shape, handle, operation.name)
                     target = arrays.KINDS[out.__class__].read(out, "")
                 call = self.memory.young.get((operation.name, options, source, target))
-                handle = self.streams.handle(stream, kind, x)
             except (KeyError, TypeError, ArgumentError):
-                call = None  # a new output, or what is called below raises it
+                call = None  # a call that was not made, or what follows raises it
             if call is not None:
                 status = call.enqueue(handle)
                 if status == entry.DONE or self.made(status, call, handle, x, out):
@@ -239,10 +244,11 @@ class Calls:
             has_output = not operation.at_root or root == self.rank
         if not has_output:
             out = None  # ignored, as in MPI
-        gaps = source[3] is None
+        gaps, alike = source[3] is None, None
         if out is None and has_output and not gaps:
             like = arrays.dense(ArrayView(*source), what)
-            out = self.new(x, like, operation.shape(like, self.size), chosen, what)
+            alike = like, operation.shape(like, self.size)
+            out = self.new(x, *alike, chosen, what)
         target = None
         if out is not None:
             target = whole if out is x else arrays.fields(out, f"{what}: out")
@@ -250,6 +256,8 @@ class Calls:
         if gaps:
             return staging.bound(self, given, out, self.bound)
         call = self.packed(given, whole, target)
+        if alike is not None and type(given.op) is str and given.args is NONE:
+            self.memory.put((what, given[OPTIONS], whole, NEW), alike)
         return BoundCall(call, chosen, (x, out, stream, *given.args), out)
 
     def _of_two(self, given: Invocation[Operation]) -> BoundCall:

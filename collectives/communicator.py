@@ -57,6 +57,7 @@ from numba_symm.collectives.vector_forms import (
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.arrays import DeviceArray
 from numba_symm.launch import call_records, devices, ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.launch.members import Members
@@ -167,8 +168,9 @@ class Communicator(OthersNames):
             share the GPU. So the kernels of four communicators leave some
             multiprocessors to other kernels.
         requests: whether :meth:`isend` and :meth:`irecv` may be called, equal on all
-            ranks. If True, requests get their own memory and, for each other rank, up
-            to two multiprocessors of the limit. All other calls use the rest.
+            ranks. If True, requests get their own memory and, for each other rank, two
+            multiprocessors of the limit, or up to eight in all among few ranks. All
+            other calls use the rest.
 
     Attributes:
         rank: this rank, from 0.
@@ -203,7 +205,10 @@ class Communicator(OthersNames):
             environment.warn_of_unknown()
         ranks.warn_if_alone(comm)
         options = lifetime.Options(stream, debug, multiprocessors, requests)
-        self._become(construction.begin(comm, device, timeout, options))
+        try:
+            self._become(construction.begin(comm, device, timeout, options))
+        except ArgumentError as error:
+            raise error.with_traceback(None) from error.__cause__
         if self.rank == 0:
             devices.warn_if_sliced(self._calls.members.gpus)
             if requests:
@@ -291,7 +296,9 @@ class Communicator(OthersNames):
         return self._calls.heap.array(shape, dtype, "zeros", like)
 
     @by_one_thread
-    def rendezvous(self, array: Any) -> SymmetricMemory:
+    def rendezvous(
+        self, array: DeviceArray, *, channels: int | None = None
+    ) -> SymmetricMemory:
         """Return the symmetric memory that begins at ``array``.
 
         Collective: every rank passes an array at the same offset of the same
@@ -299,6 +306,14 @@ class Communicator(OthersNames):
         from cudaMalloc, which this call maps. The array must be contiguous, because
         peers' kernels get only its address. All calls for one allocation share its
         mappings and its signal pad.
+
+        Args:
+            array: the array.
+            channels: the number of channels that kernels need, such as one for each
+                block, up to 65536; the same on all ranks. The first call for an
+                allocation makes the signal pad, and later ones may ask for at most as
+                many. A channel takes 12 bytes for each rank of the island, and another
+                16. None: as many as the pad has, or 128 for a new one.
 
         Raises:
             ArgumentError, BackendError: on all ranks.
@@ -308,7 +323,7 @@ class Communicator(OthersNames):
             with calls.members.exchange.agreed("rendezvous"):
                 view = arrays.dense(arrays.view(array, "rendezvous"), "rendezvous")
                 arrays.check_device(view, self.device.ordinal, "rendezvous")
-            return calls.heap.rendezvous(view.address, array)
+            return calls.heap.rendezvous(view.address, array, channels)
 
     def _rendezvous(self, ptr: int) -> SymmetricMemory:
         """Rendezvous by address, for ``comm.allocator.rendezvous(ptr, comm)``."""
@@ -320,7 +335,7 @@ class Communicator(OthersNames):
 
     @by_one_thread
     def device_workspace(
-        self, blocks: int, threads: int, bytes: int
+        self, blocks: int, threads: int, bytes: int, depth: int = 1
     ) -> DeviceWorkspace:
         """Return the memory for collectives within kernels.
 
@@ -328,21 +343,25 @@ class Communicator(OthersNames):
         ``ctx`` is an argument of kernels, for :func:`numba_symm.device.all_reduce` and
         the other collectives there. Only one kernel at a time may use the workspace,
         with the same grid on every rank; later kernels on the stream may use it again.
-        The ranks must be of one island. On each rank, a block needs 4 * ``bytes``,
-        rounded up, for each other rank, 4 bytes for each thread, and another 128 bytes.
+        The ranks must be of one island. On each rank, a block needs 4 * ``depth`` *
+        ``bytes``, rounded up, for each other rank, 8 bytes for each thread, and another
+        128 bytes.
 
         Args:
             blocks: the maximum number of blocks of a kernel.
             threads: the maximum number of threads of a block, up to 1024.
             bytes: the maximum number of bytes that a block sends to each rank in a
                 call. A kernel with fewer threads may send proportionally fewer bytes.
+            depth: the maximum number of collectives that a block has started and not
+                yet awaited, a power of two up to 64.
 
         Raises:
             ArgumentError: a number is wrong, or differs between ranks.
             BackendError: a rank does not have enough memory.
         """
         calls = self._calls
-        return allocator.new(calls.heap, calls.members, blocks, threads, bytes)
+        sizes = blocks, threads, bytes, depth
+        return allocator.new(calls.heap, calls.members, *sizes)
 
     @by_one_thread
     def experts(
@@ -454,10 +473,10 @@ class Communicator(OthersNames):
 
     def all_reduce(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | tuple[DeviceArray, DeviceArray] | None = None,
         stream: Any = None,
         algorithm: str | None = None,
         wire: str | None = None,
@@ -596,9 +615,9 @@ class Communicator(OthersNames):
 
     def all_gather(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        out: Any = None,
+        out: DeviceArray | tuple[DeviceArray, DeviceArray] | None = None,
         stream: Any = None,
         algorithm: str | None = None,
         epilogue: Any = None,
@@ -632,9 +651,9 @@ class Communicator(OthersNames):
 
     def all_to_all(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -661,10 +680,10 @@ class Communicator(OthersNames):
 
     def reduce_scatter(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | tuple[DeviceArray, DeviceArray] | None = None,
         stream: Any = None,
         algorithm: str | None = None,
         epilogue: Any = None,
@@ -703,10 +722,10 @@ class Communicator(OthersNames):
 
     def scan(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -735,10 +754,10 @@ class Communicator(OthersNames):
 
     def exscan(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -757,10 +776,10 @@ class Communicator(OthersNames):
 
     def reverse_scan(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -779,11 +798,11 @@ class Communicator(OthersNames):
 
     def reduce(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         op: Any = "sum",
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
         algorithm: str | None = None,
     ) -> Any:
@@ -813,7 +832,7 @@ class Communicator(OthersNames):
 
     def broadcast(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         root: int = 0,
         stream: Any = None,
@@ -842,11 +861,11 @@ class Communicator(OthersNames):
 
     def reduce_scatter_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         counts: Sequence[int],
         op: Any = "sum",
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Reduce ``x`` over all ranks, and give each rank a range of the result.
@@ -875,7 +894,9 @@ class Communicator(OthersNames):
         given = Invocation(REDUCE_SCATTER_V, x, out, stream, op=op, tables=tables)
         return self._calls.call(given)
 
-    def sum(self, x: Any, *, out: Any = None, stream: Any = None) -> Any:
+    def sum(
+        self, x: DeviceArray, *, out: DeviceArray | None = None, stream: Any = None
+    ) -> Any:
         """Return the sum of all elements of all ranks' ``x``, the same bits always.
 
         The bits depend on the elements and their type only. They do not depend on the
@@ -912,7 +933,14 @@ class Communicator(OthersNames):
 
         return self._calls.call(Invocation(composed.SUM, x, out, stream))
 
-    def dot(self, x: Any, y: Any, *, out: Any = None, stream: Any = None) -> Any:
+    def dot(
+        self,
+        x: DeviceArray,
+        y: DeviceArray,
+        *,
+        out: DeviceArray | None = None,
+        stream: Any = None,
+    ) -> Any:
         """Return the sum of products of elements of ``x`` and ``y``, the same always.
 
         The sum is that of :meth:`sum`, where M is the largest magnitude of a product.
@@ -935,7 +963,9 @@ class Communicator(OthersNames):
 
         return self._calls.call(Invocation(composed.DOT, x, out, stream, args=(y,)))
 
-    def norm(self, x: Any, *, out: Any = None, stream: Any = None) -> Any:
+    def norm(
+        self, x: DeviceArray, *, out: DeviceArray | None = None, stream: Any = None
+    ) -> Any:
         """Return the square root of the sum of all squares, the same bits always.
 
         The total of :meth:`dot` of x and x is not rounded, but its root is, once. It
@@ -951,10 +981,10 @@ class Communicator(OthersNames):
 
     def gather(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Gather every rank's array on rank ``root``.
@@ -981,12 +1011,12 @@ class Communicator(OthersNames):
 
     def gather_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         counts: Sequence[int] | None = None,
         displs: Sequence[int] | None = None,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Gather every rank's array, of any length, on rank ``root``.
@@ -1017,10 +1047,10 @@ class Communicator(OthersNames):
 
     def scatter(
         self,
-        x: Any = None,
+        x: DeviceArray | None = None,
         *,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Give each rank its shard of rank ``root``'s array.
@@ -1049,12 +1079,12 @@ class Communicator(OthersNames):
 
     def scatter_v(
         self,
-        x: Any = None,
+        x: DeviceArray | None = None,
         *,
         counts: Sequence[int] | None = None,
         displs: Sequence[int] | None = None,
         root: int = 0,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Give each rank a range, of any length, of rank ``root``'s array.
@@ -1087,12 +1117,12 @@ class Communicator(OthersNames):
 
     def all_gather_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        counts: Sequence[int] | Any,
+        counts: Sequence[int] | DeviceArray,
         displs: Sequence[int] | None = None,
         capacity: int | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Give every rank the arrays of all ranks, of any lengths.
@@ -1131,14 +1161,14 @@ class Communicator(OthersNames):
 
     def all_to_all_v(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
-        send_counts: Sequence[int] | Any,
-        recv_counts: Sequence[int] | Any,
+        send_counts: Sequence[int] | DeviceArray,
+        recv_counts: Sequence[int] | DeviceArray,
         send_displs: Sequence[int] | Any = None,
         recv_displs: Sequence[int] | None = None,
         capacity: int | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send each rank a range of ``x``, and receive a range from every rank.
@@ -1182,11 +1212,11 @@ class Communicator(OthersNames):
 
     def neighbor_all_gather(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         sources: Sequence[int | None],
         destinations: Sequence[int | None] | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send ``x`` to each destination, and receive an array from each source.
@@ -1219,11 +1249,11 @@ class Communicator(OthersNames):
 
     def neighbor_all_to_all(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         sources: Sequence[int | None],
         destinations: Sequence[int | None] | None = None,
-        out: Any = None,
+        out: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send each destination its part of ``x``, and receive a part from each source.
@@ -1253,7 +1283,7 @@ class Communicator(OthersNames):
 
     def send(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         dst: int | None,
         stream: Any = None,
@@ -1282,10 +1312,10 @@ class Communicator(OthersNames):
 
     def recv(
         self,
-        out: Any,
+        out: DeviceArray,
         *,
         src: int | None,
-        count: Any = None,
+        count: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Receive rank ``src``'s message into ``out``. Asynchronous.
@@ -1316,12 +1346,12 @@ class Communicator(OthersNames):
 
     def sendrecv(
         self,
-        x: Any,
+        x: DeviceArray,
         *,
         dst: int | None,
-        out: Any,
+        out: DeviceArray,
         src: int | None,
-        count: Any = None,
+        count: DeviceArray | None = None,
         stream: Any = None,
     ) -> Any:
         """Send ``x`` to rank ``dst``, and receive into ``out`` from rank ``src``.
@@ -1348,7 +1378,7 @@ class Communicator(OthersNames):
         return messages.start(self._calls, SENDRECV, x, dst, out, src, count, stream)
 
     @by_one_thread
-    def isend(self, x: Any, *, dst: int | None, stream: Any = None) -> Request:
+    def isend(self, x: DeviceArray, *, dst: int | None, stream: Any = None) -> Request:
         """Start to send ``x`` to rank ``dst``, which calls :meth:`irecv`.
 
         No later call waits for the message, because it has a stream of its own. The
@@ -1372,7 +1402,12 @@ class Communicator(OthersNames):
 
     @by_one_thread
     def irecv(
-        self, out: Any, *, src: int | None, count: Any = None, stream: Any = None
+        self,
+        out: DeviceArray,
+        *,
+        src: int | None,
+        count: DeviceArray | None = None,
+        stream: Any = None,
     ) -> Request:
         """Start to receive into ``out`` from rank ``src``, which calls :meth:`isend`.
 
@@ -1498,7 +1533,7 @@ class Communicator(OthersNames):
         return most // devices.sharers(members.gpus)[members.gpu.uuid]
 
     @by_one_thread
-    def digest(self, x: Any, *, stream: Any = None) -> int:
+    def digest(self, x: DeviceArray, *, stream: Any = None) -> int:
         """Return a 64-bit digest of an array's bits. Not collective.
 
         Arrays of equal bits in index order have equal digests, whatever their dtypes,
@@ -1523,7 +1558,7 @@ class Communicator(OthersNames):
         return equality.digest(self._calls, x, stream)
 
     @by_one_thread
-    def check_equal(self, x: Any, *, stream: Any = None) -> None:
+    def check_equal(self, x: DeviceArray, *, stream: Any = None) -> None:
         """Raise on every rank if the ranks' arrays do not have equal bits.
 
         Collective: every rank passes an array of equal shape and dtype. The hosts wait
@@ -1716,4 +1751,5 @@ class Communicator(OthersNames):
         lifetime.leave(self._calls, error)
 
     def __repr__(self) -> str:
-        return repr(self._calls)
+        closed = "" if self._calls.when_dropped.alive else "closed "
+        return repr(self._calls).replace("<", f"<{closed}", 1)

@@ -392,14 +392,24 @@ class ThreadGuard:
         if not self.held:
             self._gate.thread = 0
 
-    @contextmanager
-    def alone(self, what: str) -> Iterator[None]:
-        """Make a call between :meth:`begin` and :meth:`finish`."""
-        self.begin(what)
-        try:
-            yield
-        finally:
-            self.finish()
+    def alone(self, what: str) -> "Alone":
+        """Make a call between :meth:`begin` and :meth:`finish`, in a with block."""
+        return Alone(self, what)
+
+
+class Alone(NamedTuple):
+    """A call of one thread; see :meth:`ThreadGuard.alone`."""
+
+    guard: ThreadGuard
+    what: str
+
+    def __enter__(self) -> None:
+        self.guard.begin(self.what)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.guard.finish()
+        if isinstance(error, ArgumentError | ClosedError):
+            error.__traceback__ = None  # its text says all that the caller can use
 
 
 def busy(what: str) -> ArgumentError:

@@ -297,6 +297,9 @@ for _right in (*_CALLS, *_NAMES):
 UNKNOWN: Any = object()
 """The result of ``Cache.get`` for a missing key."""
 
+NEW = "new"
+"""In the place of an output in a key, whose value is a new output's type and shape."""
+
 
 class Cache:
     """Values by key: those of the ``most`` keys used last, and at most as many more.

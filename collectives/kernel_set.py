@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_symm import dtypes
+from numba_symm.arguments import meant
 from numba_symm.collectives import operations, select
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.invocation import Invocation
@@ -229,7 +230,7 @@ def _check_names(names: Sequence[str], what: str) -> None:
     # Comparing an object of another type may raise.
     unknown = [each for each in names if type(each) is not str or each not in NAMES]
     if unknown or not names:
-        got = repr(unknown[0]) if unknown else "none"
+        got = repr(unknown[0]) + meant(unknown[0], NAMES) if unknown else "none"
         known = ", ".join(map(repr, NAMES))
         raise ArgumentError(
             f"{what}: expected names of calls, got {got}; pass some of {known}"

@@ -18,6 +18,7 @@ import numpy as np
 from numba.core.errors import NumbaError
 
 from numba_symm import dtypes
+from numba_symm.arguments import meant
 from numba_symm.collectives import select
 from numba_symm.collectives.invocation import (
     Invocation,
@@ -27,16 +28,10 @@ from numba_symm.collectives.invocation import (
 )
 from numba_symm.collectives.kernels import (
     barrier,
-    chunked_all_reduce,
-    chunked_broadcast,
-    chunked_exchange,
-    chunked_reduce,
+    chunked,
     copied_exchange,
     copied_reductions,
-    direct_broadcast,
-    direct_exchange,
-    direct_reduce,
-    direct_shards,
+    direct,
     one_shot,
     two_shot,
     two_shot_broadcast,
@@ -224,7 +219,7 @@ class Operation(NamedTuple):
             known = ", ".join(repr(name) for name in self.algorithms)
             raise ArgumentError(
                 f"{self.name}: expected algorithm to be {known}, or None for the "
-                f"fastest one, got {algorithm!r}"
+                f"fastest one, got {algorithm!r}{meant(algorithm, self.algorithms)}"
             )
 
     def chosen(
@@ -418,10 +413,10 @@ def _operation(
         for transport in kind.transports
     }
     if algorithms is None:
-        chunked = partial(chunked_exchange.bind, kind)
-        algorithms = {GENERAL: Algorithm(chunked, (kind.operation,), "chunked")}
+        general = partial(chunked.bind, kind, False)
+        algorithms = {GENERAL: Algorithm(general, (kind.operation,), "chunked")}
         if not output.reduces:
-            algorithms["copy_engine"] = _copied(name, kind, chunked)
+            algorithms["copy_engine"] = _copied(name, kind, general)
     return Operation(
         name,
         kind,
@@ -436,13 +431,13 @@ def _operation(
 
 
 def _copied(
-    name: str, kind: Exchange, chunked: BindFallback, most: float = math.inf
+    name: str, kind: Exchange, general: BindFallback, most: float = math.inf
 ) -> Algorithm:
-    """Return the algorithm by copy engines; ``chunked`` binds what they refuse."""
+    """Return the algorithm by copy engines; ``general`` binds what they refuse."""
     number = failures.of_operation(f"{name} (copy_engine)")
     gathers = kind.output is Output.SHARDS and not kind.sends_shards
     return Algorithm(
-        partial(copied_exchange.bind, kind, number, chunked),
+        partial(copied_exchange.bind, kind, number, general),
         waits=(number,),
         region="direct",
         most=most,
@@ -464,17 +459,23 @@ def _mailed(
 
 
 def _direct(
-    bind: Bind, number: int, fewest: int = 2, out: Arrays = Arrays.ANYWHERE
+    operation: Operation,
+    number: int,
+    fewest: int = 2,
+    out: Arrays = Arrays.ANYWHERE,
 ) -> Algorithm:
     """Return the algorithm between ranks' own arrays, which waits for ``number``."""
-    symmetric = Arrays.SYMMETRIC
-    return Algorithm(bind, (number,), "direct", fewest=fewest, x=symmetric, out=out)
-
-
-def _exchanged_directly(kind: Exchange) -> Algorithm:
-    """Return the algorithm between ranks' own arrays that only moves shards."""
-    bind = partial(direct_exchange.bind, kind, partial(chunked_exchange.bind, kind))
-    return _direct(bind, kind.operation)._replace(in_place=not kind.sends_shards)
+    kind = operation.exchange._replace(operation=number)
+    fallback = cast(BindFallback, operation.algorithms[GENERAL].bind)
+    return Algorithm(
+        partial(direct.bind, kind, fallback),
+        (number,),
+        "direct",
+        fewest=fewest,
+        x=Arrays.SYMMETRIC,
+        out=out,
+        in_place=kind.output.reduces or not kind.sends_shards,
+    )
 
 
 _TWO_SHOT = {
@@ -485,15 +486,29 @@ _TWO_SHOT = {
 }
 
 
-def _chunked_reduce(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
-    """Bind a reduce in chunks by the kernel for this number of ranks and chunks."""
+def _through(output: Output, number: int) -> Callable[..., Enqueue]:
+    """Return what binds an operation in chunks through owners."""
+    return partial(chunked.bind, Exchange(False, output, number), True)
+
+
+def _all_reduce_in_chunks(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
+    """Bind an all-reduce in chunks."""
+    return _through(Output.REDUCED, failures.CHUNKED)(end, call, fallback_for)
+
+
+_reduce_through_owners = _through(Output.AT_ROOT, failures.CHUNKED_REDUCE)
+_broadcast_in_chunks = _through(Output.OF_ROOT, failures.CHUNKED_BROADCAST)
+
+
+def _reduce_in_chunks(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
+    """Bind a reduce in chunks as this number of ranks and chunks takes least time."""
     if end.size > 2:
-        return chunked_reduce.bind(end, call, fallback_for)
+        return _reduce_through_owners(end, call, fallback_for)
     chunks = chunks_of(call.vectors, end)
     if chunks.number == 1 and not fallback_for:
-        return chunked_exchange.bind(REDUCE.exchange, end, call)
+        return chunked.bind(REDUCE.exchange, False, end, call)
     # More chunks take less time if the link is used in both directions.
-    return chunked_all_reduce.bind(end, call, fallback_for)
+    return _all_reduce_in_chunks(end, call, fallback_for)
 
 
 ALL_REDUCE = _operation(
@@ -503,7 +518,7 @@ ALL_REDUCE = _operation(
     _same_shape,
     {
         **_TWO_SHOT,
-        GENERAL: Algorithm(chunked_all_reduce.bind, (failures.CHUNKED,), "chunked"),
+        GENERAL: Algorithm(_all_reduce_in_chunks, (failures.CHUNKED,), "chunked"),
         "copy_engine": Algorithm(
             partial(copied_reductions.bind_all_reduce, barrier.bind),
             (failures.ALL_REDUCE_COPIES,),
@@ -511,26 +526,12 @@ ALL_REDUCE = _operation(
             most=COPYING,
             copies=True,
         ),
-        "direct": _direct(
-            partial(direct_shards.bind_all_reduce, chunked_all_reduce.bind),
-            failures.ALL_REDUCE_DIRECT,
-            out=Arrays.SYMMETRIC,
-        ),
     },
     words="all_reduce (one_shot)",
 )
 ALL_GATHER = _operation("all_gather", False, Output.SHARDS, _gathered_shape)
 ALL_TO_ALL = _operation("all_to_all", True, Output.SHARDS, _exchanged_shape)
-ALL_GATHER.algorithms["direct"] = _exchanged_directly(ALL_GATHER.exchange)
-ALL_TO_ALL.algorithms["direct"] = _exchanged_directly(ALL_TO_ALL.exchange)
 REDUCE_SCATTER = _operation("reduce_scatter", True, Output.REDUCED, _scattered_shape)
-REDUCE_SCATTER.algorithms["direct"] = _direct(
-    partial(
-        direct_shards.bind_reduce_scatter,
-        partial(chunked_exchange.bind, REDUCE_SCATTER.exchange),
-    ),
-    failures.REDUCE_SCATTER,
-)
 SCAN = _operation("scan", False, Output.UP_TO_THIS, _same_shape, without=("avg",))
 EXSCAN, REVERSE_SCAN = (
     _operation(name, False, output, _same_shape, limits_of="scan", without=("avg",))
@@ -547,7 +548,7 @@ REDUCE = _operation(
     {
         **_TWO_SHOT,
         GENERAL: Algorithm(
-            _chunked_reduce,
+            _reduce_in_chunks,
             (
                 failures.CHUNKED_REDUCE,
                 failures.CHUNKED,
@@ -562,11 +563,6 @@ REDUCE = _operation(
             "copied",
             most=2,
             copies=True,
-        ),
-        "direct": _direct(
-            partial(direct_reduce.bind, _chunked_reduce),
-            failures.REDUCE_DIRECT,
-            out=Arrays.SYMMETRIC,
         ),
     },
 )
@@ -586,17 +582,22 @@ BROADCAST = _operation(
             fewest=3,
         ),
         GENERAL: Algorithm(
-            chunked_broadcast.bind, (failures.CHUNKED_BROADCAST,), "chunked"
-        ),
-        "direct": _direct(
-            partial(direct_broadcast.bind, chunked_broadcast.bind),
-            failures.BROADCAST_DIRECT,
-            fewest=3,
+            _broadcast_in_chunks, (failures.CHUNKED_BROADCAST,), "chunked"
         ),
     },
 )
+ALL_REDUCE.algorithms["direct"] = _direct(
+    ALL_REDUCE, failures.ALL_REDUCE_DIRECT, out=Arrays.SYMMETRIC
+)
+ALL_GATHER.algorithms["direct"] = _direct(ALL_GATHER, ALL_GATHER.exchange.operation)
+ALL_TO_ALL.algorithms["direct"] = _direct(ALL_TO_ALL, ALL_TO_ALL.exchange.operation)
+REDUCE_SCATTER.algorithms["direct"] = _direct(REDUCE_SCATTER, failures.REDUCE_SCATTER)
+REDUCE.algorithms["direct"] = _direct(
+    REDUCE, failures.REDUCE_DIRECT, out=Arrays.SYMMETRIC
+)
+BROADCAST.algorithms["direct"] = _direct(BROADCAST, failures.BROADCAST_DIRECT, fewest=3)
 BROADCAST.algorithms["copy_engine"] = _copied(
-    "broadcast", BROADCAST.exchange, chunked_broadcast.bind, most=2
+    "broadcast", BROADCAST.exchange, _broadcast_in_chunks, most=2
 )
 OPERATIONS = {
     operation.name: operation

@@ -21,6 +21,7 @@ from numba_symm.collectives import kernel_set
 from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
 from numba_symm.collectives.protocols.credit import Message
+from numba_symm.collectives.protocols.workspace import request_width
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import streams
@@ -34,7 +35,7 @@ _PAUSE = 20e-6  # seconds between two looks at requests of which none is done
 
 def multiprocessors(size: int) -> int:
     """Return how many multiprocessors the requests of a rank occupy at most."""
-    return 2 * (size - 1)
+    return 2 * (size - 1) * request_width(size)
 
 
 class Done(Protocol):
@@ -183,7 +184,7 @@ class Requests:
         memory: Memory,
         multiprocessors: int,
     ):
-        # The blocks of a request are in one thread block.
+        # A thread block of a request holds as many blocks as it can.
         self._end = replace(end, workspaces=tuple(workspaces), multiprocessors=1)
         self._main = end.workspaces[end.rank]
         self._memory: Memory | None = memory

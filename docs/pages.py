@@ -359,7 +359,8 @@ def is_error(value):
 def _entry(name):
     """Return a name's line: where links lead to, how it is called, what it does."""
     value, shown = found(name), name.rpartition(".")[2]
-    if callable(value) and not is_error(value):
+    is_type_only = getattr(value, "_is_protocol", False)
+    if callable(value) and not is_error(value) and not is_type_only:
         shown += _signature(value)
     text = _plain((inspect.getdoc(value) or "").partition("\n\n")[0])
     return [f'- <a id="{name}"></a>`{shown}`: {text}']

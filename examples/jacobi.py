@@ -76,22 +76,18 @@ def relax_all(ctx, steps, before):
             there = symm.peer_array(ctx, below, SHAPE, np.float32)[1 - step % 2]
             symm.put_block(ctx, there[0], new[ROWS])
         cuda.syncthreads()  # the copies, before the signals of one thread
-        done, failed = before + step + 1, False
+        done = before + step + 1
         if thread == 0:
             # Each block has two channels, for the block above and the one below.
             if has_above:
                 symm.signal_set(ctx, above, 2 * block_above + FROM_BELOW, done)
             if has_below:
                 symm.signal_set(ctx, below, 2 * block_below + FROM_ABOVE, done)
-            # The others have stored what the next step reads, and have read what it
-            # overwrites.
-            if has_above:
-                channel = 2 * block + FROM_ABOVE
-                failed = not symm.wait_until(ctx, above, channel, symm.GE, done)
-            if has_below and not failed:
-                channel = 2 * block + FROM_BELOW
-                failed = not symm.wait_until(ctx, below, channel, symm.GE, done)
-        if cuda.syncthreads_or(np.int32(failed)):
+        # The others have stored what the next step reads, and have read what it
+        # overwrites. At the ends there is no other, whose number is negative.
+        sources = above, below if has_below else -1
+        channels = 2 * block + FROM_ABOVE, 2 * block + FROM_BELOW
+        if not symm.wait_until_block(ctx, sources, channels, symm.GE, done):
             break
 
 

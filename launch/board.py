@@ -18,6 +18,7 @@ as the ranks do, and writes only a failure.
 """
 
 import ctypes
+import itertools
 import mmap
 import os
 import pickle
@@ -40,7 +41,7 @@ from numba_symm.errors import (
 from numba_symm.gpu import driver, entry, loads
 from numba_symm.launch import call_records, failures, locks, waiting
 from numba_symm.launch.call_records import Record
-from numba_symm.launch.failures import REBUILD, Failure, describe
+from numba_symm.launch.failures import REBUILD, UNCLOSED, Failure, describe
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.ranks import MOST_RANKS, name_ranks
 from numba_symm.launch.store import StoreExchange
@@ -347,12 +348,22 @@ class Board:
         ), calls
 
     def _whose_processes_ended(self) -> call_records.Cause | None:
-        names = [self._exchange.names[rank] for rank in self.ended()]
-        if not names:
+        ends: dict[str, list[int]] = {}
+        for rank in self.ended():
+            name = self._exchange.names[rank]
+            ends.setdefault(self._killed(rank) or UNCLOSED, []).append(name)
+        if not ends:
             return None
-        have = "have" if names[1:] else "has"
-        text = f"{name_ranks(names)} {have} ended without closing the communicator"
-        return call_records.Cause(False, names, text)
+        texts = [
+            f"{name_ranks(names)} {how.replace('has', 'have') if names[1:] else how}"
+            for how, names in ends.items()
+        ]
+        named = sorted(itertools.chain(*ends.values()))
+        return call_records.Cause(False, named, "; ".join(texts))
+
+    def _killed(self, rank: int) -> str:
+        pid = 0 if self.record is None else int(self.record.heads[rank].pid)
+        return environment.killed(pid) if pid else ""
 
     def compare(self) -> None:
         """Make the communicator fail if the calls of another rank differ. Local.
@@ -485,7 +496,7 @@ class Board:
         for rank in absent:
             # It may have arrived, and closed its board, since the step was read.
             if not self.alive.runs(rank) and rank in self._absent(step):
-                self._report(self._ended(rank), wait.what)
+                self._report_end(rank, wait.what)
                 return True
         return False
 
@@ -496,7 +507,7 @@ class Board:
         are.
         """
         for rank in self.ended():
-            self._report(self._ended(rank), what)
+            self._report_end(rank, what)
 
     def ended(self) -> list[int]:
         """Return the ranks whose processes have ended without a close."""
@@ -511,8 +522,9 @@ class Board:
             and not memory.closed[rank]  # a rank stores it before it drops its lock
         ]
 
-    def _ended(self, rank: int) -> int:
-        return failures.ENDED << 56 | self._rank << 48 | rank << 40
+    def _report_end(self, rank: int, what: str) -> None:
+        record = failures.ENDED << 56 | self._rank << 48 | rank << 40
+        self._report(record, f"{what}\n{self._killed(rank)}")
 
     def _report_late(self, wait: Wait, absent: Sequence[int]) -> None:
         record = failures.LATE << 56 | self._rank << 48 | absent[0] << 40

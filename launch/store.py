@@ -319,7 +319,10 @@ class StoreExchange:
             if isinstance(error, CollectiveError) and self._meeting is not None:
                 raise  # the status board reports it to all
             reports, *_ = self._outcomes((_report(error), None, None), step)
-            raise _common_error(what, reports, self.names) from error
+            # Frames of the library tell a caller nothing about a wrong argument.
+            trace = None if isinstance(error, ArgumentError) else error.__traceback__
+            own = error.with_traceback(trace)
+            raise _common_error(what, reports, self.names) from own
         except BaseException as error:
             self._reported = error
             # Raise the first error even if other ranks do not reach this step.

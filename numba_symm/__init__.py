@@ -43,6 +43,7 @@ from numba_symm.errors import (
     RankLeft,
     SymmError,
 )
+from numba_symm.gpu.arrays import DeviceArray
 from numba_symm.gpu.events import Event, Stream
 from numba_symm.launch.devices import GPU, device_has_multicast_support
 from numba_symm.launch.fds import IpcChannel
@@ -72,6 +73,7 @@ __all__ = [
     "CollectiveTimeout",
     "Communicator",
     "Context",
+    "DeviceArray",
     "DeviceError",
     "DriverError",
     "Event",

@@ -1,9 +1,13 @@
 """Checks of arguments; each raises ArgumentError for a wrong value."""
 
+import argparse
 import contextlib
+import difflib
 import operator
 import re
-from typing import Any
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,6 +27,35 @@ def shown(value: Any) -> str:
 def without_addresses(text: str) -> str:
     """Return a text without addresses, which differ between ranks."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+def meant(name: object, known: Iterable[str], others: Mapping[str, str] = _NONE) -> str:
+    """Return " (did you mean 'sum'?)", or "" if no known name is near.
+
+    Args:
+        name: what was given.
+        known: the names that there are.
+        others: by the name that another library has, a known one.
+    """
+    text = str(name)
+    found = [others.get(text), *difflib.get_close_matches(text, known, 1)]
+    found = list(filter(None, found))
+    return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of a command line whose errors name what may have been meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and the error, and exit with the code 2."""
+        parts = re.search(r"(.*invalid choice: '(.*?)')(.*choose from (.*)\))", message)
+        if parts is not None:
+            near = meant(parts[2], re.findall(r"[\w-]+", parts[4]))
+            message = f"{parts[1]}{near}{parts[3]}"
+        super().error(message)
 
 
 def is_integer(number: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from numba_symm.arguments import shown, without_addresses
+from numba_symm.arguments import meant, shown, without_addresses
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, summary
 
@@ -342,6 +342,13 @@ Op = str | UserOperator
 """A name in ``REDUCTIONS``, or a user's operator."""
 
 
+OTHERS_NAMES = {"add": "sum", "mul": "prod", "multiply": "prod", "mean": "avg"}
+OTHERS_NAMES |= {"average": "avg", "argmin": "minloc", "argmax": "maxloc"}
+OTHERS_NAMES |= {f"bitwise_{name}": f"b{name}" for name in ("and", "or", "xor")}
+OTHERS_NAMES |= {f"logical_{name}": f"l{name}" for name in ("and", "or", "xor")}
+"""By the name of Python's or NumPy's function, the operator."""
+
+
 def reduction(op: Any, what: str) -> Op:
     """Return the operator for a string, an ``MPI.Op`` or a function."""
     if isinstance(op, str) and (op in REDUCTIONS or op in LOCATED):
@@ -360,9 +367,11 @@ def reduction(op: Any, what: str) -> Op:
             f"{what}: expected an operator, got the array op={type(op).__name__}; "
             f"write {what}(x, out=y) for an output"
         )
+    name = str(getattr(op, "__name__", op)).lower()
+    near = meant(name, (*REDUCTIONS, *LOCATED), OTHERS_NAMES)
     raise ArgumentError(
-        f"{what}: expected an operator, got op={shown(op)}; pass one of {known}, the "
-        "MPI.Op of that name, or a function of two scalars"
+        f"{what}: expected an operator, got op={shown(op)}{near}; pass one of {known}, "
+        "the MPI.Op of that name, or a function of two scalars"
     )
 
 

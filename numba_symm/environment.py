@@ -23,17 +23,22 @@ stream of the handle 0.
 import functools
 import os
 import sys
+import time
 import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba.core import config
 
-from numba_symm.arguments import is_integer
+from numba_symm.arguments import is_integer, meant
 from numba_symm.errors import ArgumentError
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 """True where kernels run in Numba's CUDA simulator; fixed when numba is imported."""
+
+NO_TIMES = "times of the simulator mean nothing for GPUs"
 
 VARIABLES = (
     "NUMBA_SYMM_BACKEND",
@@ -50,18 +55,36 @@ VARIABLES = (
 )
 """The library's own variables."""
 
-_OF_TESTS = "NUMBA_SYMM_TEST_"  # of tests/test_mpirun.py
+_ENDS = "NUMBA_SYMM_ENDS"  # of command/runner.py
+_OTHERS = "NUMBA_SYMM_TEST_", _ENDS  # the first of tests/test_mpirun.py
 
 
 def unknown() -> list[str]:
     """Return a text for each unknown variable that begins with ``NUMBA_SYMM_``."""
     return [
-        f"{name} is not known; there are {', '.join(VARIABLES)}"
+        f"{name} is not known{meant(name, VARIABLES)}; there are {', '.join(VARIABLES)}"
         for name in sorted(os.environ)
         if name.startswith("NUMBA_SYMM_")
-        and not name.startswith(_OF_TESTS)
+        and not name.startswith(_OTHERS)
         and name not in VARIABLES
     ]
+
+
+def killed(pid: int) -> str:
+    """Return by what signal a rank's process was killed; "" if that is unknown.
+
+    Only ``numba-symm run --survive`` knows it, a moment after the process has ended.
+    """
+    folder, end = os.environ.get(_ENDS), time.monotonic() + _SOON
+    while folder is not None and time.monotonic() < end:
+        with suppress(OSError):
+            number = Path(folder, str(pid)).readlink()
+            return f"(pid {pid}) was killed by signal {number}"
+        time.sleep(0.005)
+    return ""
+
+
+_SOON = 0.1  # seconds
 
 
 def warn_of_unknown() -> None:

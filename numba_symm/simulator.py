@@ -50,7 +50,14 @@ from numba.cuda.simulator.kernelapi import (
     GridGroup,
 )
 
-from numba_symm.environment import SIMULATED
+from numba_symm.device.block_exchange import (
+    NOT_AWAITED,
+    WorkspaceContext,
+    epoch_of,
+    in_flight,
+)
+from numba_symm.device.intrinsics import array_at, warp_or
+from numba_symm.environment import SIMULATED, warn_once
 from numba_symm.errors import ArgumentError
 from numba_symm.process import start
 
@@ -323,6 +330,10 @@ class GridRun:
             if not last and len(running) < most and not room:
                 began = now  # there is room from now on
 
+    def has_ended(self) -> bool:
+        """Return whether all blocks have ended."""
+        return self._started == self.blocks and not self._running
+
     def left(self, team: ThreadTeam, over: bool) -> None:
         """Record that a thread has left its block, which is over if it is the last."""
         if over:
@@ -507,6 +518,19 @@ def _shared(module: Any) -> Any:
 simulator.FakeCUDAModule.shared = property(_shared)
 
 
+def _sync_warp(module: Any, mask: int = 0xFFFFFFFF) -> None:
+    """Wait for all threads of the warp, which a GPU orders, too."""
+    if int(mask) & 0xFFFFFFFF != 0xFFFFFFFF:
+        raise ArgumentError(
+            f"cuda.syncwarp: expected the mask 0xFFFFFFFF in the simulator, got "
+            f"{mask:#x}; let all threads of the warp call it"
+        )
+    warp_or(False)
+
+
+simulator.FakeCUDAModule.syncwarp = _sync_warp
+
+
 _WARNING = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 _RAISING = _WARNING | {"divide": "raise"}
 
@@ -530,6 +554,22 @@ class _BlockRun:
             launch.errors = _RAISING if self._debug else _WARNING
         with _hurried():
             launch.proceed(point, together(launch.threads))
+        if launch.has_ended():
+            for arg in args:
+                _check_awaited(arg)
+
+
+def _check_awaited(ws: Any) -> None:
+    """Refuse a kernel that has started a collective and has not awaited it.
+
+    After a failure of the communicator, a kernel need not wait.
+    """
+    if isinstance(ws, WorkspaceContext):
+        own = ws.ring[-1] + epoch_of(ws, 0, 0)
+        words = array_at(own, 2 * ws.threads * ws.blocks, np.uint32)
+        board = array_at(ws.guard.board, ws.size, np.int64)
+        if in_flight(words) and not board.any():
+            raise ArgumentError(NOT_AWAITED)
 
 
 simulator.BlockManager = _BlockRun
@@ -619,6 +659,27 @@ def _noted(array: Any, *args: Any, **options: Any) -> None:
 
 
 FakeCUDAArray.__init__ = _noted
+
+
+def _lend(array: Any, **options: Any) -> Any:
+    """Lend an array to a library that asks for it by DLPack, as mpi4py does.
+
+    It is right here, where device memory is the host's. So a program that has taken
+    mpi4py's communicator for this library's would see no difference. mpi4py from 4.1 on
+    passes these options; NumPy and torch pass others.
+    """
+    caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+    by_mpi4py = options.keys() == {"max_version", "copy"} and options["copy"] is False
+    if by_mpi4py and caller != "numba_symm":
+        warn_once(
+            "a call of mpi4py's own communicator got a device array: on GPUs, it needs "
+            "a CUDA-aware MPI library, and does not wait for the arrays' streams; call "
+            "the method of numba_symm.mpi.Comm(MPI.COMM_WORLD)"
+        )
+    return array._ary.__dlpack__(**options)
+
+
+FakeCUDAArray.__dlpack__ = _lend
 
 
 def end_of_array(addresses: Collection[int]) -> int | None:

@@ -10,10 +10,9 @@ The order of calls: one that the program waits for runs on torch's current strea
 other one runs on the group's own stream, after the work that was on the current stream
 when the program made the call. Its ``wait`` lets the current stream follow.
 
-A message alone is not started by ``isend`` or ``irecv``, but when the program waits for
-any of them, or makes another call of any group. So the messages of one
-``batch_isend_irecv`` are one launch. Otherwise two ranks that both send first would
-wait for each other, because the calls of a communicator follow each other.
+Messages are requests of the communicator, which run beside all other calls. So two
+ranks may both send first, and no call waits for a message that the program has not
+waited for.
 """
 
 import atexit
@@ -24,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -33,6 +32,7 @@ import torch.distributed as dist
 
 from numba_symm import dtypes
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.requests import Request
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CollectiveTimeout, SymmError
 from numba_symm.gpu import arrays, events
@@ -47,6 +47,7 @@ PARTING = 10.0
 """Seconds that a program waits for the other ranks at its end, if groups are open."""
 
 _POLL = 2e-3  # seconds between two looks into a store
+_AT_ONCE = timedelta(0)
 
 _DTYPES = {
     getattr(torch, dtype.name): dtype
@@ -127,13 +128,13 @@ class _Buffers:
 
     def of(self, tensor: Any, *, written: bool = False) -> Any:
         """Return the elements of a tensor along one axis, as an array."""
-        dense = tensor.detach()
+        dense = tensor.detach() if tensor.requires_grad else tensor
         if not dense.is_contiguous():
             with torch.cuda.stream(self._own):
                 dense = dense.contiguous()
             if written:
                 self._copies.append((tensor.detach(), dense))
-        flat = dense.view(-1)
+        flat = dense if dense.dim() == 1 else dense.view(-1)
         if flat.dtype not in _DTYPES:  # of a type that is only moved
             flat = flat.view(torch.uint8)
         if not SIMULATED:
@@ -191,26 +192,25 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         outputs: what the future of the call has.
     """
 
+    stream: Any = None  # torch's of the call; None: the current one
+    done: Any = None  # the point after it, if it is on the group's own stream
+    ready: Any = None  # the point that it follows
+
     def __init__(self, group: "SymmGroup", tensors: Sequence[Any], outputs: Any):
         super().__init__()
         self.tensors = tensors
-        self.started = False
-        self.error: BaseException | None = None  # why it could not be started
-        self.stream: Any = None  # torch's of the call; None: the current one
-        self.done: Any = None  # the point after it, if it is on the group's own stream
-        self.ready: Any = None  # the point that it follows
         self._group, self._outputs = group, outputs
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Let torch's current stream follow; with a timeout, the host waits as well.
 
         Raises:
             CollectiveError: a call of the group has failed.
         """
-        self._begun()
         if self.done is not None:
-            self.done.follow(current_stream(self.stream.device_index))
-        if timeout > timedelta(0):
+            with on_device(self.stream.device_index):
+                self.done.follow(current_stream())
+        if timeout > _AT_ONCE:
             self._wait_on_the_host(timeout)
         self._group.check()
         return True
@@ -226,16 +226,9 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
 
     def is_completed(self) -> bool:
         """Return whether the call has ended."""
-        self._begun()
         if self.done is None:  # it ran on the current stream
             return SIMULATED or bool(torch.cuda.current_stream().query())
         return bool(self.done.is_reached())
-
-    def _begun(self) -> None:
-        if not self.started:
-            self._group.start_messages()
-        if self.error is not None:
-            raise self.error
 
     def synchronize(self) -> None:
         """Do as :meth:`wait`."""
@@ -251,7 +244,6 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         Raises:
             CollectiveError: a call of the group has failed.
         """
-        self._begun()
         self._group.check()
         devices = [] if SIMULATED else list({each.device for each in self.tensors})
         future = torch.futures.Future(devices=devices)
@@ -260,14 +252,46 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         return future
 
 
-def current_stream(device: int) -> int:
-    """Return the handle of torch's current stream of a GPU."""
+def current_stream() -> int:
+    """Return the handle of torch's current stream of the current GPU."""
     # torch.cuda.current_stream makes an object, in several microseconds.
-    return int(torch._C._cuda_getCurrentRawStream(device))
+    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+
+
+def on_device(number: int | None) -> AbstractContextManager[object]:
+    """Make a GPU the current one; None: it stays. Handle 0 is a stream of that GPU."""
+    if SIMULATED or number in (None, torch.cuda.current_device()):
+        return _STAYS
+    return cast(AbstractContextManager[object], torch.cuda.device(number))
+
+
+_STAYS = nullcontext()
+
+
+class _Message(SymmWork):
+    """A send or a receive, which are requests of the communicator."""
+
+    requests: Sequence[Request] = ()
+
+    def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
+        """Let torch's current stream follow; with a timeout, the host waits as well."""
+        self._group.check()
+        for request in self.requests:
+            request.wait(None if SIMULATED else current_stream())
+        return super().wait(timeout)
+
+    def is_completed(self) -> bool:
+        """Return whether the messages have ended."""
+        return all(request.test() for request in self.requests)
+
+    def get_future(self) -> Any:
+        """Return a future, after torch's current stream has followed."""
+        self.wait()
+        return super().get_future()
 
 
 class _Barrier(SymmWork):
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Wait on the host until every rank has arrived."""
         super().wait(timeout)
         self._group.synchronize()
@@ -296,10 +320,11 @@ def _collective(method: Callable[..., SymmWork]) -> Callable[..., SymmWork]:
                     "x.resolve_neg()"
                 )
         if others:
-            return cast(SymmWork, getattr(self.gloo(name, args), name)(*args))
-        if SIMULATED or place in (None, torch.cuda.current_device()):
-            return method(self, *args)
-        with torch.cuda.device(place):
+            work = getattr(self.gloo(name, args), name)(*args)
+            if self.coalesces:  # what torch returns of the block waits for ours only
+                work.wait()
+            return cast(SymmWork, work)
+        with on_device(place):
             return method(self, *args)
 
     return call
@@ -351,12 +376,13 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         super().__init__(rank, size)
         self._store, self._timeout = store, timeout
         self._comm: Communicator | None = None
-        self._meeting: StoreComm | None = None  # set with it
+        self._meeting = StoreComm(store, rank, size, timeout.total_seconds())
+        self._lock = threading.RLock()  # autograd calls from threads of its own
         self._gloo: Any = None
         self._stream: Any = None  # for calls that the program does not wait for
         self._idle: list[events.Event] = []  # of points that are no more
         self._later: list[tuple[SymmWork, Body]] = []
-        self._coalesces = self._closed = False
+        self.coalesces = self._closed = False
         self._name = ""
         _groups.add(self)
 
@@ -404,13 +430,14 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
 
     def check(self) -> None:
         """Raise if a call has failed."""
-        if self._comm is not None:
+        if self._comm is not None and not self._closed:
             self._comm.check()
 
     def synchronize(self) -> None:
         """Wait on the host until the calls have ended. Raise if one has failed."""
         if self._comm is not None:
-            self._comm.synchronize(self._current())
+            with on_device(self._comm.device.ordinal):
+                self._comm.synchronize(None if SIMULATED else current_stream())
 
     def abort(self) -> None:
         """End the calls of all ranks with an error."""
@@ -418,26 +445,22 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             self._comm.abort("torch.distributed: abort")
 
     def shutdown(self) -> None:
-        """Close the communicator. Collective."""
-        if not self._closed:
-            self.start_messages()
-            self._closed = True
-            if self._comm is not None:
+        """Close the communicator, with the other ranks if they end it soon, too."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._comm is not None:
+            self._meeting.seconds = PARTING
+            with suppress(SymmError):  # a failed one closes without the other ranks
+                self._comm.check()
+                try:
+                    self._meeting.barrier()
+                except (CollectiveTimeout, RuntimeError):  # the store may have ended
+                    self._comm.abort("torch.distributed: it has left the group")
+            with suppress(SymmError):
                 self._comm.close()
-            if self._gloo is not None:
-                self._gloo.shutdown()
-
-    def part(self) -> None:
-        """Close the communicator, if it has failed, or every rank ends soon, too."""
-        if self._meeting is not None and not self._closed:
-            try:
-                self.check()
-            except SymmError:  # it closes without the other ranks
-                self._meeting = None
-            if self._meeting is not None:
-                self._meeting.seconds = PARTING
-                self._meeting.barrier()
-            self.shutdown()
+        if self._gloo is not None:
+            self._gloo.shutdown()
 
     # How calls start.
 
@@ -451,20 +474,19 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
                 for tensor in tensors:
                     device = tensor.device.index
             seconds = self._timeout.total_seconds()
-            meeting = StoreComm(self._store, self.rank(), self.size(), seconds)
-            self._comm = Communicator(meeting, device, timeout=seconds)
-            self._meeting = meeting
+            self._comm = Communicator(
+                self._meeting, device, timeout=seconds, requests=True
+            )
         return self._comm
 
-    def _current(self) -> Any:
-        return None if SIMULATED else torch.cuda.current_stream()
-
-    def _following(self, works: Sequence[SymmWork]) -> Any:
+    def _following(self, works: Sequence[SymmWork], tensors: Sequence[Any]) -> Any:
         """Return the group's own stream, which follows what the works follow."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         for work in works:
             work.ready.follow(self._stream.cuda_stream)
+        for tensor in tensors:  # if it is dropped, its memory waits for this stream
+            tensor.record_stream(self._stream)
         return self._stream
 
     def _run(
@@ -482,24 +504,20 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         Args:
             body: makes the calls of the communicator.
             tensors: those that it reads or writes.
-            opts: torch's options of the call; None: of a message, which starts later.
+            opts: torch's options of the call.
             outputs: of the future; None: ``tensors``.
             messages: whether ``body`` makes messages, which start together.
             kind: the class of the work.
         """
         work = kind(self, tensors, list(tensors) if outputs is None else outputs)
-        own = self._coalesces or getattr(opts, "asyncOp", True)
-        if own and not SIMULATED:
-            current = current_stream(torch.cuda.current_device())
-            work.ready = _Point(self._idle, current)
-        with _lock:
-            if self._coalesces or opts is None:
+        own = self.coalesces or getattr(opts, "asyncOp", True)
+        with self._lock:
+            if own and not SIMULATED:
+                work.ready = _Point(self._idle, current_stream())
+            if self.coalesces:
                 self._later.append((work, body))
-                _unstarted.add(self)
-                return work
-            if _unstarted:
-                start_all_messages()
-            self._start([(work, body)], own, messages)
+            else:
+                self._start([(work, body)], own, messages)
         return work
 
     def _start(
@@ -507,53 +525,31 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     ) -> None:
         works = [work for work, _ in calls]
         tensors = [tensor for work in works for tensor in work.tensors]
-        try:
-            comm = self._communicator(tensors)
-            stream = self._following(works) if own and not SIMULATED else None
-            buffers, done = _Buffers(stream), None
-            with comm.group() if together else nullcontext():
-                for _, body in calls:
-                    body(comm, buffers)
-            buffers.finish()
-            if stream is not None:
-                done = _Point(self._idle, stream.cuda_stream)
-                for tensor in tensors:
-                    tensor.record_stream(stream)
-        except BaseException as error:
+        comm = self._communicator(tensors)
+        stream = self._following(works, tensors) if own and not SIMULATED else None
+        buffers = _Buffers(stream)
+        with comm.group() if together else _STAYS:
+            for _, body in calls:
+                body(comm, buffers)
+        buffers.finish()
+        if stream is not None:
+            done = _Point(self._idle, stream.cuda_stream)
             for work in works:
-                work.error = error
-            raise
-        finally:
-            for work in works:
-                work.started = True
-        for work in works:
-            work.stream, work.done = stream, done
-
-    def start_messages(self) -> None:
-        """Start the messages that were not started, if no calls are being coalesced."""
-        with _lock:
-            if not self._coalesces:
-                self._start_later()
-
-    def _start_later(self) -> None:
-        _unstarted.discard(self)
-        calls, self._later = self._later, []
-        if calls:
-            self._start(calls, own=True, together=True)
+                work.stream, work.done = stream, done
 
     def _start_coalescing(self, device: Any) -> None:
-        start_all_messages()
-        self._coalesces = True
+        self._later.clear()  # of a block that ended with an exception
+        self.coalesces = True
 
     def _end_coalescing(self, device: Any) -> SymmWork:
-        self._coalesces = False
-        works = [work for work, _ in self._later]
-        tensors = [tensor for work in works for tensor in work.tensors]
-        self._start_later()
+        self.coalesces = False
+        calls, self._later = self._later, []
+        tensors = [tensor for work, _ in calls for tensor in work.tensors]
         whole = SymmWork(self, tensors, tensors)
-        whole.started = True
-        if works:
-            whole.stream, whole.done = works[-1].stream, works[-1].done
+        if calls:
+            with self._lock:
+                self._start(calls, own=True, together=True)
+            whole.stream, whole.done = calls[-1][0].stream, calls[-1][0].done
         return whole
 
     def _messages(
@@ -777,13 +773,32 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     def send(self, tensors: list[Any], peer: int, tag: int) -> SymmWork:
         """Send a tensor to a rank."""
         _refuse_tag(tag, "send")
-        return self._messages([(tensor, peer) for tensor in tensors], [], None)
+        return self._request(tensors, peer, sends=True)
 
     @_collective
     def recv(self, tensors: list[Any], peer: int, tag: int) -> SymmWork:
         """Receive a tensor from a rank."""
         _refuse_tag(tag, "recv")
-        return self._messages([], [(tensor, peer) for tensor in tensors], None)
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                raise ArgumentError(
+                    "recv: expected a contiguous tensor, got one with strides "
+                    f"{tensor.stride()}; receive into another one, and copy"
+                )
+        return self._request(tensors, peer, sends=False)
+
+    def _request(self, tensors: list[Any], peer: int, *, sends: bool) -> SymmWork:
+        work, buffers = _Message(self, tensors, tensors), _Buffers(None)
+        stream = None if SIMULATED else current_stream()
+        with self._lock:
+            comm, dense = self._communicator(tensors), map(buffers.of, tensors)
+            work.requests = [
+                comm.isend(x, dst=peer, stream=stream)
+                if sends
+                else comm.irecv(x, src=peer, stream=stream)
+                for x in dense
+            ]
+        return work
 
     def barrier(self, opts: Any) -> SymmWork:
         """Wait for all ranks, on the host."""
@@ -795,9 +810,11 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             )
 
         def body(comm: Communicator, buffers: _Buffers) -> None:
-            comm.barrier(self._current() if buffers.stream is None else buffers.stream)
+            own = SIMULATED or buffers.stream is not None
+            comm.barrier(buffers.stream if own else current_stream())
 
-        return self._run(body, [], opts, kind=_Barrier)
+        with on_device(None if self._comm is None else self._comm.device.ordinal):
+            return self._run(body, [], opts, kind=_Barrier)
 
     # From torch 2.13 on, it calls these names.
     all_gather_single = _allgather_base
@@ -819,28 +836,17 @@ def _refuse_tag(tag: int, what: str) -> None:
 
 
 _groups: "weakref.WeakSet[SymmGroup]" = weakref.WeakSet()
-_unstarted: set[SymmGroup] = set()  # groups with messages that were not started
-_lock = threading.RLock()  # autograd calls from threads of its own
-
-
-def start_all_messages() -> None:
-    """Start the messages of all groups: a peer may wait for them."""
-    with _lock:
-        while _unstarted:
-            _unstarted.pop().start_messages()
 
 
 @atexit.register
 def _close() -> None:
     """Close the groups of a program that does not destroy them.
 
-    If a rank does not end soon, they stay open, and the library reports that. So a rank
-    that another one waits for, but that leaves by ``sys.exit``, is not awaited.
+    A rank that another one waits for, but that leaves by ``sys.exit``, is not awaited.
     """
     if not hasattr(sys, "last_value"):  # else the library reports the exception
-        with suppress(RuntimeError, SymmError):  # the store may have ended, too
-            for group in sorted(_groups, key=SymmGroup.getGroupName):
-                group.part()
+        for group in sorted(_groups, key=SymmGroup.getGroupName):
+            group.shutdown()
 
 
 def _create(options: Any, given: Any) -> SymmGroup:

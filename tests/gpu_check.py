@@ -108,7 +108,7 @@ def figures(run):
             for key, words in times_of(record):
                 name = f"{run['operation']} {size(record['bytes'])} {words}"
                 rival = rival_of(beside, key)
-                if rival is None and key == "both_by_longer":
+                if rival is None and key == "by_products":
                     rival = 1.0  # the least that is possible
                 ours, end = value(record, key), name_of(column, way, key)
                 if None not in (rival, ours, end):
@@ -118,8 +118,8 @@ def figures(run):
 
 def times_of(record):
     """Return the times of a record that are figures, with the words for each."""
-    if "both_by_longer" in record:
-        return [("both_by_longer", "beside a product")]
+    if "by_products" in record:
+        return [("by_products", "beside products")]
     if "alone" in record:
         return list(KINDS.items())
     return [("graph", "in a graph")]
@@ -142,7 +142,7 @@ def value(record, key):
 
 def rival_of(records, key):
     """Return the time of the fastest rival of a kind, None if none has one."""
-    for names in RIVALS[: 2 if key == "both_by_longer" else 3]:
+    for names in RIVALS[: 2 if key == "by_products" else 3]:
         times = [value(each, key) for each in records if each["column"] in names]
         if times := [each for each in times if each is not None]:
             return min(times)

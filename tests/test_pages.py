@@ -16,7 +16,16 @@ PAGES = ROOT / "docs"
 PROGRAMS = sorted(PAGES.glob("programs/*.py"))
 EXAMPLES = [
     ROOT / f"examples/{name}.py"
-    for name in ("conjugate_gradient", "histogram", "jacobi", "mixture", "rms_norm")
+    for name in (
+        "conjugate_gradient",
+        "histogram",
+        "jacobi",
+        "mixture",
+        "radix_exchange",
+        "ring_attention",
+        "rms_norm",
+        "row_parallel",
+    )
 ]
 """Programs that check their results."""
 ON_GPUS = {"graph"}  # nothing is captured in the simulator

@@ -221,7 +221,7 @@ def test_an_error_of_one_rank_ends_only_that_rank(tmp_path):
     text = log.read_text()
     assert re.search(r"^rank 1:\nTraceback .*\n(  .*\n)+ValueError: rank 1", text, re.M)
     assert "runner.py" not in text  # only the program's own frames
-    assert "was ended by signal" not in text  # the error says more
+    assert "was killed by signal" not in text  # the error says more
     assert not (tmp_path / "1.json").exists()
 
 
@@ -238,9 +238,42 @@ def test_a_job_without_a_rank_that_ends_well_fails(tmp_path):
     log = tmp_path / "mpirun.txt"
     assert run(command, environment(2), log) == 1, log.read_text()
     assert "rank 0 has an error\n" in log.read_text()
-    killed = r"^rank 1: process \d+ was ended by signal 9 \(Killed\)$"
+    killed = r"^rank 1: process \d+ was killed by signal 9 \(Killed\)$"
     assert re.search(killed, log.read_text(), re.M), log.read_text()
     assert "numba-symm run: no rank has ended without an error\n" in log.read_text()
+
+
+def is_killed(world):
+    """A signal kills rank 1; the other rank's errors name the signal, then it goes on.
+
+    Its kernel waits in one call, and its host in the other one.
+    """
+    import numba_symm as ns
+
+    comms = [ns.Communicator(world, timeout=2), ns.Communicator(world, timeout=2)]
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    died = [attempt(lambda: total(comms[0])), attempt(lambda: comms[1].zeros(3))]
+    with comms[1].rebuild() as left:
+        return died, total(left)
+
+
+def test_errors_name_the_signal_that_has_killed_a_rank(tmp_path):
+    if not possible(2):
+        pytest.skip("too few GPUs")
+    command = [sys.executable, "-m", "numba_symm.command.cli", "run", "--survive"]
+    command += ["-n", "2", __file__, "is_killed", str(tmp_path)]
+    log = tmp_path / "mpirun.txt"
+    assert run(command, environment(2), log) == 0, log.read_text()
+    shown = r"rank 1: process (\d+) was killed by signal 9"
+    (pid,) = re.findall(shown, log.read_text())
+    died, result = json.loads((tmp_path / "0.json").read_text())
+    assert result == [1.0] * 5
+    for text in died:
+        assert text.startswith(
+            f"RankLeft: rank 1 (pid {pid}) was killed by signal 9; rank 0 waited for"
+        )
+        assert "rebuild() returns a communicator of the remaining ranks" in text
 
 
 def test_training_that_loses_a_rank_ends_as_without_that(tmp_path):

@@ -8,6 +8,8 @@ import contextlib
 import io
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -116,9 +118,30 @@ def check_what_was_seen(fact):
         assert [each["last"] for each in boards[1]["ranks"]] == ["barrier"] * 3
     code, text, error = fact["text"]
     assert (code, error) == (0, "")
-    assert "communicator 0: 3 ranks of this node" in text
+    assert "communicator 0: 3 ranks of this node; job " in text
     assert "waits: rank 0: call 2, all_reduce" in text
     assert str(fact["pids"][0]) in text
+
+
+ASKS = """
+import json, os
+from numba_symm.command import doctor
+print(json.dumps(doctor.job_of(os.getpid())))
+"""
+
+
+@pytest.mark.parametrize("flags", [[], ["--survive", "--as-mpi4py"]])
+def test_a_job_is_named_by_its_command_and_program(tmp_path, flags):
+    script = tmp_path / "asks a lot.py"
+    script.write_text(ASKS)
+    words = [sys.executable, "-m", "numba_symm.command.cli", "run", "--simulate"]
+    words += [*flags, "-n", "1", str(script), "-x"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as started:
+        job = json.loads(started.communicate()[0])
+    assert job["pid"] == started.pid
+    assert job["program"] == f"'{script}' -x"
+    age = time.time() - time.mktime(time.strptime(job["began"], "%Y-%m-%d %H:%M:%S"))
+    assert 0 <= age < SOON
 
 
 def watched(comm, *words):
@@ -132,7 +155,7 @@ def watched(comm, *words):
         comm.abort()
 
     with pytest.MonkeyPatch.context() as patch:
-        clock = SimpleNamespace(sleep=sleep, monotonic_ns=time.monotonic_ns)
+        clock = SimpleNamespace(**vars(time) | {"sleep": sleep})
         patch.setattr(doctor, "time", clock)
         shown = command(*words, "--watch")
     assert pauses == [1.0, 1.0]

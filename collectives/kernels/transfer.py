@@ -51,7 +51,7 @@ from numba.cuda import types
 
 from numba_symm import dtypes
 from numba_symm.collectives.protocols import binding, credit, workspace
-from numba_symm.collectives.protocols.chunks import read_slots, write_slots
+from numba_symm.collectives.protocols.slots import read_slots, write_slots
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
     THREADS,

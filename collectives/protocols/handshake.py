@@ -6,7 +6,7 @@ A call has three launches:
    addresses at which that rank sees its arrays, in packets of mailboxes
    (``mailboxes.py``) with the call's epoch. A rank whose array is not symmetric, or not
    on a 16-byte boundary, sends 0 instead, which refuses the call.
-2. A kernel ``direct_*.py``, or copies, which work on the arrays. After a refusal, the
+2. The kernel ``direct.py``, or copies, which work on the arrays. After a refusal, the
    kernel does nothing, and the copies' results are discarded.
 3. After a refusal, the call through the workspace. Otherwise, the ranks only wait for
    each other.

@@ -1,10 +1,10 @@
 """The four sets of a block's slots that chunks use one after another.
 
-The slots are those of ``chunked_all_reduce.py``: two halves of two sets. Chunks 0 and 1
-of a call use one half, 2 and 3 the other one, and so on. A kernel works in stages: in
-each one, a block stores a chunk, reads an earlier one and raises its flags.
+They are two halves of two sets. Chunks 0 and 1 of a call use one half, 2 and 3 the
+other one, and so on. ``chunked.py`` works in stages: in each one, a block stores a
+chunk, reads an earlier one and raises its flags.
 
-The following holds between calls of all kernels with these slots, flags and epochs. The
+The following holds between calls of all kinds with these slots, flags and epochs. The
 half in which a call begins follows from the epoch before it, and all ranks have read
 everything in it by then. A rank stores into the other half after all ranks' flags of
 stage 0, which they raised after they had left the previous call. A call ends before a
@@ -15,8 +15,24 @@ the next call begins in the other half.
 import functools
 from collections.abc import Callable
 
-from numba_symm.collectives.protocols.workspace import CHUNKED, TILE_BYTES, layout
+from numba_symm.collectives.protocols.workspace import (
+    CHUNKED,
+    THREADS,
+    TILE_BYTES,
+    layout,
+)
 from numba_symm.device.intrinsics import device_function
+from numba_symm.device.lanes import WHOLE, Vectors
+
+
+def read_slots(slot: int, number: int) -> Vectors:
+    """Return a thread's vectors of so many tiles: the simulator's form of a loop."""
+    return WHOLE.read(slot, range(0, number * THREADS, THREADS), 0)
+
+
+def write_slots(slot: int, words: Vectors) -> None:
+    """Store a thread's vectors of several tiles: the simulator's form of a loop."""
+    WHOLE.write(slot, range(0, len(words) * THREADS, THREADS), 0, words)
 
 
 @functools.cache
@@ -39,15 +55,14 @@ def make_place(size: int) -> Callable[[int, int, int], int]:
 
 
 @device_function
-def after(before: int, chunks: int, lag: int) -> int:
+def after(before: int, signalled: int, last: int) -> int:
     """Return the epoch that follows a call that began after epoch ``before``.
 
     Args:
         before: the epoch.
-        chunks: how many chunks the call had.
-        lag: how many stages after it was first stored a chunk is last read.
+        signalled: in how many stages the call has raised flags.
+        last: the chunk whose set was read last.
     """
-    signalled = chunks + lag - 1
-    # One more if the next call would begin in the half of the last chunk.
-    more = (signalled + 1 + (chunks - 1 >> 1)) & 1  # explore: more
+    # One more if the next call would begin in the half of that set.
+    more = (signalled + 1 + (last >> 1)) & 1  # explore: more
     return (before + signalled + more) & 0xFFFFFFFF

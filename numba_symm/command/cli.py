@@ -9,6 +9,7 @@
 - ``doctor`` checks this machine, and says what to do.
 - ``soak`` makes calls for minutes while ranks fail, and checks everything.
 - ``explore`` runs a program in all orders of its communication, without a GPU.
+- ``completion`` prints a script with which a shell completes these commands.
 """
 
 import argparse
@@ -28,6 +29,8 @@ from rich.markup import escape
 
 import numba_symm
 from numba_symm import environment, explore
+from numba_symm.arguments import Parser
+from numba_symm.collectives import tuned
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.command import launcher
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
@@ -124,11 +127,7 @@ def _explore(argv: Sequence[str], console: Console) -> int:
         return 0
     if options.program is None:
         raise SymmError("explore: expected a program or --replay FILE, got neither")
-    try:
-        report = explore.run(options.program, options.ranks, options.seconds, arguments)
-    except KeyboardInterrupt:
-        console.print("numba-symm explore: interrupted", highlight=False)
-        return 130
+    report = explore.run(options.program, options.ranks, options.seconds, arguments)
     if options.json:
         print(report.json())
     else:
@@ -154,10 +153,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the command's name; None: those of this process.
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
         code = _main(argv)
         sys.stdout.flush()
         return code
+    except KeyboardInterrupt:
+        _tell(f"numba-symm {' '.join(argv[:1])}: interrupted")
+        return 130
     except OSError as error:
         if error.filename is not None or error.errno not in _UNWRITABLE:
             raise
@@ -170,8 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 _UNWRITABLE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["bench"]:  # all other arguments are the benchmark's, -h too
         return _bench(argv[1:])
     words, flags = split_flags(argv)
@@ -191,6 +193,8 @@ def _main(argv: Sequence[str] | None) -> int:
             return _status(options)
         if options.command == "tune":
             return _tune(options)
+        if options.command == "completion":
+            return _completion(options.shell)
         return _run(options, flags)
     except SymmError as error:
         _tell(f"[red]numba-symm:[/] {escape(str(error))}")
@@ -202,7 +206,7 @@ def _tell(text: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="numba-symm", description="Collectives between GPUs in Numba CUDA."
     )
     parser.add_argument(
@@ -270,14 +274,27 @@ def _parser() -> argparse.ArgumentParser:
         "soak",
         help="make random calls for minutes while ranks fail, and check everything",
     )
+    _add_tune(commands)
+    _add_others(commands)
+    return parser
+
+
+def _add_tune(commands: Any) -> None:
     tune = commands.add_parser(
         "tune",
         help="measure which algorithms are the fastest on this node, and use these",
         description="Measure for which message sizes each algorithm is the fastest on "
         "this node. The command takes a few minutes, and nothing else may use the "
         "GPUs. Later communicators of the same number of ranks use these limits, "
-        "until the GPUs or the library's version change.",
+        "until the GPUs or the library's version change. They are stored in "
+        "numba-symm/limits.json in the user's data folder ($XDG_DATA_HOME, by default "
+        "~/.local/share), but not those of the simulator.",
         allow_abbrev=False,
+    )
+    tune.add_argument(
+        "--reset",
+        action="store_true",
+        help="only remove the stored limits, so that the built-in ones are used",
     )
     tune.add_argument(
         "-n",
@@ -295,8 +312,6 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--plot", metavar="FILE", help="draw the times, into r.png for example"
     )
-    _add_others(commands)
-    return parser
 
 
 def _add_others(commands: Any) -> None:
@@ -310,6 +325,15 @@ def _add_others(commands: Any) -> None:
         help="measure collectives on the ranks of the mpirun that started it; "
         "`run -n 4 -m numba_symm.bench` also starts the ranks",
     )
+    completion = commands.add_parser(
+        "completion",
+        help="print a script with which a shell completes these commands",
+        description="Print a script with which a shell completes the commands, their "
+        'options and files: eval "$(numba-symm completion bash)" in ~/.bashrc, or keep '
+        "the output in a file. Needs the package shtab.",
+        allow_abbrev=False,
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
 
 
 def _add_doctor(commands: Any) -> None:
@@ -345,10 +369,11 @@ def _add_status(commands: Any) -> None:
     status = commands.add_parser(
         "status",
         help="show what the ranks of running jobs do, without stopping them",
-        description="For each communicator and rank, show the last call and the time "
-        "since this call. Also show failures, and the ranks that have made fewer calls "
-        "than others. The command reads the memory of your running jobs on this node, "
-        "and does not stop them.",
+        description="For each communicator, show the job, its program and when it "
+        "began. For each rank, show the last call and the time since this call. Also "
+        "show failures, and the ranks that have made fewer calls than others. The "
+        "command reads the memory of your running jobs on this node, and does not stop "
+        "them.",
         allow_abbrev=False,
     )
     status.add_argument(
@@ -413,10 +438,43 @@ def _compile(argv: Sequence[str]) -> int:
     return 0
 
 
+def _completion(shell: str) -> int:
+    """Print what the shell runs to complete commands, options and files."""
+    try:
+        import shtab
+    except ImportError as error:
+        raise SymmError(
+            "completion: expected the package shtab, got none; pip install shtab"
+        ) from error
+    from numba_symm.bench import options as bench  # import many packages
+    from numba_symm.command import compiling, soak
+
+    made = _parser()
+    commands: Any = next(each for each in made._actions if each.dest == "command")
+    commands.choices["bench"], operations = bench.parser(BENCH)
+    own = {"compile": compiling, "soak": soak}
+    commands.choices |= {name: module.parser() for name, module in own.items()}
+    commands.choices["explore"] = _explore_parser()
+    for each in (*commands.choices.values(), *operations.choices.values()):
+        for action in each._actions:
+            if action.metavar == "FILE" or action.dest in _FILES:
+                action.complete = shtab.FILE
+    print(shtab.complete(made, shell))
+    return 0
+
+
+_FILES = "program", "arguments", "json", "image"
+"""Arguments that are files or may be, besides those with the metavar FILE."""
+
+
 def _tune(options: argparse.Namespace) -> int:
     """Start the measurement on the ranks, as ``run`` does."""
     from numba_symm.bench import tune  # imports many packages
 
+    if options.reset:
+        tuned.file().unlink(missing_ok=True)
+        print(f"There is no {tuned.file()} any more; the built-in limits are used")
+        return 0
     options.ranks = options.ranks or len(visible_gpus())
     if options.ranks < 2:
         raise SymmError(
@@ -517,12 +575,11 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Replace this process by mpirun, which keeps its exit code and signals.
+    """Start the ranks by mpirun, and return its exit code.
 
-    With ``--survive``, mpirun is another process, because its exit code is 0 even if no
-    rank ends well.
+    With ``--survive``, that is 0 even if no rank ends well.
     """
-    from numba_symm.command.runner import IN_PLACE, SURVIVE, WORD  # imports mpi4py
+    from numba_symm.command.runner import IN_PLACE, SURVIVE, WELL, WORD  # and mpi4py
 
     simulate = simulation_needed(options.ranks, ask=options.simulate)
     mpirun = launcher.find_mpirun()
@@ -541,19 +598,18 @@ def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     if not sys.stdout.isatty():
         environ["TERM"] = "dumb"  # Open MPI's ranks have a terminal in any case
     runner = Path(__file__).with_name("runner.py")
-    # If mpirun takes this process' place, it has this number.
     before = [str(runner), str(os.getpid()), str(options.ranks)]
     after = [IN_PLACE] * options.as_mpi4py + ["-m"] * options.module
     after += [options.program, *options.arguments]
     if not options.survive:
         command = launcher.mpirun_command(options.ranks, before + after, mpirun, flags)
-        os.execve(command[0], command, environ)
-    with tempfile.NamedTemporaryFile(prefix="numba-symm-run-") as marks:
-        program = [*before, SURVIVE, marks.name, *after]
+        return launcher.code_of(command, environ)
+    with tempfile.TemporaryDirectory(prefix="numba-symm-run-") as marks:
+        program = [*before, SURVIVE, marks, *after]
         flags = ["--with-ft", "ulfm", *flags]
         command = launcher.mpirun_command(options.ranks, program, mpirun, flags)
         code = launcher.code_of(command, environ)
-        if code == 0 and not Path(marks.name).stat().st_size:
+        if code == 0 and not Path(marks, WELL).exists():
             _tell("numba-symm run: no rank has ended without an error")
             return 1
     return code

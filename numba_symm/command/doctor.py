@@ -16,6 +16,7 @@ import faulthandler
 import json
 import mmap
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from rich.text import Text
 
 from numba_symm.command import checks, launcher
 from numba_symm.command.checks import FITS, LOOK, WRONG, Finding
+from numba_symm.command.runner import IN_PLACE, SURVIVE
 from numba_symm.engines import nccl
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import Aborted, CollectiveError, SymmError
@@ -468,12 +470,34 @@ def family(pid: int) -> list[int]:
     parents = {}
     for each in every_process():
         with contextlib.suppress(OSError, ValueError):
-            text = (_PROC / str(each) / "stat").read_text(errors="replace")
-            parents[each] = int(text.rpartition(")")[2].split()[1])
+            parents[each] = int(_stat(each)[1])
     members = [pid]
     for member in members:
         members += [each for each, parent in parents.items() if parent == member]
     return members
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what Linux tells of a process, from its state on."""
+    text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    return text.rpartition(")")[2].split()
+
+
+def job_of(pid: int) -> dict[str, Any]:
+    """Return the command that has started a rank, its program, and when it began."""
+    stat = _stat(pid)
+    text = (_PROC / str(pid) / "cmdline").read_text(errors="replace")
+    job, words = int(stat[1]), text.split("\0")[1:-1]  # without the interpreter
+    if words[:1] == [str(Path(__file__).with_name("runner.py"))]:
+        job, words = int(words[1]), words[3:]
+        words = words[2:] if words[0] == SURVIVE else words
+        words = words[words[0] == IN_PLACE :]
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / _TICKS
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - age))
+    return {"pid": job, "program": shlex.join(words), "began": began}
+
+
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def every_process() -> list[int]:
@@ -565,6 +589,7 @@ def facts(board: RunningBoard) -> dict[str, Any]:
         by_number = [{entry.number: entry for entry in each} for each in calls]
         return {
             "communicator": board.inode,
+            "job": job_of(int(board.path.parts[2])),
             "size": board.size,
             "others": records.others_text,
             "failure": failure and f"{failure.error.__name__}: {failure.text}",
@@ -623,9 +648,10 @@ def shown(boards: Sequence[dict[str, Any]]) -> Iterator[Any]:
     """Yield what to print: for each communicator a table, and lines below it."""
     for number, board in enumerate(boards):
         title = f"communicator {number}: {board['size']} ranks of this node"
+        job = "; job {pid}: {program}, since {began}".format(**board["job"])
         if board["others"]:
             title += f"; others: {board['others']}"
-        yield Text(title, style="bold")
+        yield Text(title + job, style="bold")
         if not board["ranks"]:
             yield Text("its calls are not recorded (NUMBA_SYMM_RECORD=0)")
         else:

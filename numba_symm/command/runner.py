@@ -1,6 +1,6 @@
 """Runs the program in each rank that ``numba-symm run`` starts, and shows its errors.
 
-    python runner.py MPIRUN RANKS [--survive MARKS] [--as-mpi4py] [-m] PROGRAM …
+    python runner.py COMMAND RANKS [--survive MARKS] [--as-mpi4py] [-m] PROGRAM …
 
 This module does not see a program's ordinary output. An error that several ranks raise
 is shown once, with their numbers. The first rank that fails collects the errors of the
@@ -56,8 +56,14 @@ WORD = "NUMBA_SYMM_RUN"
 SURVIVE = "--survive"
 """The argument of a job whose ranks go on after one has failed.
 
-A file follows it, to which each rank that ends without an error appends a byte.
+A folder follows it. A rank that ends without an error makes ``WELL`` there. For a rank
+that a signal has ended, it has a link from the process' number to the signal's.
 """
+
+WELL = "well"
+
+ENDS = "NUMBA_SYMM_ENDS"
+"""The variable with this folder, for the errors of the other ranks."""
 
 IN_PLACE = "--as-mpi4py"
 """The argument that puts ``numba_symm.mpi`` in the place of ``mpi4py.MPI``."""
@@ -78,15 +84,15 @@ class RankFailure:
     """The failure of this rank, if it fails: which rank prints it and ends the job.
 
     Args:
-        mpirun: its process id.
+        command: the process of the command, which has started mpirun.
         word: the random word of the job.
         ranks: the number of ranks that were started.
         rank: the rank of this process.
     """
 
-    def __init__(self, mpirun: int, word: str, ranks: int, rank: int) -> None:
-        self._mpirun = mpirun
-        self._name = f"\0numba-symm-run-{mpirun}-{word}"  # abstract, so not a file
+    def __init__(self, command: int, word: str, ranks: int, rank: int) -> None:
+        self._command = command
+        self._name = f"\0numba-symm-run-{command}-{word}"  # abstract, so not a file
         self._ranks = ranks
         self._rank = rank
         self._process = os.getpid()
@@ -176,14 +182,21 @@ class RankFailure:
             time.sleep(LAST)  # the first rank ends the job, with its own exit code
         else:
             drain(2)
-        if "OMPI_COMM_WORLD_RANK" not in os.environ or os.getppid() != self._mpirun:
+        mpirun = os.getppid()
+        if "OMPI_COMM_WORLD_RANK" not in os.environ or parent(mpirun) != self._command:
             return
         if (self.door is not None or self._alone) and self._code == 1:
             # mpirun ends all ranks, prints no message, and its exit code is 1. After a
             # second signal it would print that it is ending already.
-            os.kill(self._mpirun, signal.SIGTERM)
+            os.kill(mpirun, signal.SIGTERM)
             time.sleep(LAST)
         os._exit(self._code)
+
+
+def parent(pid: int) -> int:
+    """Return the process that started another one."""
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return int(text.rpartition(")")[2].split()[1])
 
 
 def own_rank() -> int | None:
@@ -376,13 +389,14 @@ def run(program: Sequence[str]) -> None:
         runpy.run_path(name, run_name="__main__")
 
 
-def main(mpirun: str, ranks: str, *program: str) -> None:
+def main(command: str, ranks: str, *program: str) -> None:
     """Run the program of one rank; see the module's docstring."""
     survive, marks = program[0] == SURVIVE, ""
     if survive:
         marks, program = program[1], program[2:]
-        go_on_watched()
+        go_on_watched(marks)
         note_exits(marks)
+        os.environ[ENDS] = marks
     if program[0] == IN_PLACE:
         program = program[1:]
         sys.meta_path.insert(0, InPlace())
@@ -392,7 +406,7 @@ def main(mpirun: str, ranks: str, *program: str) -> None:
     if survive:
         show_errors_whole()
     elif rank is not None and word:  # otherwise Python shows each rank's error
-        failure = RankFailure(int(mpirun), word, int(ranks), rank)
+        failure = RankFailure(int(command), word, int(ranks), rank)
         sys.excepthook = failure.hook
         atexit.register(failure.end)
     try:
@@ -415,7 +429,7 @@ def main(mpirun: str, ranks: str, *program: str) -> None:
         raise  # to sys.excepthook, which the program may have replaced
 
 
-def go_on_watched() -> None:
+def go_on_watched(marks: str) -> None:
     """Go on in a child. This process tells by what signal it ends, and ends as it does.
 
     Nobody else would tell: an mpirun that goes on after a death prints nothing.
@@ -432,16 +446,18 @@ def go_on_watched() -> None:
     if not os.WIFSIGNALED(status):
         os._exit(os.WEXITSTATUS(status))
     number, rank = os.WTERMSIG(status), own_rank()
+    with contextlib.suppress(OSError):
+        Path(marks, str(child)).symlink_to(str(number))  # at once whole, for readers
     if number not in signal.sigpending() and rank is not None:  # not of the whole job
         reason = signal.strsignal(number)
-        show([(rank, f"process {child} was ended by signal {number} ({reason})")])
+        show([(rank, f"process {child} was killed by signal {number} ({reason})")])
     os.kill(watcher, signal.SIGKILL)
 
 
 def note_success(marks: str) -> None:
     """Note that this rank ends without an error."""
-    with contextlib.suppress(OSError), Path(marks).open("ab") as file:
-        file.write(b".")
+    with contextlib.suppress(OSError):
+        Path(marks, WELL).touch()
 
 
 def note_exits(marks: str) -> None:

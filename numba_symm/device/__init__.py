@@ -25,10 +25,20 @@ from numba_symm.device.barriers import (
 )
 from numba_symm.device.block_collectives import (
     all_gather,
+    all_gather_start,
+    all_gather_wait,
     all_reduce,
+    all_reduce_start,
+    all_reduce_wait,
     all_to_all,
+    all_to_all_start,
+    all_to_all_wait,
     broadcast,
+    broadcast_start,
+    broadcast_wait,
     reduce_scatter,
+    reduce_scatter_start,
+    reduce_scatter_wait,
 )
 from numba_symm.device.block_exchange import WorkspaceContext
 from numba_symm.device.intrinsics import (
@@ -98,8 +108,10 @@ from numba_symm.device.signals import (
     signal_set,
     test,
     wait_signal,
+    wait_signal_block,
     wait_until,
     wait_until_at,
+    wait_until_block,
 )
 from numba_symm.device.teams import Team
 from numba_symm.environment import SIMULATED
@@ -119,8 +131,14 @@ __all__ = [
     "Team",
     "WorkspaceContext",
     "all_gather",
+    "all_gather_start",
+    "all_gather_wait",
     "all_reduce",
+    "all_reduce_start",
+    "all_reduce_wait",
     "all_to_all",
+    "all_to_all_start",
+    "all_to_all_wait",
     "array_at",
     "atomic_add",
     "atomic_and",
@@ -134,6 +152,8 @@ __all__ = [
     "barrier_arrive",
     "barrier_wait",
     "broadcast",
+    "broadcast_start",
+    "broadcast_wait",
     "device_function",
     "fence_acq_rel_sys",
     "get",
@@ -167,6 +187,8 @@ __all__ = [
     "put_warp",
     "put_with_signal",
     "reduce_scatter",
+    "reduce_scatter_start",
+    "reduce_scatter_wait",
     "signal_add",
     "signal_read",
     "signal_set",
@@ -181,6 +203,8 @@ __all__ = [
     "st_v2_u64",
     "test",
     "wait_signal",
+    "wait_signal_block",
     "wait_until",
     "wait_until_at",
+    "wait_until_block",
 ]

@@ -5,7 +5,7 @@ barrier of grids, each block of a rank first adds 1 to a count in the rank's own
 The last block signals for all of them, so each rank sends one signal to each other
 rank, whatever the number of blocks. The first block waits for the other ranks' signals,
 and then stores the next generation, for which the other blocks wait. Only the rank
-itself accesses count and generation, which follow the words of ``device/signals.py``.
+itself accesses count and generation, the first words of a channel of its pad.
 """
 
 from typing import Any
@@ -29,7 +29,13 @@ from numba_symm.device.intrinsics import (
     thread_index,
 )
 from numba_symm.device.polling import make_wait, wait_record
-from numba_symm.device.signals import MAX_CHANNELS, put, put_signal, take, wait_signal
+from numba_symm.device.signals import (
+    channel_stride,
+    put,
+    put_signal,
+    take,
+    take_from_each,
+)
 from numba_symm.launch.failures import GRID_BARRIER
 
 
@@ -57,8 +63,8 @@ def barrier(ctx: Any, channel: int, team: Any = None) -> bool:
 
     Args:
         ctx: the memory's context.
-        channel: 0 to 127; between two ranks, only one block may use a channel at a
-            time. GPUs check the channel only in debug mode.
+        channel: a channel of the pad; between two ranks, only one block may use it at
+            a time. GPUs check it only in debug mode.
         team: a :class:`Team`; only its ranks call the barrier. None: all ranks.
 
     Returns:
@@ -136,14 +142,7 @@ def barrier_wait(ctx: Any, channel: int, arrived: bool, team: Any = None) -> boo
         >>> int(old[0])
         1
     """
-    place = thread_index()
-    threads = block_size()
-    while place < _size(ctx, team) and arrived:
-        if _rank(team, place) != ctx.rank:
-            arrived = wait_signal(ctx, _rank(team, place), channel)  # explore: wait
-        place += threads
-    # The peers' writes, acquired by one thread each, become visible to all.
-    return not syncthreads_or(not arrived)  # explore: agree
+    return take_from_each(ctx, team, channel, -1, arrived)
 
 
 @device_function
@@ -157,9 +156,8 @@ _wait_for_generation = make_wait(_is_past)
 @device_function
 def _words(ctx: Any, channel: int) -> int:
     """Return the address of a channel's count of blocks; the generation follows it."""
-    check_slot(ctx, ctx.rank, channel, ctx.rank, MAX_CHANNELS)
-    own = ctx.pads[ctx.rank] + 12 * MAX_CHANNELS * ctx.size
-    return own + 16 * channel  # type: ignore[no-any-return]
+    check_slot(ctx, ctx.rank, channel, ctx.rank)
+    return ctx.pads[ctx.rank] + channel_stride(ctx.size) * channel  # type: ignore[no-any-return]
 
 
 @device_function
@@ -178,8 +176,8 @@ def grid_barrier(ctx: Any, channel: int, team: Any = None) -> bool:
 
     Args:
         ctx: the memory's context.
-        channel: 0 to 127; no other block or kernel may use the channel at the same
-            time. GPUs check the channel only in debug mode.
+        channel: a channel of the pad; no other block or kernel may use it at the same
+            time. GPUs check it only in debug mode.
         team: a :class:`Team`; only its ranks call the barrier. None: all ranks.
 
     Returns:

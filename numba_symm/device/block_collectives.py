@@ -1,11 +1,13 @@
 """Collectives that kernels call: block *b* of every rank exchanges data.
 
+Each consists of a start, which sends, and a wait, which receives and reduces. A kernel
+may call both, or one function that does both.
+
 The simulator runs ``collective``. On GPUs, ``gpu_collectives.py`` makes Numba's
 compiler call another function instead.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from numba_symm.device.block_exchange import (
     BROADCAST,
     REDUCE_SCATTER,
     BlockCollective,
+    ExchangeParts,
     WorkspaceContext,
     make_exchange,
 )
@@ -68,7 +71,7 @@ def all_reduce(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
         >>> int(old[0])
         2
     """
-    return collective("all_reduce", ws, x, x, op, 0, items)
+    return collective("all_reduce", BOTH, ws, x, x, op, 0, items)
 
 
 @array_function
@@ -104,7 +107,7 @@ def reduce_scatter(
         >>> int(old[0])
         6
     """
-    return collective("reduce_scatter", ws, x, out, op, 0, items)
+    return collective("reduce_scatter", BOTH, ws, x, out, op, 0, items)
 
 
 @array_function
@@ -137,7 +140,7 @@ def all_gather(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
         >>> int(old[0])
         7
     """
-    return collective("all_gather", ws, x, out, "sum", 0, items)
+    return collective("all_gather", BOTH, ws, x, out, "sum", 0, items)
 
 
 @array_function
@@ -171,7 +174,7 @@ def broadcast(ws: Any, x: Any, root: int, items: bool = False) -> bool:
         >>> int(old[0])
         7
     """
-    return collective("broadcast", ws, x, x, "sum", root, items)
+    return collective("broadcast", BOTH, ws, x, x, "sum", root, items)
 
 
 @array_function
@@ -204,7 +207,256 @@ def all_to_all(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
         >>> int(old[0])
         1
     """
-    return collective("all_to_all", ws, x, out, "sum", 0, items)
+    return collective("all_to_all", BOTH, ws, x, out, "sum", 0, items)
+
+
+@array_function
+def all_reduce_start(ws: Any, x: Any, items: bool = False) -> None:
+    """Send what an :func:`all_reduce` reduces, and do not wait.
+
+    Every thread of the block calls it, on every rank, and later
+    :func:`all_reduce_wait`. Meanwhile, no thread may change ``x`` or access the wait's
+    output. At most ``ws.depth`` collectives may be started and not yet awaited; the
+    block waits for them in the order in which it has started them, and for all of them
+    before the kernel ends. The simulator and debug mode check that.
+
+    A start contains one ``syncthreads`` if the array is the block's. It waits for no
+    peer.
+
+    Args:
+        ws: the context of a workspace.
+        x: the input, as for :func:`all_reduce`.
+        items: as for :func:`all_reduce`; the same in the wait.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64, depth=2).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     sums = cuda.shared.array((3, 1), np.int64)
+        ...     for step in range(4):
+        ...         if step < 3:
+        ...             if cuda.threadIdx.x == 0:
+        ...                 sums[step, 0] = step + 5
+        ...             symm.all_reduce_start(ws, sums[step])
+        ...         if step > 0:
+        ...             symm.all_reduce_wait(ws, sums[step - 1])
+        ...     old[0] = sums[2, 0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        7
+    """
+    collective("all_reduce", START, ws, x, x, "sum", 0, items)
+
+
+@array_function
+def all_reduce_wait(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
+    """Wait for the data of the oldest :func:`all_reduce_start`, and reduce it.
+
+    Every thread of the block calls it. The wait contains one ``syncthreads``.
+
+    Args:
+        ws: the context of a workspace.
+        x: the array of the start; the output.
+        op: the operator, as for :func:`all_reduce`. Only the wait needs it.
+        items: as in the start.
+
+    Returns:
+        As :func:`all_reduce`. After a failure, later starts send nothing, and later
+        waits return False at once.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     held = cuda.local.array(1, np.int64)
+        ...     held[0] = 7
+        ...     symm.all_reduce_start(ws, held, items=True)
+        ...     symm.all_reduce_wait(ws, held, "max", items=True)
+        ...     old[0] = held[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        7
+    """
+    return collective("all_reduce", WAIT, ws, x, x, op, 0, items)
+
+
+@array_function
+def reduce_scatter_start(ws: Any, x: Any, items: bool = False) -> None:
+    """Send what a :func:`reduce_scatter` reduces; see :func:`all_reduce_start`.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     given = cuda.local.array(1, np.int64)
+        ...     found = cuda.local.array(1, np.int64)
+        ...     given[0] = 7
+        ...     symm.reduce_scatter_start(ws, given, items=True)
+        ...     symm.reduce_scatter_wait(ws, given, found, items=True)
+        ...     old[0] = found[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        7
+    """
+    collective("reduce_scatter", START, ws, x, x, "sum", 0, items)
+
+
+@array_function
+def reduce_scatter_wait(
+    ws: Any, x: Any, out: Any, op: Any = "sum", items: bool = False
+) -> bool:
+    """Wait for the data of the oldest :func:`reduce_scatter_start`, and reduce it.
+
+    As :func:`all_reduce_wait`, but with the output ``out``, as in
+    :func:`reduce_scatter`.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     given = cuda.shared.array(2, np.int64)
+        ...     found = cuda.shared.array(2, np.int64)
+        ...     given[cuda.threadIdx.x] = 7
+        ...     symm.reduce_scatter_start(ws, given)
+        ...     symm.reduce_scatter_wait(ws, given, found, "prod")
+        ...     old[0] = found[1]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        7
+    """
+    return collective("reduce_scatter", WAIT, ws, x, out, op, 0, items)
+
+
+@array_function
+def all_gather_start(ws: Any, x: Any, items: bool = False) -> None:
+    """Send what an :func:`all_gather` collects; see :func:`all_reduce_start`.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     given = cuda.shared.array(1, np.int64)
+        ...     found = cuda.shared.array(1, np.int64)
+        ...     given[0] = 7
+        ...     symm.all_gather_start(ws, given)
+        ...     symm.all_gather_wait(ws, given, found)
+        ...     old[0] = found[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        7
+    """
+    collective("all_gather", START, ws, x, x, "sum", 0, items)
+
+
+@array_function
+def all_gather_wait(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
+    """Wait for the data of the oldest :func:`all_gather_start`, and store it.
+
+    As :func:`all_reduce_wait`, but with the output ``out``, as in :func:`all_gather`.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     given = cuda.local.array(1, np.int64)
+        ...     found = cuda.local.array(1, np.int64)
+        ...     given[0] = 7
+        ...     symm.all_gather_start(ws, given, items=True)
+        ...     symm.all_gather_wait(ws, given, found, items=True)
+        ...     old[0] = found[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        7
+    """
+    return collective("all_gather", WAIT, ws, x, out, "sum", 0, items)
+
+
+@array_function
+def broadcast_start(ws: Any, x: Any, root: int, items: bool = False) -> None:
+    """Send what a :func:`broadcast` copies; see :func:`all_reduce_start`.
+
+    Every rank calls it, because the other ranks send packets, too.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     found = cuda.shared.array(1, np.int64)
+        ...     found[0] = 7
+        ...     symm.broadcast_start(ws, found, 0)
+        ...     symm.broadcast_wait(ws, found, 0)
+        ...     old[0] = found[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        7
+    """
+    collective("broadcast", START, ws, x, x, "sum", root, items)
+
+
+@array_function
+def broadcast_wait(ws: Any, x: Any, root: int, items: bool = False) -> bool:
+    """Wait for the data of the oldest :func:`broadcast_start`, and store it in ``x``.
+
+    As :func:`all_reduce_wait`; ``x`` and ``root`` are those of the start.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     held = cuda.local.array(1, np.int64)
+        ...     held[0] = 7
+        ...     symm.broadcast_start(ws, held, 0, items=True)
+        ...     symm.broadcast_wait(ws, held, 0, items=True)
+        ...     old[0] = held[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        7
+    """
+    return collective("broadcast", WAIT, ws, x, x, "sum", root, items)
+
+
+@array_function
+def all_to_all_start(ws: Any, x: Any, items: bool = False) -> None:
+    """Send what an :func:`all_to_all` exchanges; see :func:`all_reduce_start`.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     given = cuda.shared.array(1, np.int64)
+        ...     found = cuda.shared.array(1, np.int64)
+        ...     given[0] = 7
+        ...     symm.all_to_all_start(ws, given)
+        ...     symm.all_to_all_wait(ws, given, found)
+        ...     old[0] = found[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        7
+    """
+    collective("all_to_all", START, ws, x, x, "sum", 0, items)
+
+
+@array_function
+def all_to_all_wait(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
+    """Wait for the data of the oldest :func:`all_to_all_start`, and store it.
+
+    As :func:`all_reduce_wait`, but with the output ``out``, as in :func:`all_to_all`.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     given = cuda.local.array(1, np.int64)
+        ...     found = cuda.local.array(1, np.int64)
+        ...     given[0] = 7
+        ...     symm.all_to_all_start(ws, given, items=True)
+        ...     symm.all_to_all_wait(ws, given, found, items=True)
+        ...     old[0] = found[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        7
+    """
+    return collective("all_to_all", WAIT, ws, x, out, "sum", 0, items)
 
 
 def exchange_for(
@@ -214,8 +466,8 @@ def exchange_for(
     op: Any,
     kind: BlockCollective,
     items: bool,
-) -> Callable[..., bool]:
-    """Return the device function of a collective, or raise ArgumentError.
+) -> ExchangeParts:
+    """Return the device functions of a collective, or raise ArgumentError.
 
     Args:
         size: the number of ranks.
@@ -242,13 +494,16 @@ KINDS = {
 }
 """By name."""
 
+START, WAIT, BOTH = "start", "wait", "both"
+"""What a function does: all are constants of kernels."""
+
 _exchange_for = functools.cache(exchange_for)
 
 
 def collective(
-    name: str, ws: Any, x: Any, out: Any, op: Any, root: int, items: bool
+    name: str, part: str, ws: Any, x: Any, out: Any, op: Any, root: int, items: bool
 ) -> bool:
-    """Run a collective in the simulator; see the module's docstring."""
+    """Run a part of a collective in the simulator; see the module's docstring."""
     kind = KINDS[name]
     if not isinstance(ws, WorkspaceContext):
         raise ArgumentError(
@@ -266,4 +521,6 @@ def collective(
     op = getattr(op, "fn", op)  # of a function that the simulator has decorated
     exchange = _exchange_for(ws.size, x.dtype, out.dtype, op, kind, bool(items))
     with np.errstate(all="ignore"):  # overflow wraps or is infinite, as on a GPU
-        return bool(exchange(ws, x, out, int(root)))
+        if part != WAIT:
+            exchange.start(ws, x, int(root))
+        return part == START or bool(exchange.wait(ws, x, out, int(root)))

@@ -4,33 +4,40 @@ One exchange of a block with the blocks of the same index on all other ranks.
 
 It is the one-shot exchange of the library's own kernels, with packets of the LL
 protocol (``packets.py``), but may be repeated within a kernel. So it does not rely on
-the end of a kernel.
+the end of a kernel. It has two parts: a start posts, and a wait receives and uses what
+has arrived. A thread may start as many exchanges as the workspace is deep, d, before it
+waits for the first of them. It waits for them in the order of their starts.
 
 Memory order. A thread exchanges data only with the threads of its index, one on every
 other rank. The number of its exchanges is its epoch. In epoch k:
 
-1. It stores k as its epoch, and posts its vectors to every other rank, into the half of
-   k's parity. All packets contain k.
-2. It polls the packets of k from every other rank, in its own memory.
-3. It uses them. Nothing is cleared: packets of k are not taken for those of k + 2.
+1. It stores k as its last start, and posts its vectors to every other rank, into the
+   set of mailboxes of k modulo 2 d. All packets contain k.
+2. In the wait, it stores k as its last wait, and polls the packets of k from every
+   other rank, in its own memory.
+3. It uses them. Nothing is cleared: packets of k are not taken for those of k + 2 d.
 
-A thread posts k + 2 into the half of k only after it has received k + 1 from every
-rank. Each of them has posted k + 1 after it had received everything of k. So no packet
-is overwritten before it was read, however often a kernel repeats that. This requires
-that in every epoch, each pair of ranks exchanges at least one vector in both
-directions. In a broadcast, the ranks without data send a vector with the root that they
-expect.
+A thread posts k + 2 d into the set of k only after it has received k + d from every
+rank, because it starts at most d that it has not received. Each of them has posted
+k + d after it had received everything of k. So no packet is overwritten before it was
+read, however often a kernel repeats that. With fewer sets, a rank would post k + 2 d
+where another one has yet to read a later epoch than k. This requires that in every
+epoch, each pair of ranks exchanges at least one vector in both directions. In a
+broadcast, the ranks without data send a vector with the root that they expect.
 
 Epochs overflow after 2**32 calls: of a microsecond each, after 72 minutes. Then a
 mailbox that few calls use could hold a packet of 2**32 epochs ago. So a thread clears
-all its mailboxes in the last epoch of each half. A peer stores there next two epochs
-later. Two fences order these: the clearing thread's, before it posts the next epoch,
-and the peer's, after it has received that epoch. The calls may be of different kernels.
+all its mailboxes in the last epoch of each set. A peer stores there next 2 d epochs
+later, after it has received the epoch between, d later, which the thread posts after it
+has cleared the set. Two fences order these: the clearing thread's, before it posts the
+epoch between, and the peer's, after it has received that epoch. The calls may be of
+different kernels.
 
 The block synchronizes where its threads use data that other threads of the block have
 stored, and to agree whether a thread has failed. After a failure, every thread of the
-block keeps ``FAILED`` as its epoch. All blocks of the rank find the failure in their
-marks. So no later call posts or stores anything, in this kernel or in the next one.
+block keeps ``FAILED`` as its last start. All blocks of the rank find the failure in
+their marks. So no later call posts or stores anything, in this kernel or in the next
+one.
 
 Later kernels continue with the epochs and the mailboxes. For that, a kernel's stores
 must be visible to the stream's later kernels: ``starts_see`` in docs/architecture.md.
@@ -40,8 +47,9 @@ The memory of collectives within kernels, and the context that kernels take.
 A workspace has these parts on each rank, one after another:
 
 - for each block, a word that is 0 until the rank fails;
-- for each thread of each block its last epoch, a uint32;
-- for each half, other rank, vector, block and thread a mailbox: two packets.
+- for each thread of each block the epochs of its last start and of its last wait, two
+  uint32;
+- for each set, other rank, vector, block and thread a mailbox: two packets.
 
 The address of a mailbox follows from these numbers and from the workspace's own sizes,
 never from a call's.
@@ -53,7 +61,7 @@ from typing import Any, NamedTuple
 
 from numba.cuda import types
 
-from numba_symm.device.checks import check_exchange, check_shards
+from numba_symm.device.checks import check_exchange, check_shards, check_started
 from numba_symm.device.intrinsics import (
     block_size,
     cuda,
@@ -98,6 +106,9 @@ PACKETS = WARP * VECTOR
 MARK = 128
 """Bytes of a block's mark: a cache line, because blocks load theirs in each call."""
 
+EPOCHS = 8
+"""Bytes of a thread's epochs: of its last start and, 4 bytes later, its last wait."""
+
 
 class _WorkspaceFields(NamedTuple):
     rank: int
@@ -107,6 +118,7 @@ class _WorkspaceFields(NamedTuple):
     blocks: int
     threads: int
     vectors: int
+    depth: int = 1
 
 
 class WorkspaceContext(_WorkspaceFields):
@@ -125,6 +137,8 @@ class WorkspaceContext(_WorkspaceFields):
         threads: the maximum number of threads of a block, a multiple of 32.
         vectors: the maximum number of 16-byte vectors that a thread sends to a rank in
             a call.
+        depth: the maximum number of collectives that are started and not awaited, a
+            power of two.
         owner: the object that keeps the memory alive.
         check_mapped: as in :class:`Context`.
     """
@@ -140,17 +154,33 @@ class CheckedWorkspaceContext(WorkspaceContext):
     checked = True
 
 
-def nbytes(size: int, blocks: int, threads: int, vectors: int) -> int:
+def nbytes(size: int, blocks: int, threads: int, vectors: int, depth: int) -> int:
     """Return the bytes of a workspace; ``threads`` is a multiple of 32."""
-    boxes = 2 * (size - 1) * vectors * blocks * 2 * threads * VECTOR
-    return MARK * blocks + 4 * blocks * threads + boxes
+    boxes = 2 * depth * (size - 1) * vectors * blocks * 2 * threads * VECTOR
+    return MARK * blocks + EPOCHS * blocks * threads + boxes
+
+
+NOT_AWAITED = (
+    "a kernel with collectives: expected a wait for each collective that it starts, "
+    "got threads that have not awaited their last start; call the waits before the end"
+)
+
+
+def in_flight(words: Any) -> int:
+    """Return how many threads have not awaited what they started.
+
+    Args:
+        words: the epochs of all threads, an array of uint32.
+    """
+    started, awaited = words.reshape(-1, 2).T
+    return int(((started != awaited) & (started != FAILED)).sum())
 
 
 @device_function
 def epoch_of(ws: Any, block: int, thread: int) -> int:
-    """Return the offset of a thread's epoch."""
+    """Return the offset of a thread's epochs."""
     # explore: epoch
-    return MARK * ws.blocks + 4 * (ws.threads * block + thread)  # type: ignore[no-any-return]
+    return MARK * ws.blocks + EPOCHS * (ws.threads * block + thread)  # type: ignore[no-any-return]
 
 
 @device_function
@@ -170,15 +200,20 @@ def tile_stride(ws: Any) -> int:
 @device_function
 def box_of(ws: Any, block: int, thread: int, epoch: int) -> int:
     """Return the offset of a thread's first mailbox, for its first vector."""
-    boxes = MARK * ws.blocks + 4 * ws.threads * ws.blocks
-    half = (epoch & 1) * (ws.size - 1) * rank_stride(ws)  # explore: half
+    boxes = MARK * ws.blocks + EPOCHS * ws.threads * ws.blocks
+    # explore: set
+    set_of_epoch = (epoch & (2 * ws.depth - 1)) * (ws.size - 1) * rank_stride(ws)
     line = block * ws.threads * 2 * VECTOR  # explore: line
     warp, lane = thread // WARP, thread % WARP
-    return boxes + half + line + warp * 2 * PACKETS + lane * VECTOR  # type: ignore[no-any-return]
+    return boxes + set_of_epoch + line + warp * 2 * PACKETS + lane * VECTOR  # type: ignore[no-any-return]
 
 
-LAST_EPOCH = 2**32 - 2  # explore: last-epoch
-"""The epoch after which 1 follows: even, so that halves continue to alternate."""
+MOST_DEPTH = 64
+"""The most collectives that are started and not awaited."""
+
+LAST_EPOCH = 2**32 - 2 * MOST_DEPTH  # explore: last-epoch
+"""The epoch after which 1 follows: a multiple of the number of sets, so that these
+continue to alternate."""
 
 FAILED = 2**32 - 1
 """Kept instead of an epoch after a failure."""
@@ -364,20 +399,22 @@ def make_roots_match(size: int) -> Callable[..., bool]:
 
 
 @device_function
-def _follows_wipe(epoch: int) -> bool:
-    return epoch >= LAST_EPOCH or epoch == 1
+def _follows_wipe(ws: Any, epoch: int) -> bool:
+    """Return whether peers may store d epochs later what has been cleared d before."""
+    # explore: follows
+    return epoch > LAST_EPOCH - ws.depth or epoch <= ws.depth  # type: ignore[no-any-return]
 
 
 @functools.cache
 def make_wipe(size: int) -> Callable[[Any, int, int], None]:
     """Return a device function that clears a thread's mailboxes as epochs overflow.
 
-    ``(ws, box, epoch)``: those of the half that begins at the offset ``box``.
+    ``(ws, box, epoch)``: those of the set that begins at the offset ``box``.
     """
 
     @device_function
     def wipe(ws: Any, box: int, epoch: int) -> None:
-        if epoch >= LAST_EPOCH - 1:  # explore: wipe
+        if epoch > LAST_EPOCH - 2 * ws.depth:  # explore: wipe
             for i in range((size - 1) * ws.vectors):
                 at = ws.ring[size - 1] + box + i * tile_stride(ws)
                 st_relaxed_sys_v2_u64(at, (0, 0))
@@ -396,36 +433,22 @@ def _give_up(ws: Any, own: int, block: int, thread: int) -> None:
 
 
 @functools.cache
-def make_exchange(
-    size: int, element: Element, op: Op, kind: BlockCollective, items: bool
+def make_receive(
+    size: int, element: Element, op: Op, unit: int, kind: BlockCollective
 ) -> Callable[..., bool]:
-    """Return the device function of a collective.
+    """Return a device function that waits for a vector of each rank, and uses it.
 
-    ``(ws, x, out, root)`` returns, in all threads of the block, whether it succeeded.
-
-    Args:
-        size: the number of ranks.
-        element: the elements' type.
-        op: the operator; any, if the collective has none.
-        kind: the collective.
-        items: whether arrays are each thread's own, or the block's.
+    ``(ws, x, out, place, box, epoch, root)``, as for :func:`make_post`.
     """
-    unit = min(8, element.itemsize)  # an element of 16 bytes is two units
-    units, pieces = VECTOR // unit, element.itemsize // unit
     load, _ = make_access(unit)
-    post = make_post(size, unit, kind)
-    poll = make_poll(size, _peek)
+    poll, roots_match = make_poll(size, _peek), make_roots_match(size)
     use = make_use(size, element, op, unit, kind)
-    roots_match, wipe = make_roots_match(size), make_wipe(size)
     sends_shards, operation, rooted = kind.sends_shards, kind.operation, kind.rooted
-    shards = size if kind.sends_shards else 1
-    gathered = size if kind.gathers else 1
 
     @device_function
     def receive(
         ws: Any, x: Any, out: Any, place: Any, box: int, epoch: int, root: int
     ) -> bool:
-        """Wait for a vector of each rank, and use it."""
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
         first, count = place
@@ -443,33 +466,86 @@ def make_exchange(
             use(ws.rank, out, place, root, low, high)
         return arrived
 
+    return receive
+
+
+class ExchangeParts(NamedTuple):
+    """The device functions of a collective.
+
+    Attributes:
+        start: ``(ws, x, root)`` posts.
+        wait: ``(ws, x, out, root)`` returns, in all threads of the block, whether the
+            oldest exchange that was not awaited succeeded.
+    """
+
+    start: Callable[..., None]
+    wait: Callable[..., bool]
+
+
+@functools.cache
+def make_exchange(
+    size: int, element: Element, op: Op, kind: BlockCollective, items: bool
+) -> ExchangeParts:
+    """Return the device functions of a collective.
+
+    Args:
+        size: the number of ranks.
+        element: the elements' type.
+        op: the operator; any, if the collective has none.
+        kind: the collective.
+        items: whether arrays are each thread's own, or the block's.
+    """
+    unit = min(8, element.itemsize)  # an element of 16 bytes is two units
+    units, pieces = VECTOR // unit, element.itemsize // unit
+    post, wipe = make_post(size, unit, kind), make_wipe(size)
+    receive = make_receive(size, element, op, unit, kind)
+    shards = size if kind.sends_shards else 1
+    gathered = size if kind.gathers else 1
+
     @device_function
-    def exchange(ws: Any, x: Any, out: Any, root: int) -> bool:
+    def start(ws: Any, x: Any, root: int) -> None:
         thread, block = thread_index(), grid_index()
         count = x.size * pieces // shards
         first, stride = (0, units) if items else (thread * units, block_size() * units)
         check_exchange(ws, count - first, stride, root)
-        check_shards(ws, x.size, shards, out.size, gathered)
         if not items:
             # Other threads of the block have stored what this one loads.
             syncthreads()  # explore: stored
         own = ws.ring[size - 1]
-        epoch = word_of(ld_u32(own + epoch_of(ws, block, thread)))
+        kept = own + epoch_of(ws, block, thread)
+        epoch = word_of(ld_u32(kept))
         # explore: find
-        failed = ld_relaxed_sys_u32(own + MARK * block) != 0 or epoch == FAILED
-        # A thread without data is without data on all ranks: its epoch stays.
-        if first < count and not failed:
+        if ld_relaxed_sys_u32(own + MARK * block) != 0 or epoch == FAILED:
+            # The wait finds it, whether another start posts meanwhile or not.
+            st_u32(kept, FAILED)  # explore: refuse
+        elif first < count:
+            # A thread without data is without data on all ranks: its epoch stays.
+            check_started(ws, kept, LAST_EPOCH, 0, ws.depth - 1)
             epoch = _next_epoch(epoch)
-            st_u32(own + epoch_of(ws, block, thread), epoch)  # explore: keep
-            begin = box_of(ws, block, thread, epoch)
-            if _follows_wipe(epoch):
+            st_u32(kept, epoch)  # explore: keep
+            if _follows_wipe(ws, epoch):
                 # The mailboxes are clear before this epoch is posted.
                 fence_acq_rel_sys()  # explore: wiped
-            box, at = begin, first
+            box, at = box_of(ws, block, thread, epoch), first
             while at < count:
                 post(ws, x, (at, count), box, epoch, root)
                 at += stride
                 box += tile_stride(ws)
+
+    @device_function
+    def wait(ws: Any, x: Any, out: Any, root: int) -> bool:
+        thread, block = thread_index(), grid_index()
+        count = x.size * pieces // shards
+        first, stride = (0, units) if items else (thread * units, block_size() * units)
+        check_shards(ws, x.size, shards, out.size, gathered)
+        own = ws.ring[size - 1]
+        kept = own + epoch_of(ws, block, thread)
+        failed = word_of(ld_u32(kept)) == FAILED
+        if first < count and not failed:
+            check_started(ws, kept, LAST_EPOCH, 1, ws.depth)
+            epoch = _next_epoch(word_of(ld_u32(kept + 4)))
+            st_u32(kept + 4, epoch)  # explore: keep-wait
+            begin = box_of(ws, block, thread, epoch)
             box, at = begin, first
             while at < count and not failed:
                 failed = not receive(ws, x, out, (at, count), box, epoch, root)
@@ -477,7 +553,7 @@ def make_exchange(
                 box += tile_stride(ws)
             if not failed:
                 wipe(ws, begin, epoch)
-                if _follows_wipe(epoch):
+                if _follows_wipe(ws, epoch):
                     # The peers had cleared their mailboxes before they posted this
                     # epoch, and so before this thread stores there again.
                     fence_acq_rel_sys()  # explore: follows-wipe
@@ -487,4 +563,4 @@ def make_exchange(
             _give_up(ws, own, block, thread)
         return not failed
 
-    return exchange
+    return ExchangeParts(start, wait)

@@ -14,13 +14,16 @@ import numpy as np
 
 from numba_symm.device.intrinsics import (
     block_size,
+    channels_of,
     device_function,
     exit_thread,
     grid_index,
     is_checked,
+    ld_u32,
     mailbox_of,
     nbytes_of,
     size_of,
+    word_of,
 )
 from numba_symm.device.polling import fail, wait_record
 from numba_symm.device.teams import Team
@@ -32,6 +35,7 @@ from numba_symm.launch.failures import (
     BAD_BYTES,
     BAD_COMPARISON,
     BAD_COPY,
+    BAD_DEPTH,
     BAD_GRID,
     BAD_MAILBOX,
     BAD_RANK,
@@ -51,7 +55,7 @@ def _fail(ctx: Any, operation: int, place: int, other: int) -> None:
 _DETAILS: dict[int, Callable[..., str]] = {
     BAD_SLOT: lambda ctx, owner, source, **_: (
         f", got a signal to rank {owner} from rank {source} of ranks 0 to "
-        f"{ctx.size - 1}"
+        f"{ctx.size - 1}, of channels 0 to {ctx.channels - 1}"
     ),
     BAD_RANK: lambda ctx, **_: f", 0 to {ctx.size - 1}",
     BAD_BUFFER: lambda ctx, shape, dtype, **_: (
@@ -70,6 +74,7 @@ _DETAILS: dict[int, Callable[..., str]] = {
     ),
     BAD_GRID: lambda ws, **_: f", {ws.blocks} blocks of {ws.threads} threads",
     BAD_BYTES: lambda ws, **_: f", which has room for {ws.vectors}",
+    BAD_DEPTH: lambda ws, **_: f"; its depth is {ws.depth}",
     BAD_ROOT: lambda ws, **_: f", 0 to {ws.size - 1}",
     BAD_SHARDS: lambda shards, gathered, **_: (
         f", of {shards} and {gathered} equal shards"
@@ -100,11 +105,11 @@ def _is_rank(ctx: Any, rank: int) -> bool:
 
 
 @device_function
-def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -> None:
+def check_slot(ctx: Any, owner: int, channel: int, source: int) -> None:
     """Refuse a slot of a signal pad that does not exist."""
     if is_checked(ctx):
         other = source if owner == ctx.rank else owner
-        if not (_is_rank(ctx, other) and 0 <= channel < channels):
+        if not (_is_rank(ctx, other) and 0 <= channel < channels_of(ctx)):
             _refuse(ctx, BAD_SLOT, channel, other)
 
 
@@ -201,3 +206,20 @@ def check_shards(ws: Any, given: int, shards: int, out: int, gathered: int) -> N
         shard = given // shards
         if given != shard * shards or out != shard * gathered:
             _refuse(ws, BAD_SHARDS, out, given)
+
+
+@device_function
+def check_started(ws: Any, kept: int, period: int, least: int, most: int) -> None:
+    """Refuse one more collective than a workspace is deep, or a wait for none.
+
+    Args:
+        ws: the workspace.
+        kept: the address of the epochs of the thread's last start and last wait.
+        period: after how many epochs these repeat.
+        least: the fewest that must be started and not awaited.
+        most: the most.
+    """
+    if is_checked(ws):
+        ahead = (word_of(ld_u32(kept)) - word_of(ld_u32(kept + 4))) % period
+        if not least <= ahead <= most:
+            _refuse(ws, BAD_DEPTH, grid_index(), ahead)

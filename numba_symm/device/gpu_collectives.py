@@ -1,23 +1,29 @@
-"""What Numba's compiler calls for the collectives of ``block_collectives.py``.
+"""What Numba's compiler calls for functions whose code follows from their arguments.
 
-The device function follows from the types of the arguments, and from the operator and
+For a collective, it follows from the types of the arguments, and from the operator and
 ``items``, which are constants of the kernel's source.
 """
 
 from typing import Any
 
-from numba_symm.device import block_collectives
-from numba_symm.device.block_collectives import KINDS
-from numba_symm.device.block_exchange import BlockCollective, WorkspaceContext
+from numba.cuda import types
+
+from numba_symm.device import block_collectives, signals
+from numba_symm.device.block_collectives import KINDS, START, WAIT
+from numba_symm.device.block_exchange import (
+    BlockCollective,
+    ExchangeParts,
+    WorkspaceContext,
+)
 from numba_symm.device.compiler import Refusal, constant_of, specialized
 from numba_symm.device.ptx import dtype_of
 from numba_symm.errors import ArgumentError
 
 
 def _found(
-    kind: BlockCollective, ws: Any, x: Any, out: Any, op: Any, items: Any
-) -> Any:
-    """Return the device function for arguments of these types, or raise Refusal."""
+    kind: BlockCollective, part: str, ws: Any, x: Any, out: Any, op: Any, items: Any
+) -> ExchangeParts:
+    """Return the device functions for arguments of these types, or raise Refusal."""
     made_by = getattr(ws, "instance_class", None)
     if not (isinstance(made_by, type) and issubclass(made_by, WorkspaceContext)):
         raise Refusal(
@@ -30,7 +36,7 @@ def _found(
             raise Refusal(
                 f"{kind.name}: expected contiguous arrays of a known dtype, got {array}"
             )
-    if not out.mutable:
+    if part != START and not out.mutable:
         raise Refusal(f"{kind.name}: expected an array to write to, got {out}")
     is_items, function = constant_of(items), constant_of(op)
     if not isinstance(is_items, bool):
@@ -53,15 +59,71 @@ def _found(
 
 @specialized(block_collectives.collective)
 def _collective(
-    name: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+    name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
 ) -> Any:
     if (constant := constant_of(name)) is None:
         return None  # Numba tries types without values after a refusal
-    exchange = _found(KINDS[constant], ws, x, out, op, items)
+    what = constant_of(part)
+    start, wait = _found(KINDS[constant], what, ws, x, out, op, items)
 
-    def call(
-        name: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+    def begin(
+        name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
     ) -> Any:
-        return exchange(ws, x, out, root)
+        return start(ws, x, root)
 
-    return call
+    def end(
+        name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+    ) -> Any:
+        return wait(ws, x, out, root)
+
+    def both(
+        name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+    ) -> Any:
+        start(ws, x, root)
+        return wait(ws, x, out, root)
+
+    return {START: begin, WAIT: end}.get(what, both)
+
+
+def _form_of(values: Any) -> str:
+    if values is None or isinstance(values, types.NoneType | types.Omitted):
+        return "others"
+    if hasattr(values, "instance_class"):
+        return "team"
+    return "tuple" if isinstance(values, types.BaseTuple) else "one"
+
+
+@specialized(signals.length_of)
+def _length_of(ctx: Any, values: Any) -> Any:
+    def others(ctx: Any, values: Any) -> Any:
+        return len(ctx.pads) - 1
+
+    def team(ctx: Any, values: Any) -> Any:
+        return len(values.ranks)
+
+    def several(ctx: Any, values: Any) -> Any:
+        return len(values)
+
+    def one(ctx: Any, values: Any) -> Any:
+        return 1
+
+    forms = {"others": others, "team": team, "tuple": several, "one": one}
+    return forms[_form_of(values)]
+
+
+@specialized(signals.item_of)
+def _item_of(ctx: Any, values: Any, place: Any) -> Any:
+    def others(ctx: Any, values: Any, place: Any) -> Any:
+        return (ctx.rank + 1 + place) % len(ctx.pads)
+
+    def team(ctx: Any, values: Any, place: Any) -> Any:
+        return -1 if values.ranks[place] == ctx.rank else values.ranks[place]
+
+    def several(ctx: Any, values: Any, place: Any) -> Any:
+        return values[place]
+
+    def one(ctx: Any, values: Any, place: Any) -> Any:
+        return values
+
+    forms = {"others": others, "team": team, "tuple": several, "one": one}
+    return forms[_form_of(values)]

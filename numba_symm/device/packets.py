@@ -69,7 +69,7 @@ from numba_symm.device.polling import (
     since,
     wait_record,
 )
-from numba_symm.device.puts import lane_index, warp_size
+from numba_symm.device.puts import lane_index, place_of, warp_size
 from numba_symm.launch.failures import GET_PACKETS, OVERWRITTEN
 
 _LOW = 0xFFFFFFFF
@@ -175,12 +175,12 @@ def mailbox_size(count: int, dtype: Any) -> int:
 @device_function
 def _unit(layout: Any, size: int, k: int) -> int:
     """Return the address of an array's unit ``k``: an element, or half of one of 16."""
-    address, rows, columns, to_row, to_column = layout
+    _, planes, rows, columns, _, _, _ = layout
     halves = 2 if size == 16 else 1
     element = k // halves
-    row = element // columns if rows > 1 else 0
-    place = address + row * to_row + (element - row * columns) * to_column
-    return place + 8 * (k - element * halves)  # type: ignore[no-any-return]
+    row = element // columns if planes * rows > 1 else 0
+    place = place_of(layout, row, element - row * columns)
+    return place + 8 * (k - element * halves)
 
 
 @device_function
@@ -250,8 +250,8 @@ def _put(
     ctx: Any, mailbox: Any, source: Any, epoch: int, lane: int, lanes: int
 ) -> None:
     found = views_of(source, source)
-    size, layout = found[0], found[1:6]
-    nbytes = size * layout[1] * layout[2]
+    size, layout = found[0], found[1:8]
+    nbytes = size * layout[1] * layout[2] * layout[3]
     check_mailbox(ctx, mailbox, nbytes)
     units, k, number = nbytes // min(size, 8), lane, _number(epoch)
     while k * _VECTOR < nbytes:
@@ -292,8 +292,8 @@ def _get(
     ctx: Any, src: int, target: Any, mailbox: Any, epoch: int, lane: int, lanes: int
 ) -> bool:
     found = views_of(target, target)
-    size, layout = found[0], found[1:6]
-    nbytes = size * layout[1] * layout[2]
+    size, layout = found[0], found[1:8]
+    nbytes = size * layout[1] * layout[2] * layout[3]
     check_peer(ctx, src)
     check_mailbox(ctx, mailbox, nbytes)
     record = wait_record(GET_PACKETS, ctx.rank, src, grid_index(), epoch)
@@ -326,7 +326,7 @@ def put_packets(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
             and aligned to 16 bytes, of at least ``mailbox_size(source.size, dtype)``
             elements. GPUs check this only in debug mode. The mailbox is zero at first,
             and only these functions store into it. Each call takes the whole mailbox.
-        source: an array of one or two dimensions, in memory of any kind.
+        source: an array of one to three dimensions, in memory of any kind.
         epoch: the number of the copy, from 1 on, counted for this mailbox or for all
             mailboxes that are used in turn. Receivers compare epochs modulo 2**31, and
             clear old packets of a mailbox that is used again within 2**23 epochs.
@@ -415,8 +415,8 @@ def get_packets(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) -> bo
     Args:
         ctx: the memory's context.
         src: the rank that sends; only used for the text of a failure.
-        target: an array of one or two dimensions, in memory of any kind. The number and
-            size of its elements are those of the sender's array.
+        target: an array of one to three dimensions, in memory of any kind. The number
+            and size of its elements are those of the sender's array.
         mailbox: the mailbox in this rank's memory, as for :func:`put_packets`. The call
             may clear the packets after those of the target.
         epoch: the epoch that the sender passed.

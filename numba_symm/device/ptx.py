@@ -327,17 +327,28 @@ def check_grid(typingctx: Any) -> Any:
     return types.void(), _nothing
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def size_of(typingctx: Any, ctx: Any) -> Any:
-    """Return the bytes of the buffers; 0 if the context does not have them."""
+def _field(ctx: Any, name: str) -> Any:
+    """Return the definition of a field that only contexts of debug mode have."""
     fields = getattr(ctx, "fields", ())
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if "nbytes" not in fields:
+        if name not in fields:
             return ir.Constant(_LLVM[_I64], 0)
-        return builder.extract_value(args[0], fields.index("nbytes"))
+        return builder.extract_value(args[0], fields.index(name))
 
     return _I64(ctx), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def size_of(typingctx: Any, ctx: Any) -> Any:
+    """Return the bytes of the buffers; 0 if the context does not have them."""
+    return _field(ctx, "nbytes")
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def channels_of(typingctx: Any, ctx: Any) -> Any:
+    """Return the channels of a pad; 0 if the context does not have them."""
+    return _field(ctx, "pad_channels")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -423,12 +434,12 @@ def _number(value: int) -> Any:
 
 
 def _layout(context: Any, builder: Any, array: Any, value: Any) -> list[Any]:
-    """Return an array's address, rows, columns, and bytes from each to the next."""
+    """Return an array's address, its three lengths, and bytes from each to the next."""
     made = context.make_array(array)(context, builder, value)
     lengths = cgutils.unpack_tuple(builder, made.shape, array.ndim)
     strides = cgutils.unpack_tuple(builder, made.strides, array.ndim)
-    if array.ndim == 1:
-        lengths, strides = [_number(1), *lengths], [_number(0), *strides]
+    more = 3 - array.ndim
+    lengths, strides = [_number(1)] * more + lengths, [_number(0)] * more + strides
     address = builder.ptrtoint(made.data, ir.IntType(64))
     return [address, *lengths, *strides]
 
@@ -437,14 +448,19 @@ def _layout(context: Any, builder: Any, array: Any, value: Any) -> list[Any]:
 def views_of(typingctx: Any, target: Any, source: Any) -> Any:
     """Return an element's bytes, and the layouts of a copy's target and source.
 
-    A layout is an address, the numbers of rows and columns, and the bytes from one row
-    and from one column to the next.
+    A layout is an address, the numbers of planes, rows of a plane and columns, and the
+    bytes from one plane, one row and one column to the next.
     """
     arrays = [each for each in (target, source) if isinstance(each, types.Array)]
     same = len({(each.dtype, each.ndim) for each in arrays}) == 1
-    if len(arrays) < 2 or not same or source.ndim not in (1, 2) or not target.mutable:
+    if (
+        len(arrays) < 2
+        or not same
+        or source.ndim not in (1, 2, 3)
+        or not target.mutable
+    ):
         raise TypingError(
-            "a copy: expected two arrays of one or two dimensions and of the same "
+            "a copy: expected two arrays of one to three dimensions and of the same "
             f"dtype, the first one to write to, got {target} and {source}"
         )
 
@@ -459,7 +475,7 @@ def views_of(typingctx: Any, target: Any, source: Any) -> Any:
             found += _layout(context, builder, each, value)
         return context.make_tuple(builder, signature.return_type, found)
 
-    return types.UniTuple(_I64, 11)(target, source), codegen
+    return types.UniTuple(_I64, 15)(target, source), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

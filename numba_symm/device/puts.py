@@ -168,16 +168,23 @@ def _copy_row(
 
 
 @device_function
+def place_of(layout: Any, row: int, column: int) -> int:
+    """Return the address of an element; ``row`` counts through all planes."""
+    address, planes, rows, _, to_plane, to_row, to_column = layout
+    plane = row // rows if planes > 1 else 0
+    place = address + plane * to_plane + (row - plane * rows) * to_row
+    return place + column * to_column  # type: ignore[no-any-return]
+
+
+@device_function
 def _copy_elements(size: int, to: Any, of: Any, lane: int, lanes: int) -> None:
     """Copy the elements of rows one by one; ``to`` and ``of`` are layouts."""
-    target, rows, columns, row_to, column_to = to
-    source, _, _, row_of, column_of = of
+    _, planes, rows, columns, _, _, _ = to
     k = lane
-    while k < rows * columns:
+    while k < planes * rows * columns:
         row = k // columns
         column = k - columns * row
-        place = target + row * row_to + column * column_to
-        copy_element(place, source + row * row_of + column * column_of, size)
+        copy_element(place_of(to, row, column), place_of(of, row, column), size)
         k += lanes
 
 
@@ -186,12 +193,19 @@ def _copy(ctx: Any, target: Any, source: Any, lane: int, lanes: int) -> None:
     """Copy an array, by ``lanes`` threads that all call this."""
     found = views_of(target, source)
     check_copy(ctx, target, source)
-    size, to, of = found[0], found[1:6], found[6:]
-    target_at, rows, columns, row_to, column_to = to
-    source_at, _, _, row_of, column_of = of
-    length = size * columns
+    size, to = found[0], found[1:8]
+    of = found[8:9] + found[2:5] + found[12:]  # of the same lengths
+    _, planes, rows, columns, plane_to, row_to, column_to = to
+    plane_of, row_of, column_of = found[12:]
+    length, whole = size * columns, size * columns * rows
     adjacent = column_to == size and column_of == size
-    if adjacent and row_to == length and row_of == length:
+    rows *= planes
+    if (
+        adjacent
+        and (planes == 1 or (plane_to == whole and plane_of == whole))
+        and row_to == length
+        and row_of == length
+    ):
         length *= rows
         rows = 1
     if adjacent and (rows == 1 or length >= _SHORT):
@@ -200,7 +214,7 @@ def _copy(ctx: Any, target: Any, source: Any, lane: int, lanes: int) -> None:
         abreast = lanes // width
         row = lane // width
         while row < rows and lane < abreast * width:
-            at, its = target_at + row * row_to, source_at + row * row_of
+            at, its = place_of(to, row, 0), place_of(of, row, 0)
             _copy_row(at, its, length, min(size, 8), lane % width, width)
             row += abreast
     else:
@@ -220,8 +234,8 @@ def put(ctx: Any, target: Any, source: Any) -> None:
 
     Args:
         ctx: the memory's context.
-        target: an array of one or two dimensions in a peer's memory, such as a part of
-            a :func:`peer_array`. It may be strided.
+        target: an array of one to three dimensions in a peer's memory, such as a part
+            of a :func:`peer_array`. It may be strided.
         source: an array of the same shape and dtype, in memory of any kind, which does
             not overlap the target. GPUs check this only in debug mode. Elements have 1,
             2, 4, 8 or 16 bytes.
@@ -300,7 +314,7 @@ def get(ctx: Any, target: Any, source: Any) -> None:
 
     Args:
         ctx: the memory's context.
-        target: an array of one or two dimensions, in memory of any kind.
+        target: an array of one to three dimensions, in memory of any kind.
         source: an array of the same shape and dtype in a peer's memory. Otherwise, the
             conditions of :func:`put` apply to both arrays.
 

@@ -1,19 +1,19 @@
 """Signals between GPUs, callable from any kernel: slots, and words that count.
 
-A signal pad has one ``uint32`` slot for each channel and source rank, at
-``size * channel + source``. A slot is a mailbox with one writer on each side, so
-no atomic operation is needed. The sender waits for 0 and stores 1, and the receiver
-waits for 1 and stores 0. Each signal returns its slot to 0, so a captured graph can be
-replayed. The 0 shows that the signal was taken, not that any data was read. Each
-channel of a pair of ranks has one user at a time.
+A signal pad has one ``uint32`` slot for each channel and source rank. What belongs to
+a channel is together, so no address depends on the number of channels. A slot is a
+mailbox with one writer on each side, so no atomic operation is needed. The sender waits
+for 0 and stores 1, and the receiver waits for 1 and stores 0. Each signal returns its
+slot to 0, so a captured graph can be replayed. The 0 shows that the signal was taken,
+not that any data was read. Each channel of a pair of ranks has one user at a time.
 
 Every wait has a deadline: see ``polling.py``.
 
 Signals that count: a 64-bit word for each channel and source rank.
 
-The words follow the slots of a signal pad, at ``size * channel + source``. Only the
-source rank adds to a word or sets it, and the owner of the pad reads it. So the next
-launch continues with the last value.
+A channel's words precede its slots, and follow two words for barriers of grids. Only
+the source rank adds to a word or sets it, and the owner of the pad reads it. So the
+next launch continues with the last value.
 """
 
 from collections.abc import Callable
@@ -31,6 +31,7 @@ from numba_symm.device.intrinsics import (
     array_at,
     array_function,
     atomic_add,
+    block_size,
     device_function,
     later_blocks,
     ld_acquire_sys_u32,
@@ -38,16 +39,18 @@ from numba_symm.device.intrinsics import (
     st_release_sys_u32,
     st_release_sys_u64,
     syncthreads,
+    syncthreads_or,
     thread_index,
     word_address,
     word_kind,
 )
 from numba_symm.device.polling import Guard, make_wait, wait_record
 from numba_symm.device.puts import put_block
+from numba_symm.device.teams import Team
 from numba_symm.launch.failures import PUT_SIGNAL, WAIT_SIGNAL, WAIT_UNTIL, WAIT_WORD
 
-MAX_CHANNELS = 128
-"""The channels of a pad."""
+CHANNELS = 128
+"""The channels of a pad for which a program does not ask for another number."""
 
 
 class _ContextFields(NamedTuple):
@@ -61,8 +64,8 @@ class _ContextFields(NamedTuple):
 class Context(_ContextFields):
     """The symmetric memory that a kernel accesses, passed as an ordinary argument.
 
-    Numba passes a context to kernels as a named tuple. The last three attributes are
-    for the host only. ``SymmetricMemory.ctx`` keeps the memory alive, as an array does.
+    Numba passes a context to kernels as a named tuple. The last four attributes are for
+    the host only. ``SymmetricMemory.ctx`` keeps the memory alive, as an array does.
 
     Attributes:
         rank: this rank.
@@ -72,6 +75,7 @@ class Context(_ContextFields):
         guard: the timeout, and the address to which a kernel reports a failure.
         owner: the object that keeps the memory alive.
         buffer_size: the bytes of a buffer; None if they are unknown.
+        channels: the number of channels of a pad.
         check_mapped: a function that the simulator's device functions call before an
             access. It raises ClosedError if the memory was unmapped, because the access
             would end the process. None: the memory is never unmapped.
@@ -79,6 +83,7 @@ class Context(_ContextFields):
 
     owner: Any = None
     buffer_size: int | None = None
+    channels: int = CHANNELS
     check_mapped: Callable[[], None] | None = None
     checked = False  # by device functions on GPUs, see ``checks.py``
 
@@ -88,9 +93,10 @@ class CheckedContext(Context):
 
     Attributes:
         nbytes: the bytes of a buffer, for kernels.
+        pad_channels: the number of channels of a pad, for kernels.
     """
 
-    _fields: Any = (*_ContextFields._fields, "nbytes")
+    _fields: Any = (*_ContextFields._fields, "nbytes", "pad_channels")
     checked = True
 
     def __new__(cls, *values: Any) -> "CheckedContext":
@@ -107,10 +113,28 @@ _wait_for_slot = make_wait(_slot_holds)
 
 
 @device_function
+def channel_stride(size: int) -> int:
+    """Return the bytes of a channel of a pad for so many ranks."""
+    return (12 * size + 23) // 8 * 8
+
+
+@device_function
+def word_offset(size: int, channel: int, source: int) -> int:
+    """Return the offset in a pad of a channel's word of a source."""
+    return channel_stride(size) * channel + 16 + 8 * source
+
+
+@device_function
+def slot_offset(size: int, channel: int, source: int) -> int:
+    """Return the offset in a pad of a channel's slot of a source."""
+    return word_offset(size, channel, size) + 4 * source
+
+
+@device_function
 def _slot(ctx: Any, owner: int, channel: int, source: int) -> int:
     """Return the address of a slot of rank ``owner``'s pad."""
-    check_slot(ctx, owner, channel, source, MAX_CHANNELS)
-    return ctx.pads[owner] + 4 * (ctx.size * channel + source)  # type: ignore[no-any-return]
+    check_slot(ctx, owner, channel, source)
+    return ctx.pads[owner] + slot_offset(ctx.size, channel, source)  # type: ignore[no-any-return]
 
 
 @device_function
@@ -141,7 +165,7 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
 
     One thread calls it. Earlier writes of this thread, and of threads with which it has
     synchronized (``syncthreads``), are visible to the thread that waits for the signal
-    (release). ``channel`` is 0 to 127. GPUs check ``channel`` and ``dst`` only in debug
+    (release). GPUs check ``channel`` and ``dst`` only in debug
     mode.
 
     Returns:
@@ -164,8 +188,8 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
     """Wait for rank ``src``'s signal on ``channel``, and then reset the slot.
 
     One thread calls it, and then sees what ``src`` wrote before the signal (acquire).
-    After a ``syncthreads``, all threads of its block see this, too. ``channel`` is 0 to
-    127. GPUs check ``channel`` and ``src`` only in debug mode.
+    After a ``syncthreads``, all threads of its block see this, too. GPUs check
+    ``channel`` and ``src`` only in debug mode.
 
     Returns:
         False if the deadline has passed, or another rank has failed.
@@ -284,9 +308,8 @@ _wait_for_word = make_wait(_word_holds)
 @device_function
 def _count(ctx: Any, owner: int, channel: int, source: int) -> int:
     """Return the address of a word of rank ``owner``'s pad."""
-    check_slot(ctx, owner, channel, source, MAX_CHANNELS)
-    slots = 4 * MAX_CHANNELS * ctx.size
-    return ctx.pads[owner] + slots + 8 * (ctx.size * channel + source)  # type: ignore[no-any-return]
+    check_slot(ctx, owner, channel, source)
+    return ctx.pads[owner] + word_offset(ctx.size, channel, source)  # type: ignore[no-any-return]
 
 
 @device_function
@@ -302,7 +325,7 @@ def signal_add(ctx: Any, dst: int, channel: int, value: int) -> None:
     Args:
         ctx: the memory's context.
         dst: the rank to signal; may be this rank.
-        channel: 0 to 127; GPUs check the channel only in debug mode.
+        channel: a channel of the pad; GPUs check it only in debug mode.
         value: what to add to the word, an int64.
 
     Example:
@@ -386,7 +409,7 @@ def wait_until(ctx: Any, src: int, channel: int, comparison: int, value: int) ->
     Args:
         ctx: the memory's context.
         src: the rank that signals; may be this rank.
-        channel: 0 to 127; GPUs check the channel only in debug mode.
+        channel: a channel of the pad; GPUs check it only in debug mode.
         comparison: ``EQ``, ``NE``, ``GT``, ``GE``, ``LT`` or ``LE``. A count may
             already exceed ``value``, so use ``GE`` for counts that grow.
         value: the value to compare with, an int64.
@@ -451,6 +474,127 @@ def wait_until_at(
     return _wait_for_word(ctx.guard, address, wanted, record)
 
 
+def length_of(ctx: Any, values: Any) -> int:
+    """Return how many values there are, in the simulator; see :func:`item_of`."""
+    if values is None:
+        return len(ctx.pads) - 1
+    values = values.ranks if isinstance(values, Team) else values
+    return len(values) if isinstance(values, tuple) else 1
+
+
+def item_of(ctx: Any, values: Any, place: int) -> int:
+    """Return one of several values, in the simulator; ``gpu_collectives.py`` has more.
+
+    Args:
+        ctx: a context.
+        values: a tuple; an int, which is all values; None, for the other ranks; or a
+            :class:`Team`, for its ranks, with -1 in this rank's place.
+        place: which one.
+    """
+    if values is None:
+        return (ctx.rank + 1 + place) % len(ctx.pads)  # type: ignore[no-any-return]
+    if isinstance(values, Team):
+        rank = values.ranks[place]
+        return -1 if rank == ctx.rank else rank
+    return values[place] if isinstance(values, tuple) else values  # type: ignore[no-any-return]
+
+
+@device_function
+def take_from_each(ctx: Any, src: Any, channel: Any, mask: int, arrived: bool) -> bool:
+    """Wait as :func:`wait_signal_block`, or for nothing if not ``arrived``."""
+    place = thread_index()
+    threads = block_size()
+    while place < length_of(ctx, src) and arrived:
+        rank = item_of(ctx, src, place)
+        if rank >= 0 and mask >> rank & 1 != 0:
+            # explore: wait-each
+            arrived = wait_signal(ctx, rank, item_of(ctx, channel, place))
+        place += threads
+    # The peers' writes, acquired by one thread each, become visible to all.
+    return not syncthreads_or(not arrived)  # explore: agree
+
+
+@device_function
+def wait_signal_block(ctx: Any, src: Any, channel: Any, mask: int = -1) -> bool:
+    """Wait for signals from one rank or from several, and reset their slots.
+
+    All threads of a block call it. All of them then see what the ranks wrote before
+    their signals, or all return False. Each thread waits for other ranks than the other
+    threads, so the call takes as long as the latest signal.
+
+    Args:
+        ctx: the memory's context.
+        src: a rank; a tuple of ranks, of which negative ones stand for no rank; a
+            :class:`Team`, for its ranks other than this one; or None, for all other
+            ranks.
+        channel: the channel of all signals, or a tuple with one for each place of
+            ``src``.
+        mask: the ranks of ``src`` to wait for: rank r is one of them if bit r is set.
+
+    Returns:
+        False, in all threads of the block, if the deadline has passed or a rank has
+        failed. After that, store nothing that a peer may read.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     if cuda.threadIdx.x == 0:
+        ...         symm.put_signal(ctx, 0, 2)
+        ...     old[0] = symm.wait_signal_block(ctx, (0, -1), 2)
+        >>> kernel[1, 2](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    return take_from_each(ctx, src, channel, mask, True)
+
+
+@device_function
+def wait_until_block(
+    ctx: Any, src: Any, channel: Any, comparison: int, value: Any, mask: int = -1
+) -> bool:
+    """Wait until the words of one rank or of several satisfy a comparison.
+
+    All threads of a block call it. All of them then see what the ranks wrote before
+    their words' values, or all return False. Each thread waits for other ranks than the
+    other threads.
+
+    Args:
+        ctx: the memory's context.
+        src: as for :func:`wait_signal_block`.
+        channel: the channel of all words, or a tuple with one for each place of
+            ``src``.
+        comparison: as for :func:`wait_until`.
+        value: the value to compare all words with, or a tuple in the same way.
+        mask: as for :func:`wait_signal_block`.
+
+    Returns:
+        As :func:`wait_signal_block`.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     if cuda.threadIdx.x == 0:
+        ...         symm.signal_set(ctx, 0, 5, 2)
+        ...         symm.signal_set(ctx, 0, 6, 3)
+        ...     old[0] = symm.wait_until_block(ctx, (0, 0), (5, 6), symm.GE, (2, 3))
+        >>> kernel[1, 2](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    place = thread_index()
+    threads = block_size()
+    arrived = True
+    while place < length_of(ctx, src) and arrived:
+        rank = item_of(ctx, src, place)
+        if rank >= 0 and mask >> rank & 1 != 0:
+            at, wanted = item_of(ctx, channel, place), item_of(ctx, value, place)
+            # explore: until-each
+            arrived = wait_until(ctx, rank, at, comparison, wanted)
+        place += threads
+    # As of take_from_each.
+    return not syncthreads_or(not arrived)  # explore: until-agree
+
+
 @device_function
 def put_with_signal(
     ctx: Any, dst: int, channel: int, target: Any, source: Any, value: int
@@ -464,7 +608,7 @@ def put_with_signal(
     Args:
         ctx: the memory's context.
         dst: the rank of ``target``.
-        channel: 0 to 127, as in :func:`signal_add`.
+        channel: a channel of the pad, as in :func:`signal_add`.
         target: an array in ``dst``'s memory.
         source: an array of the same shape and dtype; both as for :func:`put_block`.
         value: what to add to the word, an int64.

@@ -356,6 +356,11 @@ def size_of(ctx: Any) -> int:
     return sys.maxsize if ctx.buffer_size is None else int(ctx.buffer_size)
 
 
+def channels_of(ctx: Any) -> int:
+    """Return the channels of a pad."""
+    return int(ctx.channels)
+
+
 def exit_thread() -> None:
     """Do nothing: the simulator raises errors instead."""
 

@@ -93,7 +93,9 @@ _SIZES = (1, 2, 4, 8, 16)
 def _kind(array: Any) -> Any:
     """Return the dtype of what a copy takes; None: it does not take it."""
     dtype = getattr(array, "dtype", None)
-    taken = dtype is not None and np.ndim(array) in (1, 2) and dtype.itemsize in _SIZES
+    taken = (
+        dtype is not None and np.ndim(array) in (1, 2, 3) and dtype.itemsize in _SIZES
+    )
     return dtype if taken else None
 
 
@@ -106,15 +108,14 @@ def views_of(target: Any, source: Any) -> tuple[int, ...]:
     """Return an element's bytes, and the layouts of a copy's target and source."""
     if _kind(target) is None or _kind(target) != _kind(source):
         raise ArgumentError(
-            "a copy: expected two arrays of one or two dimensions and of the same "
+            "a copy: expected two arrays of one to three dimensions and of the same "
             f"dtype, got {_words(target)} and {_words(source)}"
         )
     found = [int(source.dtype.itemsize)]
     for each in target, source:
-        shape, strides = each.shape, each.strides
-        if len(shape) == 1:
-            shape, strides = (1, *shape), (0, *strides)
-        found += [int(each.ctypes.data), *shape, *strides]
+        more = 3 - len(each.shape)
+        lengths, strides = (1,) * more + each.shape, (0,) * more + each.strides
+        found += [int(each.ctypes.data), *lengths, *strides]
     return tuple(found)
 
 

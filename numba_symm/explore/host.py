@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from numba_symm import dtypes
-from numba_symm.device.signals import MAX_CHANNELS
+from numba_symm.device.signals import CHANNELS
 from numba_symm.explore.machine import Machine, Name, Observer, running
 from numba_symm.explore.memory import Area, CodePlace, Fault
 from numba_symm.explore.standins import ExploredKernel, StandIn
@@ -396,32 +396,48 @@ class ExploredCommunicator(Rank):
         _check_equal(what, self._set_up(what, found.nbytes))
         return found
 
-    def rendezvous(self, array: Any) -> "ExploredMemory":
+    def rendezvous(
+        self, array: Any, *, channels: int | None = None
+    ) -> "ExploredMemory":
         """Return all ranks' addresses of an array."""
         mine, region = host(), array.region
-        found = self._set_up("rendezvous", (array.address, region))
-        pads = [_pad(self._world, each, rank) for rank, (_, each) in enumerate(found)]
+        number = CHANNELS if channels is None else channels
+        found = self._set_up("rendezvous", (array.address, region, channels))
+        _check_equal("rendezvous", [each for _, _, each in found])
+        made = [
+            _pad(self._world, one, r, number) for r, (_, one, _) in enumerate(found)
+        ]
         modules = self._world.device
         guard = modules["polling"].Guard(
             self._world.board.base, mine.rank, self.size, 0
         )
-        buffers = tuple(address for address, _ in found)
+        buffers = tuple(address for address, _, _ in found)
         ctx = modules["signals"].Context(
-            mine.rank, self.size, buffers, tuple(pad.base for pad in pads), guard
+            mine.rank, self.size, buffers, tuple(pad.base for pad in made), guard
         )
         ctx.buffer_size = region.nbytes - array.start()
+        ctx.channels = made[mine.rank].nbytes // pads.pad_nbytes(self.size, 1)
+        if number > ctx.channels:
+            raise Fault(
+                "error",
+                f"rendezvous: expected at most {ctx.channels} channels of the "
+                f"allocation's signal pad, got {number}; pass the most that a kernel "
+                "needs in the allocation's first rendezvous",
+            )
         return ExploredMemory(self._world, ctx)
 
-    def device_workspace(self, blocks: int, threads: int, bytes: int) -> Any:
+    def device_workspace(
+        self, blocks: int, threads: int, bytes: int, depth: int = 1
+    ) -> Any:
         """Return the memory of collectives in kernels."""
         mine, module = host(), self._world.device["block_exchange"]
-        sizes = allocator.checked(blocks, threads, bytes)
-        blocks, threads, bytes = sizes
+        sizes = allocator.checked(blocks, threads, bytes, depth)
+        blocks, threads, bytes, depth = sizes
         vectors = allocator.vectors(threads, bytes)
         threads = allocator.warps(threads)
         region = running().memory.allocate(
             f"the device workspace of rank {mine.rank}",
-            module.nbytes(self.size, blocks, threads, vectors),
+            module.nbytes(self.size, blocks, threads, vectors, depth),
             4,
         )
         found = self._set_up("device_workspace", (region.base, sizes))
@@ -432,12 +448,12 @@ class ExploredCommunicator(Rank):
         guard = self._world.device["polling"].Guard(
             self._world.board.base, mine.rank, self.size, 0
         )
-        given = mine.rank, self.size, ring, guard, blocks, threads, vectors
+        given = mine.rank, self.size, ring, guard, blocks, threads, vectors, depth
         return SimpleNamespace(ctx=module.WorkspaceContext(*given))
 
     def launch_limit(self, kernel: Any, threads: int) -> int:
         """Return how many blocks may wait: as many as channels."""
-        return MAX_CHANNELS
+        return CHANNELS
 
     def synchronize(self, stream: Any = None) -> None:
         """Wait for the stream."""
@@ -583,12 +599,12 @@ def _check_unused(what: str, **options: Any) -> None:
             raise unsupported(f"{what} with {name}")
 
 
-def _pad(world: AllRanks, region: Area, rank: int) -> Area:
+def _pad(world: AllRanks, region: Area, rank: int, channels: int) -> Area:
     """Return the signal pad of an allocation."""
     pad = world.pads.get(region)
     if pad is None:
         pad = world.machine.memory.allocate(
-            f"the signal pad of rank {rank}", pads.pad_nbytes(world.size), 4
+            f"the signal pad of rank {rank}", pads.pad_nbytes(world.size, channels), 4
         )
         pad.rank = rank
         pad.slots = functools.partial(_slot, world.size)
@@ -598,12 +614,12 @@ def _pad(world: AllRanks, region: Area, rank: int) -> Area:
 
 def _slot(size: int, offset: int) -> tuple[str, int, int]:
     """Return what a pad has at an offset, the channel and the source."""
-    slots, words = 4 * MAX_CHANNELS * size, 8 * MAX_CHANNELS * size
-    if offset < slots:
-        return "signal", offset // 4 // size, offset // 4 % size
-    if offset < slots + words:
-        return "word", (offset - slots) // 8 // size, (offset - slots) // 8 % size
-    return "grid barrier", (offset - slots - words) // 16, -1
+    channel, place = divmod(offset, pads.pad_nbytes(size, 1))
+    if place < 16:
+        return "grid barrier", channel, -1
+    if place < 16 + 8 * size:
+        return "word", channel, (place - 16) // 8
+    return "signal", channel, (place - 16 - 8 * size) // 4
 
 
 class ExploredMemory:

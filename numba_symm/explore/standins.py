@@ -33,6 +33,7 @@ from numba_symm.explore.memory import (
     RELAXED,
     STORE,
     UPDATE,
+    CodePlace,
     Fault,
     Strong,
 )
@@ -62,6 +63,20 @@ class StandIn(ModuleType):
         raise unsupported(f"{self.__name__}.{name}")
 
 
+def _check_awaited(args: Any, site: CodePlace) -> None:
+    """Refuse a kernel that has started a collective and has not awaited it."""
+    module = device().known[f"{DEVICE}.block_exchange"]
+    for ws in args:
+        if isinstance(ws, module.WorkspaceContext):
+            first = ws.ring[-1] + module.epoch_of(ws, 0, 0)
+            region, offset = running().memory.at(first, 1)
+            nbytes = module.EPOCHS * ws.threads * ws.blocks
+            words = region.buffer[offset : offset + nbytes].view(np.uint32)
+            if module.in_flight(words):
+                sites = [(f"rank {ws.rank}", site)]
+                raise Fault("error", module.NOT_AWAITED, sites=sites)
+
+
 class ExploredKernel:
     """What ``cuda.jit`` returns for a kernel."""
 
@@ -84,6 +99,8 @@ class ExploredKernel:
             host.check_stream(stream)
             clock = running().me().clock.copy()
             launched = Grid(self.py_func, (grid, block), args, int(dynamic), clock)
+            check = functools.partial(_check_awaited, args, running().site())
+            launched.at_end = check
             host.stream.enqueue(launched)
 
         return enqueue

@@ -231,7 +231,10 @@ class Grid:
         blocks, threads: all of them.
         shared: the shared arrays, by block and place in the program.
         number: which launch of the stream it is, from 1 on.
+        at_end: is called after the last thread's end.
     """
+
+    at_end: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, function: Any, launch: Any, args: Any, dynamic: int, clock: Any):
         self._function, self._args, self._clock = function, args, clock
@@ -268,6 +271,7 @@ class Grid:
         self._left -= 1
         self._stream.learn(thread.clock)
         if not self._left:
+            self.at_end()
             self._stream.finish()
 
 

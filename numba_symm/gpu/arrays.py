@@ -30,7 +30,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numba import cuda
@@ -40,6 +40,26 @@ from numba_symm.arguments import is_integer, shown
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError, GapsError
 from numba_symm.gpu import loads, streams
+
+
+class DeviceArray(Protocol):
+    """An array of Numba, CuPy, torch, or another library, in this rank's GPU.
+
+    It is what the calls of a :class:`Communicator` read: an array with DLPack or
+    ``__cuda_array_interface__``, or one of Numba's simulator. A type checker accepts
+    all that has these two attributes.
+    """
+
+    @property
+    def shape(self) -> Any:
+        """The length of each axis."""
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the elements, an object of the array's library."""
+
+
+DeviceArray.__module__ = "numba_symm"  # shorter in help()
 
 
 class ArrayView(NamedTuple):

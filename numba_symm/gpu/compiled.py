@@ -213,7 +213,8 @@ _PYTHON = (
     *("PyByteArray_AsString", "PyLong_AsUnsignedLongLong", "PyLong_FromLong"),
     *("PyThreadState_Get", "PyThreadState_GetID", "PyErr_Occurred"),
     *("PyEval_SaveThread", "PyEval_RestoreThread"),
-    *("PyBytes_FromStringAndSize", "PyList_Append", "Py_DecRef"),
+    *("PyBytes_FromStringAndSize", "PyList_Append", "PyList_Size"),
+    "Py_DecRef",
 )
 
 

@@ -15,11 +15,13 @@ import numpy as np
 from numba_symm import arguments, dtypes, process
 from numba_symm.device import block_exchange
 from numba_symm.device.block_exchange import (
+    MOST_DEPTH,
     VECTOR,
     WARP,
     CheckedWorkspaceContext,
     WorkspaceContext,
 )
+from numba_symm.device.signals import CHANNELS
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError
 from numba_symm.gpu import arrays, loads, streams
@@ -345,6 +347,7 @@ class _Entry:
 class _Pad:
     arena: _Entry
     offset: int
+    channels: int
 
     def addresses(self) -> tuple[int, ...]:
         return tuple(base + self.offset for base in self.arena.peers.addresses)
@@ -507,24 +510,28 @@ class Heap:
             entry.block.remove_mapped(entry)
         self._free_pads += [entry.pad for entry in entries if entry.pad is not None]
 
-    def rendezvous(self, address: int, array: Any = None) -> SymmetricMemory:
+    def rendezvous(
+        self, address: int, array: Any = None, channels: Any = None
+    ) -> SymmetricMemory:
         """Return the symmetric memory at ``address``. Map its allocation if needed.
 
         Args:
             address: the address of its first byte, at the same offset of its allocation
                 on all ranks.
             array: the object that keeps memory of another library; kept until close.
+            channels: as for ``Communicator.rendezvous``.
         """
         exchange, what = self._members.exchange, "rendezvous"
         with exchange.agreed(what):
             address = arguments.address(address, what)
             entry = self._entry_around(address)
             block = entry.block if entry else self._block_around(address, what)
+            channels = _channels(channels, entry)
         offset = address - block.address
         number = entry.number if entry else "new"
         exchange.agree_equal(
             f"allocation {number} of {block.nbytes} bytes ({block.backend.name}), "
-            f"offset {offset}",
+            f"offset {offset}, {channels} channels",
             what,
         )
         with self._of_islands(what):
@@ -533,7 +540,7 @@ class Heap:
                 if not block.own:
                     entry.owner = lambda: array
             if entry.pad is None:
-                entry.pad = self._take_pad(what)
+                entry.pad = self._take_pad(what, channels)
         owner = entry.owner(), array
         pad = entry.pad.addresses()
         return SymmetricMemory(
@@ -542,6 +549,7 @@ class Heap:
             block.nbytes,
             offset,
             pad,
+            entry.pad.channels,
             owner,
             self.debug,
         )
@@ -589,15 +597,17 @@ class Heap:
         self._misses.add(address, nbytes)
         return None
 
-    def _take_pad(self, what: str) -> _Pad:
-        nbytes = pads.pad_nbytes(self.island.world.size)
-        if not self._free_pads:
-            arena = self._allocate(pads.PADS_PER_ARENA * nbytes, "signal pads")
+    def _take_pad(self, what: str, channels: int) -> _Pad:
+        nbytes = pads.pad_nbytes(self.island.world.size, channels)
+        free = [pad for pad in self._free_pads if pad.channels == channels]
+        if not free:
+            number = max(1, pads.CHANNELS_PER_ARENA // channels)
+            arena = self._allocate(number * nbytes, "signal pads")
             self._arenas.append(arena)
-            self._free_pads = [
-                _Pad(arena, index * nbytes) for index in range(pads.PADS_PER_ARENA)
-            ]
-        pad = self._free_pads.pop(0)
+            free = [_Pad(arena, index * nbytes, channels) for index in range(number)]
+            self._free_pads += free
+        pad = free[0]
+        self._free_pads.remove(pad)
         with self.island.exchange.agreed(f"{what}: zeroing the signal pad"):
             own = pad.addresses()[self.island.world.rank]
             self.island.backend.fill(own, nbytes)
@@ -640,6 +650,22 @@ class Heap:
         return entries
 
 
+def _channels(channels: Any, entry: _Entry | None) -> int:
+    """Return the channels of an allocation's pad, or refuse more than it has."""
+    pad = entry.pad if entry else None
+    if channels is None:
+        return pad.channels if pad else CHANNELS
+    most = pad.channels if pad else pads.MOST_CHANNELS
+    return arguments.integer(
+        channels,
+        "rendezvous",
+        f"channels to be an integer from 1 to {most}",
+        least=1,
+        most=most,
+        do="pass the most that a kernel needs in the allocation's first rendezvous",
+    )
+
+
 _MAPPED = 2  # allocations that a call maps: of an array and of signal pads
 _never_freed: list[_Entry] = []
 
@@ -664,12 +690,12 @@ class DeviceWorkspace:
         blocks: the maximum number of blocks of a kernel.
         threads: the maximum number of threads of a block.
         bytes: the maximum number of bytes that a block sends to each rank in a call.
+        depth: the maximum number of collectives that are started and not awaited.
     """
 
-    def __init__(
-        self, memory: SymmetricMemory, blocks: int, threads: int, bytes: int
-    ) -> None:
-        self.blocks, self.threads, self.bytes = blocks, threads, bytes
+    def __init__(self, memory: SymmetricMemory, sizes: tuple[int, int, int, int]):
+        self.blocks, self.threads, self.bytes, self.depth = sizes
+        blocks, threads, bytes, depth = sizes
         self._memory = memory
         ctx, size = memory.ctx, memory.world_size
         made = CheckedWorkspaceContext if ctx.checked else WorkspaceContext
@@ -682,6 +708,7 @@ class DeviceWorkspace:
             blocks=blocks,
             threads=warps(threads),
             vectors=vectors(threads, bytes),
+            depth=depth,
         )
         self._ctx.owner, self._ctx.check_mapped = ctx.owner, ctx.check_mapped
 
@@ -715,14 +742,15 @@ class DeviceWorkspace:
 
 
 def new(
-    heap: Heap, members: Members, blocks: int, threads: int, bytes: int
+    heap: Heap, members: Members, blocks: int, threads: int, bytes: int, depth: int
 ) -> DeviceWorkspace:
     """Return a new workspace; see ``Communicator.device_workspace``. Collective."""
     what = "device_workspace"
     with members.set_up(what):
         with members.exchange.agreed(what):
-            blocks, threads, bytes = checked(blocks, threads, bytes)
-        fact = f"{blocks} blocks of {threads} threads, {bytes} bytes"
+            sizes = checked(blocks, threads, bytes, depth)
+        blocks, threads, bytes, depth = sizes
+        fact = f"{blocks} blocks of {threads} threads, {bytes} bytes, depth {depth}"
         members.exchange.agree_equal(fact, what)
         # Of the largest island, because all ranks allocate the same.
         nbytes = block_exchange.nbytes(
@@ -730,18 +758,28 @@ def new(
             blocks,
             warps(threads),
             vectors(threads, bytes),
+            depth,
         )
         array = heap.array(nbytes, np.uint8, what)  # zeros: no packet, no epoch
         memory = heap.rendezvous(arrays.view(array, what).address, array)
-    return DeviceWorkspace(memory, blocks, threads, bytes)
+    return DeviceWorkspace(memory, sizes)
 
 
-def checked(blocks: Any, threads: Any, bytes: Any) -> tuple[int, int, int]:
+def checked(
+    blocks: Any, threads: Any, bytes: Any, depth: Any
+) -> tuple[int, int, int, int]:
     """Return the sizes of a workspace as Python's ints, or refuse one of them."""
+    found = _checked(depth, "depth", MOST_DEPTH)
+    if found & (found - 1):
+        raise ArgumentError(
+            f"device_workspace: expected depth to be a power of two, got {found}; pass "
+            f"{1 << found.bit_length()}"
+        )
     return (
         _checked(blocks, "blocks", MOST_BLOCKS),
         _checked(threads, "threads", MOST_THREADS),
         _checked(bytes, "bytes", MOST_BYTES),
+        found,
     )
 
 

@@ -1,7 +1,6 @@
 """Signal pads: their layout, and the kernels of the host's signals.
 
-A pad has ``MAX_CHANNELS`` x ``world_size`` slots of uint32, at ``world_size * channel +
-source`` (see ``device/signals.py``), and as many words of 64 bits (see
+A pad has a slot of uint32 and a word of 64 bits for each channel and source (see
 ``device/signals.py``). Each pair of an allocation and a communicator has its own pad,
 so communicators do not share slots.
 """
@@ -14,19 +13,22 @@ from numba.cuda import types
 
 from numba_symm.device import barriers, signals
 from numba_symm.device.intrinsics import fence_acq_rel_sys
-from numba_symm.device.signals import MAX_CHANNELS, Context
+from numba_symm.device.signals import CHANNELS, Context
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu.kernels import GUARD, Kernel
 
-PADS_PER_ARENA = 64
-"""Pads in one allocation, because an allocation has at least 2 MiB."""
+CHANNELS_PER_ARENA = 64 * CHANNELS
+"""Channels of the pads in one allocation, because an allocation has at least 2 MiB."""
+
+MOST_CHANNELS = 1 << 16
+"""A record of a failure has 16 bits for the channel."""
 
 THREADS = 32
 
 
-def pad_nbytes(world_size: int) -> int:
+def pad_nbytes(world_size: int, channels: int) -> int:
     """Return the bytes of one pad."""
-    return (12 * world_size + 16) * MAX_CHANNELS
+    return (12 * world_size + 23) // 8 * 8 * channels  # of signals.channel_stride
 
 
 def context_type(world_size: int) -> Any:
@@ -36,11 +38,11 @@ def context_type(world_size: int) -> Any:
     return types.NamedTuple((scalar, scalar, pointers, pointers, GUARD), Context)
 
 
-def check_channel(channel: int, what: str) -> int:
+def check_channel(channel: int, channels: int, what: str) -> int:
     """Return ``channel``. Raise ArgumentError if it is not a channel."""
-    if not isinstance(channel, int) or not 0 <= channel < MAX_CHANNELS:
+    if not isinstance(channel, int) or not 0 <= channel < channels:
         raise ArgumentError(
-            f"{what}: expected a channel from 0 to {MAX_CHANNELS - 1}, got "
+            f"{what}: expected a channel from 0 to {channels - 1}, got "
             f"{channel!r}; pass a channel of the signal pad"
         )
     return channel

@@ -26,8 +26,8 @@ class SymmetricMemory:
         rank: this rank.
         world_size: the number of ranks.
         buffer_size: the bytes from the array's beginning to the end of its allocation.
-        signal_pad_size: the bytes of a signal pad: slots, then words for signals that
-            count.
+        channels: the number of channels of a signal pad.
+        signal_pad_size: the bytes of a signal pad.
         buffer_ptrs: the address of every rank's buffer in this process.
         signal_pad_ptrs: the address of every rank's signal pad in this process.
 
@@ -41,13 +41,15 @@ class SymmetricMemory:
         nbytes: int,
         offset: int,
         pad: tuple[int, ...],
+        channels: int,
         owner: Any,
         debug: bool,
     ):
         self.rank = island.world.rank
         self.world_size = island.world.size
         self.buffer_size = nbytes - offset
-        self.signal_pad_size = pads.pad_nbytes(self.world_size)
+        self.channels = channels
+        self.signal_pad_size = pads.pad_nbytes(self.world_size, channels)
         self.buffer_ptrs = [base + offset for base in peers.addresses]
         self.signal_pad_ptrs = list(pad)
         self._ctx = Context(
@@ -64,9 +66,9 @@ class SymmetricMemory:
         # For kernels of the program. The library's own have checked their arguments.
         users = self._ctx
         if debug:
-            users = CheckedContext(*self._ctx, self.buffer_size)
+            users = CheckedContext(*self._ctx, self.buffer_size, channels)
         users.owner = self._owner, tuple(peers.mappings)
-        users.buffer_size = self.buffer_size
+        users.buffer_size, users.channels = self.buffer_size, channels
         self._check_mapped = functools.partial(_check_mapped, island, peers)
         users.check_mapped = self._check_mapped
         self._users_ctx = users
@@ -290,8 +292,8 @@ class SymmetricMemory:
         stream after the barrier.
 
         Args:
-            channel: 0 to 127; between two ranks, only one operation may use a channel
-                at a time.
+            channel: 0 to ``channels`` - 1; between two ranks, only one operation may
+                use a channel at a time.
             stream: the stream; None: the legacy default stream.
 
         Raises:
@@ -299,7 +301,7 @@ class SymmetricMemory:
             ClosedError: the communicator or the memory was closed.
             CollectiveError: the communicator has failed.
         """
-        pads.check_channel(channel, "barrier")
+        pads.check_channel(channel, self.channels, "barrier")
         self._launch("barrier", pads.barrier_kernel, stream, channel)
 
     def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
@@ -309,7 +311,7 @@ class SymmetricMemory:
         ``dst`` has waited for the signal. Channels, streams and errors are those of
         :meth:`barrier`. ``dst`` may be this rank.
         """
-        pads.check_channel(channel, "put_signal")
+        pads.check_channel(channel, self.channels, "put_signal")
         self._check_peer(dst, "put_signal")
         self._launch("put_signal", pads.put_signal_kernel, stream, dst, channel)
 
@@ -319,7 +321,7 @@ class SymmetricMemory:
         Channels, streams and errors are those of :meth:`barrier`. ``src`` may be this
         rank, if this rank has already put a signal to itself, on any stream.
         """
-        pads.check_channel(channel, "wait_signal")
+        pads.check_channel(channel, self.channels, "wait_signal")
         self._check_peer(src, "wait_signal")
         self._launch("wait_signal", pads.wait_signal_kernel, stream, src, channel)
 

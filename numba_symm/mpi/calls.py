@@ -54,6 +54,8 @@ def waited(
 class StartedCall:
     """A call that was started; its methods are those of ``mpi4py.MPI.Request``."""
 
+    _starts = True  # whether ``_await_start`` may wait
+
     def __init__(self, active: bool = True) -> None:
         self._active = active
         # Of a call that is done, until a caller gets it.

@@ -320,35 +320,28 @@ def naturals(values: Any, number: int, name: str, code: int) -> tuple[int, ...]:
     return tuple(natural(value, name, code) for value in found)
 
 
-class _Parameter(NamedTuple):
-    """A parameter that is read.
+_Read = Callable[[Any, str, str], Any]
 
-    Attributes:
-        place: its place among the positional ones.
-        name: its name.
-        fine: the types of arguments that need no reading.
-        read: returns the argument, or refuses it.
+
+def _parameters(
+    method: Callable[..., Any],
+) -> Iterator[tuple[str, tuple[type, ...], _Read]]:
+    """Yield the parameters of a call that are read.
+
+    With each name come the types of arguments that need no reading, and what returns
+    the argument, or refuses it.
     """
-
-    place: int
-    name: str
-    fine: tuple[type, ...]
-    read: Callable[[Any, str, str], Any]
-
-
-def _parameters(method: Callable[..., Any]) -> Iterator[_Parameter]:
-    for place, (name, each) in enumerate(inspect.signature(method).parameters.items()):
+    for name, each in inspect.signature(method).parameters.items():
         kind = each.annotation
         if kind in (int, "int") and name not in _AGREED:  # mpi4py's are texts
             code = _CODES.get(name, MPI.ERR_ARG)
             fine = (int,) if name in _CODES else ()  # else mpi4py gets it, as C's
-            yield _Parameter(place, name, fine, functools.partial(integer, code=code))
+            yield name, fine, functools.partial(integer, code=code)
         elif name in _LISTS:
-            lists = (list,) if name == "requests" else ()
-            yield _Parameter(place, name, lists, _LISTS[name])
+            yield name, (list,) if name == "requests" else (), _LISTS[name]
         elif kind in _OBJECTS:
-            read = functools.partial(_instance, kind)
-            yield _Parameter(place, name, get_args(kind) or (kind,), read)
+            fine = get_args(kind) or (kind,)
+            yield name, fine, functools.partial(_instance, kind)
 
 
 def _instance(kind: Any, value: Any, call: str, name: str) -> Any:
@@ -386,6 +379,11 @@ def _statuses(value: Any, call: str, name: str) -> Any:
 
 _LISTS = {"requests": _requests, "statuses": _statuses}
 
+_STARS: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
 _CALLED = re.compile(r"(?!MPI\.)[A-Z][\w.]*: ")  # how texts begin that name their call
 
 
@@ -405,27 +403,49 @@ def translated(
     if own_name == "__new__":
         own_name = method.__qualname__.partition(".")[0]
     call = name or own_name
-    parameters = list(_parameters(like or method))
-
-    @functools.wraps(method)
-    def raising(*args: Any, **options: Any) -> T:
-        try:
-            for place, each, fine, read in parameters:
-                if place < len(args):
-                    value = args[place]
-                    if type(value) not in fine:
-                        found = read(value, call, each)
-                        args = (*args[:place], found, *args[place + 1 :])
-                elif each in options and type(options[each]) not in fine:
-                    options[each] = read(options[each], call, each)
-            return method(*args, **options)
-        except SymmError as error:
-            own = isinstance(error, MPIError)
-            made = error if isinstance(error, MPIError) else as_mpi(error)
-            if isinstance(made, MPIArgumentError) and not _CALLED.match(made.text):
-                made.text = f"{call}: {made.text}"
-            if own:
-                raise
-            raise made from error
-
+    known: dict[str, Any] = {"__name__": method.__module__, "method": method}
+    known |= {"SymmError": SymmError, "as_raised": functools.partial(_as_raised, call)}
+    taken: list[str] = []
+    passed: list[str] = []
+    for each in inspect.signature(like or method).parameters.values():
+        own = each.name
+        word = _STARS.get(each.kind, "")
+        if each.kind == each.KEYWORD_ONLY:
+            if not any(before.startswith("*") for before in taken):
+                taken.append("*")
+            passed.append(f"{own}={own}")
+        else:
+            passed.append(word + own)
+        if each.default is not each.empty:
+            known[f"{own}_0"], own = each.default, f"{own}={own}_0"
+        taken.append(word + own)
+    steps = []
+    for own, fine, read in _parameters(like or method):
+        known[f"fine_{own}"], known[f"read_{own}"] = fine, read
+        test = f"type({own}) not in fine_{own}"
+        if f"{own}_0" in known:  # what the program has not passed
+            test = f"{own} is not {own}_0 and {test}"
+        steps.append(f"if {test}: {own} = read_{own}({own}, {call!r}, {own!r})")
+    # With the call's own parameters, because packing and unpacking them takes longer
+    # than most calls have to say.
+    lines = "\n        ".join([*steps, f"return method({', '.join(passed)})"])
+    text = f"""def raising({", ".join(taken)}):
+    try:
+        {lines}
+    except SymmError as error:
+        made, cause = as_raised(error)
+        raise made from cause
+"""
+    exec(compile(text, __file__, "exec"), known)
+    raising: Callable[P, T] = functools.wraps(method)(known["raising"])
     return raising
+
+
+def _as_raised(call: str, error: SymmError) -> tuple[MPIError, BaseException | None]:
+    """Return an error that a call has raised as one of MPI, and its cause."""
+    own = isinstance(error, MPIError)
+    made = error if isinstance(error, MPIError) else as_mpi(error)
+    if isinstance(made, MPIArgumentError) and not _CALLED.match(made.text):
+        made.text = f"{call}: {made.text}"
+    # Without frames of the library, as notebooks show all.
+    return made.with_traceback(None), error.__cause__ if own else error

@@ -39,7 +39,6 @@ from numba_symm.mpi.rooms import (
     NO_SLOT,
     READ,
     READY,
-    RINGS,
     THERE,
     CopyStream,
     Unread,
@@ -47,12 +46,10 @@ from numba_symm.mpi.rooms import (
 )
 from numba_symm.mpi.words import FIELDS, Envelope, Words
 
-LOOKS = 2000
-"""Looks at memory before a waiting rank looks for failures: some microseconds."""
+LOOKS = 20_000
+"""Looks at memory before a waiting rank looks for failures, in some 30 microseconds."""
 
 _ANY_SOURCE, _ANY_TAG = MPI.ANY_SOURCE, MPI.ANY_TAG
-
-_NEVER = 1 << 62  # a number that no message has
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
 
@@ -113,7 +110,9 @@ class Post(Unread):
         self.to = {rank: words.to[place] for place, rank in self.ranks.items()}
         self.stream, self._enter = streams.handle_or_default(stream), enter
         self.timeout, self.threads = environment.chosen_timeout(timeout), local()
-        self._send, self.arrive = compiled("send"), compiled("arrive")
+        words.counted.append(self.unread)
+        self._send, self.expect = compiled("send"), compiled("expect")
+        self.receive, self.arrive = compiled("receive"), compiled("arrive")
         self.known = Cache(1024)
         self._interrupted = False  # whether some messages of set-up are left in MPI
         self._exchange = StoreExchange(ranks.whole(self._own, owned=False), "Comm")
@@ -209,8 +208,10 @@ class Post(Unread):
             coming.Cancel()
             coming.Wait()  # which ends in any case
         waited(self._own.Ibarrier().Test, check)  # all have refused what is left
+        self.take_back()
         for each in list(self._unread):
             self.release(each)
+        self.words.counted.remove(self.unread)
         _posts.discard(self)
         self._freed = True
         self.words.forget(self.context)
@@ -230,12 +231,10 @@ class Post(Unread):
         """Wait for this rank's copies."""
         self.outgoing.settle()
         self.copies.settle()
-        for each in list(self._unread):
-            if each.slot != NO_SLOT:
-                waited(
-                    partial(self.words.holds, each.slot, READY, each.number),
-                    self._check,
-                )
+        sent = [(each.slot, each.number) for each in self._unread]
+        for slot, number in sent + self.words.lent(self.unread):
+            if slot != NO_SLOT:
+                waited(partial(self.words.holds, slot, READY, number), self._check)
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
@@ -261,17 +260,14 @@ class Post(Unread):
             self._enter(what)
             self.threads.ready = True
 
-    def stream_of(self, array: Any, what: str) -> int:
+    def stream_of(self, array: Any) -> int:
         """Return the stream for copies of an array."""
         kind = arrays.KINDS.get(type(array))
         if kind is not None:
             named = None if kind.stream is None else kind.stream(array)
         else:
             named = None if array is None else arrays.stream_of(array)
-        found = self.stream if named is None else named
-        if not SIMULATED and streams.is_capturing(found):
-            self.refuse_capture(found, what)
-        return found
+        return self.stream if named is None else named
 
     def refuse_capture(self, stream: int, what: str) -> None:
         """Raise if a stream is being captured."""
@@ -318,31 +314,21 @@ class Post(Unread):
                 "one of these",
             )
 
-    def until(self, slot: int, word: int, number: int, done: Callable[[], Any]) -> None:
-        """Wait for a word, and until ``done()``.
-
-        Args:
-            slot: of the word; ``NO_SLOT``: wait only for ``done()``.
-            word: which one.
-            number: the word's number.
-            done: is called when the word or a message has arrived, and now and then.
-        """
-        if slot == NO_SLOT:
-            slot, number = 0, _NEVER
+    def until(self, slot: int, word: int, number: int) -> None:
+        """Wait for a word of a slot."""
         words, looks = self.words, 0
         at, bell = words.at + 8 * (LINE * slot + word), words.bell
-        while True:
-            found = words.look(bell, at, number, LOOKS)
-            if found != THERE:
-                progress.advance()
-            if done():
-                return
-            if found != RINGS:
-                os.sched_yield()  # to a rank that shares this processor
-                self.check()
-                looks += 1
-                if looks > BUSY:
-                    time.sleep(PAUSE)
+        while words.look(bell, at, number, LOOKS) != THERE:
+            progress.advance()
+            looks = self.pause(looks)
+
+    def pause(self, looks: int) -> int:
+        """Let others run between two looks; return how many there were."""
+        os.sched_yield()  # to a rank that shares this processor
+        self.check()
+        if looks > BUSY:
+            time.sleep(PAUSE)
+        return looks + 1
 
     def reap(self) -> None:
         """Go on with messages that arrive, and reuse the memory of those read."""
@@ -364,7 +350,7 @@ class Post(Unread):
         """
         sources, tags = (found.source, MPI.ANY_SOURCE), (found.tag, MPI.ANY_TAG)
         for each in self.posted:
-            if each.envelope is None:
+            if not each.is_decided:
                 source, tag = each.wanted
                 if source in sources and tag in tags:
                     each.envelope = found
@@ -408,17 +394,21 @@ class Post(Unread):
         """Cancel a receive, unless a message has matched it."""
         progress.advance()
         with self.words.lock:
-            if receiving.envelope is None:
+            if not receiving.is_decided:
                 receiving.cancelled = True
                 self.posted.pop(receiving, None)
 
     def withdraw(self, receiving: Any) -> None:
         """Take a receive back; a message that has matched it stays for another one."""
         self.cancel(receiving)
-        found = receiving.envelope
-        if found is None:
-            return
         with self.words.lock:  # a source's envelopes are in order
+            self.posted.pop(receiving, None)  # which an interrupt has left there
+            found = receiving.envelope
+            if found is None:
+                return
+            if receiving.is_begun:
+                receiving.receive_alone()
+                return
             later = (
                 index
                 for index, each in enumerate(self.unexpected)
@@ -429,7 +419,7 @@ class Post(Unread):
                 found = found._replace(asks=0)
             # With a slot it asks again: until READY it has no place to copy from.
             self.unexpected.insert(place, found)
-            receiving.envelope = None
+            receiving.cancelled = True
 
     def probe(
         self, what: str, source: int, tag: int, takes: bool = False
@@ -443,7 +433,7 @@ class Post(Unread):
             takes: whether no other receive gets it.
         """
         self.check_receive(source, tag, what)
-        self.stream_of(None, what)  # refuses a capture before events are queried
+        self.refuse_capture(self.stream, what)  # before events are queried
         progress.advance()
         self.reap()
         with self.words.lock:

@@ -15,7 +15,6 @@ the receiver raises.
 
 import ctypes
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,6 +42,8 @@ from numba_symm.mpi.rooms import (
     NONE,
     READ,
     READY,
+    SLOTS_OF_ALL,
+    Parcel,
     Room,
     size_of,
 )
@@ -61,8 +62,8 @@ class Outgoing(NamedTuple):
         address: of the first item.
         size: of the room that it needs.
         apart: whether the rank is on another island.
-        plain: the first and the last of the arguments of the compiled ``send``; None:
-            it is not for this message.
+        parcel: what the compiled ``send`` sends; None: it is not for this message.
+        parcel_at: its address.
     """
 
     items: buffers.Items
@@ -71,20 +72,25 @@ class Outgoing(NamedTuple):
     address: int
     size: int
     apart: bool
-    plain: tuple[tuple[int, ...], tuple[int, ...]] | None
+    parcel: Any
+    parcel_at: int
 
     @classmethod
     def of(cls, post: Post, found: buffers.Items, dest: int) -> "Outgoing":
         """Return the message, or refuse its destination."""
         post.check_message("Send", dest, 0)
         nbytes, apart = found.nbytes, post.islands[dest] != post.islands[post.rank]
-        address, size, plain = found.address, size_of(nbytes), None
+        address, size, parcel, at = found.address, size_of(nbytes), None, 0
         if not apart and found.layout.runs is None and 0 < nbytes <= message_copy.MOST:
             stack = ctypes.addressof(post.words.rooms.stack(size))
-            before = post.words.port_at, stack, address, nbytes
-            plain = before, (*post.to[dest], post.context, post.places[post.rank])
+            unread = ctypes.addressof(post.unread) + 8 * dest
+            envelope = *post.to[dest], post.context, post.places[post.rank]
+            parcel = Parcel(
+                post.words.port_at, stack, address, nbytes, *envelope, unread
+            )
+            at = ctypes.addressof(parcel)
         items = found._replace(array=None)
-        return cls(items, dest, nbytes, address, size, apart, plain)
+        return cls(items, dest, nbytes, address, size, apart, parcel, at)
 
 
 def send(
@@ -109,35 +115,21 @@ def send(
     """
     if post._freed or not (hasattr(post.threads, "ready") and 0 <= tag < post.tags):
         post.check_message("Send", outgoing.dest, tag)
-    stream = post.stream_of(array, "Send")
+    stream = post.stream_of(array)
     made = object.__new__(Sending)  # Sending(...) takes longer
     made.post, made.outgoing, made.tag = post, outgoing, tag
     made._array, made._matched = array, matched
-    kept = post.unread[outgoing.dest] + outgoing.nbytes
-    later = limited and 0 < post.limit < kept and not post.admits(outgoing)
-    if outgoing.plain is None or later:
-        made._send(stream, later, copied)
-        return made
-    before, after = outgoing.plain
-    rooms, port = post.words.rooms, post.words.port
-    with post._lock:
-        free = port.free
-        try:
-            found = post._send(*before, stream, *after, tag, matched)
-            if 0 <= found < NONE:
-                room = rooms.all[found >> 32]
-                post.lend(made, found & 0xFFFFFFFF, port.number, room)
-                return made
-        except BaseException:
-            # It may have been sent before a signal's handler has raised.
-            if port.free < free and made not in post._unread:
-                stack = rooms.stack(outgoing.size)
-                room = rooms.all[stack.rooms[stack.free]]
-                post.lend(made, port.slots[port.free], port.number, room)
-            raise
-    if found < 0:
-        raise failure_of(-1 - found)
-    made._send(stream)
+    limit = post.limit if limited else 0
+    if outgoing.parcel_at:
+        with post._lock:
+            found = post._send(outgoing.parcel_at, stream, tag, matched, limit)
+        if 0 <= found < NONE:
+            made.number, made.slot = divmod(found, SLOTS_OF_ALL)
+            return made
+        if found < 0:
+            raise failure_of(-1 - found)
+    post.refuse_capture(stream, "Send")
+    made._send(stream, limit > 0 and not post.admits(outgoing), copied)
     return made
 
 
@@ -397,7 +389,7 @@ class Sending(Own):
             self._active = False
             raise self._error
         if slot != NO_SLOT and post.words.values[LINE * slot + READY] < number:
-            post.until(slot, READY, number, self._is_copied)
+            post.until(slot, READY, number)
         if self._matched:
             waited(self._is_done, post.check)
         self._array = None
@@ -489,41 +481,41 @@ class Messages:
             key, array = buffers.key_of(buf)
         if rank == NOBODY:
             return None, array
-        of = make, rank if make is Outgoing else NOBODY
         known = self.post.known
-        if key is not None and (made := known.young.get((key, of))) is not None:
+        named = key, make, rank
+        if key is not None and (made := known.young.get(named)) is not None:
             return made, array
         if not on_device(buf):
             return None, array
         found = message(buf)
         made = make.of(self.post, found, rank)
         if key is not None:
-            known.put((key, of), made)
+            known.put(named, made)
         return made, found.array
 
-    def _sent(
-        self, plain: Callable[..., Any], buf: Any, dest: int, tag: int, **how: bool
-    ) -> Any:
-        """Start a send, whose options are those of ``Sends.send``; return its request.
+    def _sent(self, name: str, buf: Any, dest: int, tag: int, **how: bool) -> Any:
+        """Start a send, whose options are those of ``send``; return its request.
 
-        From the host, ``plain`` sends, and to nobody, nothing does.
+        From the host, mpi4py's method of this name sends, and to nobody, nothing does.
         """
         found, array = self._items(buf, dest, Outgoing)
         if found is not None:
             return send(self.post, found, array, tag, **how)
-        return DoneRequest() if dest == NOBODY else plain(buf, dest, tag)
+        if dest == NOBODY:
+            return DoneRequest()
+        return getattr(self.host, name)(buf, dest, tag)
 
     @translated
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message. The array may be used when this returns."""
-        _complete(self._sent(self.host.Send, buf, dest, tag))
+        _complete(self._sent("Send", buf, dest, tag))
 
     Rsend = Send
 
     @translated
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message, regardless of the limit."""
-        _complete(self._sent(self.host.Bsend, buf, dest, tag, limited=False))
+        _complete(self._sent("Bsend", buf, dest, tag, limited=False))
 
     @translated
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
@@ -531,24 +523,24 @@ class Messages:
 
         A receive waits as long for its message. Both raise if the communicator fails.
         """
-        _complete(self._sent(self.host.Ssend, buf, dest, tag, matched=True))
+        _complete(self._sent("Ssend", buf, dest, tag, matched=True))
 
     @translated
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done when it was copied."""
-        return self._sent(self.host.Isend, buf, dest, tag)
+        return self._sent("Isend", buf, dest, tag)
 
     Irsend = Isend
 
     @translated
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message, regardless of the limit; return a request."""
-        return self._sent(self.host.Ibsend, buf, dest, tag, limited=False)
+        return self._sent("Ibsend", buf, dest, tag, limited=False)
 
     @translated
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done when it was matched."""
-        return self._sent(self.host.Issend, buf, dest, tag, matched=True)
+        return self._sent("Issend", buf, dest, tag, matched=True)
 
     @translated
     def Recv(
@@ -671,32 +663,32 @@ class Messages:
 
     # Persistent ones.
 
-    def _prepared(
-        self, plain: Callable[..., Any], buf: Any, dest: int, tag: int, **how: bool
-    ) -> Any:
-        """Prepare what :meth:`_sent` does; ``plain`` prepares a send from the host."""
+    def _prepared(self, name: str, buf: Any, dest: int, tag: int, **how: bool) -> Any:
+        """Prepare what :meth:`_sent` does; mpi4py's method prepares one of the host."""
         found, array = self._items(buf, dest, Outgoing)
         if found is None:
-            return Prequest(DoneRequest) if on_device(buf) else plain(buf, dest, tag)
+            if on_device(buf):
+                return Prequest(DoneRequest)
+            return getattr(self.host, name)(buf, dest, tag)
         self.post.check_message("Send", dest, tag)
         return Prequest(partial(send, self.post, found, array, tag, **how), [array])
 
     @translated
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send."""
-        return self._prepared(self.host.Send_init, buf, dest, tag)
+        return self._prepared("Send_init", buf, dest, tag)
 
     Rsend_init = Send_init
 
     @translated
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send."""
-        return self._prepared(self.host.Bsend_init, buf, dest, tag, limited=False)
+        return self._prepared("Bsend_init", buf, dest, tag, limited=False)
 
     @translated
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send that is done when a receive has matched it."""
-        return self._prepared(self.host.Ssend_init, buf, dest, tag, matched=True)
+        return self._prepared("Ssend_init", buf, dest, tag, matched=True)
 
     @translated
     def Recv_init(
@@ -779,6 +771,8 @@ def _complete(request: Any, status: MPI.Status | None = None) -> None:
 
 class Together(Own):
     """A receive and a send, whose status is that of the receive."""
+
+    _starts = True
 
     def __init__(self, receives: Any, sends: Any):
         self._receives, self._sends = receives, sends

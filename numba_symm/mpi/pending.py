@@ -1,6 +1,7 @@
 """Receives of messages of device arrays: requests, and what probes found."""
 
 from contextlib import suppress
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,21 @@ from numba_symm.mpi.errors import MPIError, refusal
 from numba_symm.mpi.messages import LOOKS, Post
 from numba_symm.mpi.progress import MOST, seen
 from numba_symm.mpi.requests import Own
-from numba_symm.mpi.rooms import LINE, NO_SLOT, READ, READY, Opened
+from numba_symm.mpi.rooms import (
+    ANY,
+    BEGUN,
+    CANCELLED,
+    ENDED,
+    FOUND,
+    LINE,
+    NO_SLOT,
+    POSTED,
+    READ,
+    READY,
+    REFUSED,
+    Opened,
+    Order,
+)
 from numba_symm.mpi.words import Envelope, failure_of
 
 
@@ -33,20 +48,27 @@ class Incoming(NamedTuple):
         nbytes: their size.
         address: of the first item.
         dense: whether they have no gaps.
+        order: an ``Order``, from which that of each receive is copied.
     """
 
     items: buffers.Items
     nbytes: int
     address: int
     dense: bool
+    order: bytes
 
     @classmethod
     def of(cls, post: Post, found: buffers.Items, source: int) -> "Incoming":
         """Return the items, or refuse them before the receive is posted."""
-        post.check_open("Recv")
+        post.check_receive(source, _ANY_TAG)
         check_writable(found.view, "Recv")
         items, dense = found._replace(array=None), found.layout.runs is None
-        return cls(items, found.nbytes, found.address, dense)
+        nbytes, address = found.nbytes, found.address
+        order = Order(port=post.words.port_at, context=post.context, source=source)
+        if source in post.to:
+            order.ring = post.words.ring(post.places[source])
+        order.address, order.room = address if dense else 0, nbytes
+        return cls(items, nbytes, address, dense, bytes(order))
 
 
 class Receiving(Own):
@@ -55,32 +77,20 @@ class Receiving(Own):
     The sender's word tells that the data can be copied, and this rank's that it was.
     Data that MPI brings is there when MPI's requests have ended.
 
-    Args:
-        post: of its communicator.
-        into: the items that it writes.
-        array: their array.
-        source: the rank from which it is expected.
-        tag: the tag that it should have.
-        waits: whether the caller only waits for the receive. Then the copy is on the
-            array's stream, because the program enqueues nothing before it. Otherwise it
-            follows what is enqueued there now, but not what is later.
-        envelope: the message, if a probe has matched it.
-
     Attributes:
         wanted: source and tag.
-        envelope: the message, once one has matched.
-        cancelled: whether the receive was cancelled.
     """
 
+    _starts = True
     _post: Post
     _into: Incoming
     _array: Any
+    _order: bytearray  # an ``Order``; its first byte is the stage
     _stream: int  # of the array
-    _on: int
+    _on: int  # of the copy
     wanted: tuple[int, int]
-    envelope: Envelope | None
     _after: Event | None = None
-    _taken = _tried = _begun = _copied = cancelled = False
+    _taken = False
     _error: Exception | None = None
     _data: Any = None  # in host memory, and on the GPU
     _staged: Any = None
@@ -88,53 +98,97 @@ class Receiving(Own):
     _block: Opened | None = None
     _done: Event | None = None
 
-    def _is_decided(self) -> bool:
-        return self.envelope is not None or self.cancelled
+    @property
+    def is_decided(self) -> bool:
+        """Whether a message has matched, or the receive was cancelled."""
+        return self._order[0] != POSTED
 
-    def _begins(self) -> bool:
-        return self.advance() or self._begun
+    @property
+    def is_begun(self) -> bool:
+        """Whether the copy was started."""
+        return self._order[0] in (BEGUN, ENDED)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was cancelled; then no message matches it."""
+        return self._order[0] == CANCELLED
+
+    @cancelled.setter
+    def cancelled(self, value: bool) -> None:
+        self._order[0] = CANCELLED
+
+    @property
+    def envelope(self) -> Envelope | None:
+        """The message, once one has matched."""
+        if self._order[0] in (POSTED, CANCELLED):
+            return None
+        return Envelope(*_ENVELOPE.unpack_from(self._order, Order.source.offset))
+
+    @envelope.setter
+    def envelope(self, found: Envelope) -> None:
+        _ENVELOPE.pack_into(self._order, Order.source.offset, *found)
+        self._order[0] = FOUND
 
     def _await_start(self) -> None:
         """Wait until the copy was started."""
-        post = self._post
-        if not self._active or self._begun:
-            return
-        if post._freed:  # its stream of copies is gone
-            post.check_open("Recv")
-        if not SIMULATED and streams.is_capturing(self._stream):
-            post.refuse_capture(self._stream, "Recv")
-        if self.envelope is None and not self.cancelled:
-            try:
-                post.until(NO_SLOT, 0, 0, self._is_decided)
-            except SymmError as error:
+        if self._active and self._order[0] < BEGUN:
+            self._await(BEGUN)
+
+    def _await(self, stage: int) -> None:
+        """Wait until the receive has come to a stage, or was cancelled."""
+        post, order, looks = self._post, self._order, 0
+        posted, receive = post.posted, post.receive
+        if post._freed or not hasattr(post.threads, "ready"):
+            post.check_open("Recv")  # after a Free, the sender reuses the memory
+        try:
+            if progress._pending or len(progress._matching) > 1:
+                progress.advance()
+            while True:
+                found = receive(order, stage, LOOKS, next(iter(posted), None) is self)
+                if found >= stage:
+                    break
+                if found < 0:
+                    self._refuse(found)
+                progress.advance()
+                self._go_on()
+                if order[0] >= stage:
+                    break
+                looks = post.pause(looks)
+        except SymmError as error:
+            if not self.is_decided:
                 source, tag = self.wanted
                 rank = "any rank" if source == MPI.ANY_SOURCE else f"rank {source}"
                 which = "any tag" if tag == MPI.ANY_TAG else f"tag {tag}"
                 error.add_note(
                     f"A receive was waiting for a message from {rank}, {which}."
                 )
-                raise
+            raise
+        posted.pop(self, None)
+        if self._taken:
+            self.advance()
+        elif order[0] >= ENDED:
+            after, self._array, self._after = self._after, None, None
+            if after is not None:
+                post.copies.reuse(after)
+
+    def _refuse(self, status: int) -> None:
+        """Raise what a status of the compiled functions tells."""
+        if status != REFUSED:
+            raise failure_of(-1 - status)
+        self._post.refuse_capture(self._stream, "Recv")
+
+    def _go_on(self) -> bool:
+        """Do what Python does now; return whether the receive has ended."""
         found = self.envelope
-        if found is None:
-            return
-        self._take(found)
-        small = self._into.dense and found.nbytes <= message_copy.MOST
-        if small and found.slot != NO_SLOT and not found.asks:
-            # One launch copies the message, whose place is known already.
-            while not (self.advance(10 * LOOKS) or self._begun):
-                progress.advance()
-                post.check()
-        elif not self._begun:
-            post.until(found.slot, READY, found.number, self._begins)
+        if found is not None:
+            self._take(found)
+        return self.cancelled or self.advance()
 
     def _finish(self, status: MPI.Status | None) -> None:
-        if not self._begun:
-            self._await_start()
+        if self._order[0] < ENDED:
+            self._await(ENDED)
         if status is not None:
             self._describe(status)
-        found = self.envelope
-        if found is not None and not self._copied:
-            self._post.until(found.slot, READ, found.number, self.advance)
         if self._error is not None:
             self._active = False
             raise self._error
@@ -142,19 +196,12 @@ class Receiving(Own):
     def _poll(self, status: MPI.Status | None) -> bool:
         post = self._post
         post.refuse_capture(self._stream, "Recv")
-        if not self._is_decided():
+        if not self.is_decided:
             progress.advance()
-        found = self.envelope
-        if found is not None:
-            self._take(found)
-        if not (self.cancelled or self.advance()):
+        if not self._go_on():
             post.check()
             return False
-        if status is not None:
-            self._describe(status)
-        if self._error is not None:
-            self._active = False
-            raise self._error
+        self._finish(status)
         return True
 
     def _take(self, found: Envelope) -> None:
@@ -174,8 +221,9 @@ class Receiving(Own):
                 f"{found.source} with tag {found.tag}, got {nbytes}; pass a larger "
                 "array",
             )
-        self._copied = self._begun = not nbytes
         if not nbytes:
+            self._order[0] = ENDED
+        if self._order[0] == ENDED:
             return
         with post._lock:
             if found.slot == NO_SLOT:
@@ -189,41 +237,32 @@ class Receiving(Own):
                 post.reap()
             post.arriving[self] = None  # also if its request is dropped
 
-    def advance(self, looks: int = 0) -> bool:
-        """Do what can be done now; return whether it has ended.
-
-        Args:
-            looks: at the word of a message whose place is known; 0: never wait.
-        """
-        found, post = self.envelope, self._post
-        if found is None or not self._taken or post._freed:
-            return self._copied
+    def advance(self) -> bool:
+        """Do what can be done now; return whether it has ended. Never wait."""
+        post, order = self._post, self._order
+        if not self._taken or post._freed:
+            return order[0] == ENDED
         with post._lock:
             try:
-                done = self._begun or self._copied
-                if not done and not (self._tried and self._was_begun(found)):
-                    self._begin(found, looks)
-                if self._begun and not self._copied:
-                    if self._done is not None:
-                        ended = self._done.query()
-                    else:
-                        at = LINE * found.slot + READ
-                        ended = post.words.values[at] >= found.number
-                    if ended:
-                        self._end()
+                found = self.envelope
+                assert found is not None
+                if order[0] == FOUND:
+                    self._begin(found)
+                if order[0] == BEGUN:
+                    at = LINE * found.slot + READ
+                    if (
+                        post.words.values[at] >= found.number
+                        if self._done is None
+                        else self._done.query()
+                    ):
+                        order[0] = ENDED
             except Exception as error:  # for its own request, whoever calls this
-                self._error = error
+                self._error, order[0] = error, ENDED
+                if found is not None and found.slot != NO_SLOT:
+                    post.words.store(found.slot, READ, found.number)
+            if order[0] == ENDED:
                 self._end()
-        return self._copied
-
-    def _was_begun(self, found: Envelope) -> bool:
-        """Return whether a start that an interrupt has ended need not be repeated."""
-        if not self._post.idle(self._on):
-            return True
-        words = self._post.words
-        held = found.slot != NO_SLOT and words.holds(found.slot, READ, found.number)
-        self._begun = held
-        return held
+        return order[0] == ENDED
 
     def _has_arrived(self, found: Envelope) -> bool:
         """Return whether MPI has brought the data, or raise if it was not sent."""
@@ -237,60 +276,58 @@ class Receiving(Own):
         MPI.Request.Waitall(self._requests)
         return True
 
-    def _begin(self, found: Envelope, looks: int) -> None:
+    def _begin(self, found: Envelope) -> None:
         """Start the copy, if the data is there. The caller has the lock."""
         post, into, nbytes, stream = self._post, self._into, found.nbytes, self._on
-        words, slot, number = post.words, found.slot, found.number
+        words, slot = post.words, found.slot
         if slot == NO_SLOT:
             if not self._has_arrived(found):
                 return
             self._staged = arrays.empty((nbytes,), _BYTE, "Recv")
-            place, self._tried = view(self._staged, "Recv").address, True
+            place = view(self._staged, "Recv").address
             streams.copy_from_host(place, self._data.ctypes.data, nbytes, stream)
-        elif looks or words.values[LINE * slot + READY] >= number:
+        elif words.values[LINE * slot + READY] < found.number:
+            return
+        else:
             opened = words.opened(slot)
             if opened is None:
                 raise _not_sent(found)
+            if into.dense and nbytes <= message_copy.MOST:
+                status = post.receive(self._order, BEGUN, 1, 0)
+                if status < 0 and status != REFUSED:
+                    raise failure_of(-1 - status)
+                return
             self._block, place = opened
-        else:
-            return
-        self._tried = True
         if self._after is not None:
-            after, self._after = self._after, None
-            after.wait(stream)
-            post.copies.reuse(after)
+            self._after.wait(stream)
         if not into.dense:
             items = into.items
             count = -(-nbytes // max(items.layout.nbytes, 1))  # the last may be a part
             items = items._replace(array=self._array, number=count)
             packed = Memory(place, nbytes, self._block).array(nbytes, _BYTE)
             buffers.unpack(items, packed)(stream)
-            nbytes = 0
-        elif slot == NO_SLOT or nbytes > message_copy.MOST:
+        else:
             streams.copy(into.address, place, nbytes, stream)
-            nbytes = 0
         if slot == NO_SLOT:
-            self._done, self._begun = post.copies.event(stream), True
+            self._done, self._order[0] = post.copies.event(stream), BEGUN
             return
-        given = into.address, place, nbytes, stream, slot, number, looks
-        status = post.arrive(words.port_at, *given)
-        if status < 0:
-            raise failure_of(-1 - status)
-        self._begun = status > 0
-        self._tried = self._begun
+        status = post.arrive(self._order)
+        if status:
+            raise failure_of(status)
 
     def _end(self) -> None:
-        post, found = self._post, self.envelope
-        self._copied = True
-        post.arriving.pop(self, None)
-        if self._error is not None and found is not None and found.slot != NO_SLOT:
-            post.words.store(found.slot, READ, found.number)
-        for event in (self._after, self._done):
+        """Let go of what the copy has needed."""
+        post, self._array = self._post, None
+        events, self._after, self._done = (self._after, self._done), None, None
+        for event in events:
             if event is not None:
                 post.copies.reuse(event)
-        if self._block is not None and self._block.once:
-            rooms.copied(self._block)
-        self._array = self._block = self._data = self._staged = None
+        if self._taken:
+            post.arriving.pop(self, None)
+            block, self._block = self._block, None
+            if block is not None and block.once:
+                rooms.copied(block)
+            self._data = self._staged = None
 
     def _withdraw(self) -> None:
         if self._active and not self._taken:
@@ -333,29 +370,53 @@ def receiving(
     waits: bool = False,
     envelope: Envelope | None = None,
 ) -> Receiving:
-    """Return a receive; ``Receiving(...)`` takes longer."""
+    """Return a receive; ``Receiving(...)`` takes longer.
+
+    Args:
+        post: of its communicator.
+        into: the items that it writes.
+        array: their array.
+        source: the rank from which it is expected.
+        tag: the tag that it should have.
+        waits: whether the caller only waits for the receive. Then the copy is on the
+            array's stream, because the program enqueues nothing before it. Otherwise it
+            follows what is enqueued there now, but not what is later.
+        envelope: the message, if a probe has matched it.
+    """
+    fine = 0 <= tag < post.tags or tag == _ANY_TAG
+    if post._freed or not (fine and hasattr(post.threads, "ready")):
+        post.check_receive(source, tag)  # also of a request that was prepared before
     made = object.__new__(Receiving)
-    stream = post.stream_of(array, "Recv")
+    stream = post.stream_of(array)
     made._post, made._into, made._array, made._stream = post, into, array, stream
-    made._on = stream if waits else post.copies.stream
-    if not (waits or post.idle(stream)):
-        made._after = post.copies.event(stream)
-    made.wanted = source, tag
-    made.envelope = envelope
+    made._order, made.wanted = bytearray(into.order), (source, tag)
+    made._on, event = stream, 0
+    if not waits:
+        made._on = post.copies.stream
+        if not SIMULATED:
+            made._after = post.copies.take()
+            event = int(made._after._handle)
+    wanted = ANY if tag == _ANY_TAG else tag
+    status = post.expect(made._order, wanted, stream, made._on, event)
+    if status:
+        made._refuse(status if status == REFUSED else -1 - status)
     if envelope is not None:
+        made.envelope = envelope
         return made
-    post.check_receive(source, tag)  # also of a request that was prepared before
     with post.words.lock:
         # Last, so that an error above receives no message.
-        made.envelope = found = post.first(source, tag) if post.unexpected else None
+        found = post.first(source, tag) if post.unexpected else None
         if found is None:
             post.posted[made] = None
         else:
+            made.envelope = found
             post.unexpected.remove(found)
             post.answer(found)
     return made
 
 
+_ANY_TAG = MPI.ANY_TAG
+_ENVELOPE = Struct("<6q")
 _BYTE = np.dtype(np.uint8)
 
 
@@ -416,7 +477,8 @@ class Message(MPI.Message, metaclass=Kind):
         try:
             receives.Wait(status)
         except BaseException:
-            if receives._active and not receives._taken:  # by an interrupt, for example
+            # By an interrupt, for example.
+            if receives._order[0] == FOUND and not receives._taken:
                 receives._active = False
                 self._envelope = envelope
             raise

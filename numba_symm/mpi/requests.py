@@ -94,13 +94,16 @@ class Request(StartedCall, metaclass=Kind):
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Wait for all requests."""
-        checked = False
-        for request in requests:  # start all copies before any is waited for
-            if isinstance(request, StartedCall):
+        own = [each for each in requests if isinstance(each, StartedCall)]
+        if len(own) < len(requests):
+            _has_own(requests, "Waitall")
+        begin = [each for each in own if each._starts]
+        if len(begin) > 1 or statuses is not None:
+            for request in begin:  # start all copies before any is waited for
                 request._await_start()
-            elif not checked:
-                checked = True
-                _has_own(requests, "Waitall")
+        elif begin:
+            begin[0]._complete(None)
+            requests = [each for each in requests if each is not begin[0]]
         for index, request in enumerate(requests):
             status = None if statuses is None else status_at(statuses, index)
             if isinstance(request, StartedCall):
@@ -267,7 +270,7 @@ class Request(StartedCall, metaclass=Kind):
 class Own(Request):
     """The base class of requests of device arrays; their calls are active."""
 
-    _of = None
+    _of, _starts = None, False
     # Of all objects, until one of them changes it: so making an object takes less time.
     _active, _ended = True, None
 
@@ -344,6 +347,7 @@ class Prequest(Own):
     """
 
     _plain = MPI.Prequest
+    _starts = True
 
     def __new__(cls, begin: Any = None, *args: Any, **options: Any) -> Any:
         """Return a new request, or another object of one of mpi4py."""
@@ -374,33 +378,40 @@ class Prequest(Own):
     @translated
     def Start(self) -> None:
         """Start the call."""
+        self._start()
+
+    def _start(self) -> None:
         if self._begin is None:
             raise refusal(
                 MPI.ERR_REQUEST,
                 "Start: Free was called on the persistent request; prepare it again",
             )
-        if self.is_active:
+        if self._running is not None and self._running._active:
             raise refusal(
                 MPI.ERR_REQUEST,
                 "Start: expected a persistent request that is not active; wait for it "
                 "first",
             )
         # torch can replace the memory of a tensor, by set_ or resize_ for example.
-        if any(_place(array) != place for array, place in self._used):
-            raise refusal(
-                MPI.ERR_BUFFER,
-                "Start: expected arrays of the addresses and shapes that they had when "
-                "the request was prepared, got others; prepare it again",
-            )
+        for array, place in self._used:
+            if _place(array) != place:
+                raise refusal(
+                    MPI.ERR_BUFFER,
+                    "Start: expected arrays of the addresses and shapes that they had "
+                    "when the request was prepared, got others; prepare it again",
+                )
         self._running = self._begin()
 
     @classmethod
     @translated
     def Startall(cls, requests: Sequence[Any]) -> None:
         """Start all requests."""
-        _has_own(requests, "Startall")
         for request in requests:
-            request.Start()
+            if isinstance(request, Prequest):
+                request._start()
+            else:
+                _has_own([request], "Startall")
+                request.Start()
 
     def _await_start(self) -> None:
         if self._running is not None:

@@ -19,16 +19,19 @@ and one reader. No signal's handler runs within a function, so none loses an env
 ``publish`` sends one, and ``take`` moves all that have arrived to a list of Python.
 ``wait`` waits for envelopes or for another word.
 
-``copy``, ``send`` and ``arrive`` launch the kernel of ``message_copy.py``. Each message
-needs two copies, and Python would need longer for each of them than the GPU.
+``send`` and ``receive`` do all of a plain message: they match, launch the kernel of
+``message_copy.py``, wait for its word, and reuse memory. Python would need longer for
+each step than the GPU. What is not plain, Python does in steps, with ``copy`` and
+``arrive``: strided items, more bytes than the kernel copies, other islands, a message
+above the limit, and a receive that is not the first to match.
 """
 
 import ctypes
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,23 +96,82 @@ Ring = struct(
 )
 """The words of the writer and of the reader are on cache lines of their own."""
 
+BLOCKS = 1024
+"""Blocks of a rank, at most; a power of two. Other messages pass through MPI."""
+
 Port = struct(
     "Port",
-    launch=WORD,  # address of the driver's function
-    config=WORD,  # addresses of what it reads
+    launch=WORD,  # addresses of the driver's functions
+    capturing=WORD,
+    record=WORD,
+    wait=WORD,
+    legacy=WORD,  # the least handle of the legacy stream; 1 is its greatest
+    scratch=WORD,
+    config=WORD,  # addresses of what a launch reads
     kernel=WORD,
     parameters=WORD,
     values=WORD * 8,  # the kernel's arguments
+    busy=WORD,  # whether a thread launches
     host=WORD,  # addresses of the words for this process, and for GPUs
     words=WORD,
     counts=WORD,  # address of the counts of blocks that have copied, by slot
     bell=WORD,  # address of this process' bell
+    rings=WORD,  # address of its rings, their number, and the bytes of one
+    writers=WORD,
+    stride=WORD,
+    inbox=WORD,  # the list of envelopes that were taken, and that Python matches
+    never=WORD,  # 0
+    opened=WORD,  # address of the numbers and addresses of the peers' blocks
     number=WORD,  # of this process' last message
     free=WORD,  # how many slots are free
     slots=WORD * SLOTS,  # these slots
     rooms=WORD * (3 * ROOMS),  # address, block and offset of each room
+    lent=WORD,  # messages of ``send`` that were not read
+    looks=WORD,  # how many there may be before they are looked at
+    loans=WORD * (6 * SLOTS),  # of each: see ``_emit_reclaim``
 )
 """What the messages of a process share."""
+
+Parcel = struct(
+    "Parcel",
+    port=WORD,  # addresses of the port, and of the stack of rooms
+    stack=WORD,
+    source=WORD,  # address and bytes of the items
+    nbytes=WORD,
+    ring=WORD,  # addresses of the receiver's ring and bell
+    bell=WORD,
+    context=WORD,  # the envelope's first fields
+    place=WORD,
+    unread=WORD,  # address of the number of bytes that the receiver has not read
+)
+"""A message that ``send`` sends, each time with another tag."""
+
+Order = struct(
+    "Order",
+    stage=WORD,
+    port=WORD,  # address
+    ring=WORD,  # address of the sender's ring; 0: any sender, or one elsewhere
+    context=WORD,
+    address=WORD,  # of the items; 0: they have gaps
+    room=WORD,  # their bytes
+    wanted=WORD,  # the tag, or ANY
+    stream=WORD,  # of the array, and of the copy
+    on=WORD,
+    event=WORD,  # what the copy follows; 0: nothing
+    source=WORD,  # the fields of the envelope, once it has matched
+    tag=WORD,
+    nbytes=WORD,
+    slot=WORD,
+    number=WORD,
+    asks=WORD,
+)
+"""A receive."""
+
+POSTED, FOUND, BEGUN, ENDED, CANCELLED = range(5)
+"""Stages of a receive: a message is awaited, has matched, is copied, was copied."""
+
+ANY = 1 << 62
+"""The tag of a receive for each tag."""
 
 Stack = struct("Stack", free=WORD, rooms=WORD * ROOMS)
 """Rooms of one size that are free."""
@@ -117,24 +179,14 @@ Stack = struct("Stack", free=WORD, rooms=WORD * ROOMS)
 NOTHING, THERE, RINGS = range(3)
 """What ``wait`` has found."""
 
-_ENTRY = 8 * (FIELDS + 1)
+SLOTS_OF_ALL = 1 << 24
+"""More than there are slots of all ranks of an island."""
+
+_ENTRY, _LOAN, _FREE = 8 * (FIELDS + 1), 48, Port.free.offset
 
 
-class _Fast(Emitter):
-    """Emits a function that takes integers, and returns an integer."""
-
-    def __init__(self, module: ir.Module, name: str, numbers: int):
-        super().__init__(module, name, _ANY, _ANY, _ANY.as_pointer(), _I64)
-        _, self.given, _ = self.function.args
-        self.args = [self.number(self.object(n)) for n in range(numbers)]
-
-    def object(self, n: int) -> Any:
-        """Return an argument."""
-        return self.b.load(self.b.gep(self.given, [_I64(n)]))
-
-    def leave(self, result: Any) -> None:
-        """Return an integer."""
-        self.b.ret(self.python("PyLong_FromLong", _ANY, result))
+class _Stepper(Emitter):
+    """Emits instructions on rings, words and launches."""
 
     def acquire(self, at: Any) -> Any:
         """Load a word. What was stored before it was released is seen afterwards."""
@@ -165,12 +217,83 @@ class _Fast(Emitter):
         """Launch a copy, whose arguments are those of ``copy``; return the status."""
         return self.python("launch_copy", _I64, *args)
 
+    def look(self, *args: Any) -> Any:
+        """Return what ``wait`` finds."""
+        return self.python("look", _I64, *args)
+
+    def line(self, port: Any, slot: Any) -> Any:
+        """Return the address of the words of a slot."""
+        host = self.load(port, Port.host.offset)
+        return self.b.add(host, self.b.mul(slot, _I64(8 * LINE)))
+
+    def driver(self, port: Any, name: str, *args: Any) -> Any:
+        """Call a function of the driver; return its status."""
+        kind = ir.FunctionType(_I32, [_I64] * len(args)).as_pointer()
+        address = self.load(port, getattr(Port, name).offset)
+        return self.b.zext(self.b.call(self.b.inttoptr(address, kind), args), _I64)
+
+    @contextmanager
+    def each(self, count: Any) -> Iterator[Any]:
+        """Repeat what is emitted for each number below a count, which it yields."""
+        b, next_one = self.b, self.b.alloca(_I64)
+        b.store(_I64(0), next_one)
+        names = "head", "body", "end"
+        head, body, end = map(self.function.append_basic_block, names)
+        b.branch(head)
+        b.position_at_end(head)
+        number = b.load(next_one)
+        b.cbranch(b.icmp_signed("<", number, count), body, end)
+        b.position_at_end(body)
+        yield number
+        b.store(b.add(number, _I64(1)), next_one)
+        b.branch(head)
+        b.position_at_end(end)
+
+
+class _Fast(_Stepper):
+    """Emits a function that takes integers, and returns an integer.
+
+    Args:
+        module: the module.
+        name: the function's name.
+        numbers: how many integers it takes.
+        block: whether a bytearray is before them, whose address is ``block``.
+    """
+
+    def __init__(self, module: ir.Module, name: str, numbers: int, block: bool = False):
+        super().__init__(module, name, _ANY, _ANY, _ANY.as_pointer(), _I64)
+        _, self.given, _ = self.function.args
+        if block:
+            memory = self.python("PyByteArray_AsString", _ANY, self.object(0))
+            self.block = self.b.ptrtoint(memory, _I64)
+        places = range(block, block + numbers)
+        self.args = [self.number(self.object(n)) for n in places]
+
+    def object(self, n: int) -> Any:
+        """Return an argument."""
+        return self.b.load(self.b.gep(self.given, [_I64(n)]))
+
+    def leave(self, result: Any) -> None:
+        """Return an integer."""
+        self.b.ret(self.python("PyLong_FromLong", _ANY, result))
+
 
 def _emit_launch(module: ir.Module) -> None:
     """Emit the launch of a copy, for the functions here."""
-    e = Emitter(module, "launch_copy", _I64, *[_I64] * 8)
+    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 8)
     b = e.b
     port, target, source, nbytes, stream, slot, word, number = e.function.args
+    names = "another", "yield", "mine"
+    another, yields, mine = map(e.function.append_basic_block, names)
+    b.branch(another)
+    b.position_at_end(another)  # another thread may launch, without the lock
+    b.cbranch(e.is_("==", e.load(port, Port.busy.offset), 0), mine, yields)
+    b.position_at_end(yields)
+    saved = e.python("PyEval_SaveThread", _ANY)
+    e.python("PyEval_RestoreThread", ir.VoidType(), saved)
+    b.branch(another)
+    b.position_at_end(mine)
+    e.store(_I64(1), port, Port.busy.offset)
     low = b.and_(b.or_(target, source), _I64(15))
     eight = e.is_("==", b.and_(low, _I64(7)), 0)
     width = b.select(eight, _I64(8), _I64(1))
@@ -190,15 +313,27 @@ def _emit_launch(module: ir.Module) -> None:
     e.store(blocks, config, Config.grid.offset)  # and 0 as the next number
     b.store(_I32(1), e.at(config, Config.grid.offset + 4, _I32))
     e.store(stream, config, Config.stream.offset)
-    kind = ir.FunctionType(_I32, [_I64] * 4).as_pointer()
-    function = b.inttoptr(e.load(port, Port.launch.offset), kind)
     rest = (
         e.load(port, getattr(Port, name).offset) for name in ("kernel", "parameters")
     )
     saved = e.python("PyEval_SaveThread", _ANY)  # the driver's queue may be full
-    status = b.call(function, [config, *rest, _I64(0)])
+    status = e.driver(port, "launch", config, *rest, _I64(0))
     e.python("PyEval_RestoreThread", ir.VoidType(), saved)
-    b.ret(b.zext(status, _I64))
+    e.store(_I64(0), port, Port.busy.offset)
+    b.ret(status)
+
+
+def _emit_captured(module: ir.Module) -> None:
+    """Emit ``captured(port, stream)``: 0, or the stream may be captured."""
+    e = _Stepper(module, "captured", _I64, _I64, _I64)
+    b, (port, stream) = e.b, e.function.args
+    low = e.load(port, Port.legacy.offset)
+    past = b.icmp_unsigned(">", b.sub(stream, low), b.sub(_I64(1), low))
+    with b.if_then(past):
+        scratch = b.add(port, _I64(Port.scratch.offset))
+        status = e.driver(port, "capturing", stream, scratch)
+        b.ret(b.or_(status, b.zext(e.load(scratch, 0, _I32), _I64)))
+    b.ret(_I64(0))
 
 
 def _emit_look(module: ir.Module) -> None:
@@ -238,66 +373,284 @@ def _emit_copy(module: ir.Module) -> None:
     e.leave(e.launch(*e.args))
 
 
-NONE = 1 << 62
+NONE = (1 << 63) - 1
 """What ``send`` returns if Python has to send the message."""
+
+REFUSED = -1 << 40
+"""What ``receive`` returns if the stream may be captured, which Python refuses."""
+
+
+def _emit_reclaim(module: ir.Module) -> None:
+    """Emit ``reclaim_all(port)``: reuse slots and rooms of messages that were read.
+
+    Of each message, there are the slot, its number, the room, its stack, the address of
+    the bytes that its receiver has not read, and its bytes.
+    """
+    e = _Stepper(module, "reclaim_all", ir.VoidType(), _I64)
+    b, (port,) = e.b, e.function.args
+    kept = b.alloca(_I64)
+    b.store(_I64(0), kept)
+    loans = b.add(port, _I64(Port.loans.offset))
+    with e.each(e.load(port, Port.lent.offset)) as n:
+        at = b.add(loans, b.mul(n, _I64(_LOAN)))
+        fields = [e.load(at, 8 * field) for field in range(_LOAN // 8)]
+        slot, number, room, stack, unread, nbytes = fields
+        line = e.line(port, slot)
+        # A message may be refused before it was copied.
+        done = [e.acquire(e.at(line, 8 * word)) for word in (READ, READY)]
+        read, ready = (b.icmp_signed(">=", each, number) for each in done)
+        with b.if_else(b.and_(read, ready)) as (is_read, is_not):
+            with is_read:
+                for top, what in ((b.add(port, _I64(_FREE)), slot), (stack, room)):
+                    free = e.load(top)
+                    e.store(what, b.add(top, b.shl(free, _I64(3))), 8)
+                    e.store(b.add(free, _I64(1)), top)
+                e.store(b.sub(e.load(unread), nbytes), unread)
+            with is_not:
+                left = b.load(kept)
+                there = b.add(loans, b.mul(left, _I64(_LOAN)))
+                for place, field in enumerate(fields):
+                    e.store(field, there, 8 * place)
+                b.store(b.add(left, _I64(1)), kept)
+    left = b.load(kept)
+    e.store(left, port, Port.lent.offset)
+    # It grows with what is kept, so a message costs the same on average.
+    looks = b.add(b.shl(left, _I64(1)), _I64(MOST))
+    e.store(looks, port, Port.looks.offset)
+    b.ret_void()
+    e = _Fast(module, "reclaim", 1)
+    e.python("reclaim_all", ir.VoidType(), *e.args)
+    e.leave(_I64(0))
 
 
 def _emit_send(module: ir.Module) -> None:
-    """Emit ``send(port, stack, source, nbytes, stream, ring, bell, *fields)``.
+    """Emit ``send(parcel, stream, tag, asks, limit)``.
 
-    The fields are the first three of the envelope, and whether it asks. It returns
-    NONE if there is no slot, no room or no place in the ring. Otherwise the message is
-    sent, the port has its number, and it returns its slot plus 2**32 times its room; a
-    negative number, less one, is the driver's status.
+    The parcel's address comes first. It returns NONE if the stream may be captured,
+    there is no slot, room or place in the ring, or there were more bytes than the limit
+    that the receiver has not read. Otherwise the message is sent, and it returns its
+    number times SLOTS_OF_ALL plus its slot; or the driver's status, as -1 less it.
     """
-    e = _Fast(module, "send", 11)
+    e = _Fast(module, "send", 5)
     b = e.b
-    port, stack, source, nbytes, stream, ring, bell, *fields, asks = e.args
-    slots, rooms = e.load(port, Port.free.offset), e.load(stack)
-    none = b.or_(e.is_("==", slots, 0), e.is_("==", rooms, 0))
-    none = b.or_(none, e.is_full(ring))
-    with b.if_then(none, likely=False):
+    parcel, stream, tag, asks, limit = e.args
+    port, stack, source, nbytes, ring, bell, context, place, unread = (
+        e.load(parcel, 8 * n) for n in range(9)
+    )
+    refused = e.python("captured", _I64, port, stream)
+    with b.if_then(e.is_("!=", refused, 0), likely=False):
         e.leave(_I64(NONE))
-    slots, rooms = b.sub(slots, _I64(1)), b.sub(rooms, _I64(1))
-    slot = e.load(b.add(port, b.shl(slots, _I64(3))), Port.slots.offset)
-    room = e.load(b.add(stack, b.shl(rooms, _I64(3))), Stack.rooms.offset)
-    place = b.add(port, b.mul(room, _I64(24)))
+
+    def lacks() -> Any:
+        """Return whether something lacks that messages that were read give back."""
+        none = b.or_(e.is_("==", e.load(port, _FREE), 0), e.is_("==", e.load(stack), 0))
+        before = e.load(unread)
+        over = b.icmp_signed(">", b.add(before, nbytes), limit)
+        over = b.and_(over, b.and_(e.is_("!=", limit, 0), e.is_("!=", before, 0)))
+        return b.or_(none, over)
+
+    lent, looks = (e.load(port, at.offset) for at in (Port.lent, Port.looks))
+    many = b.icmp_signed(">=", lent, looks)
+    with b.if_then(b.or_(many, lacks()), likely=False):
+        e.python("reclaim_all", ir.VoidType(), port)
+    with b.if_then(b.or_(lacks(), e.is_full(ring)), likely=False):
+        e.leave(_I64(NONE))
+    tops = b.add(port, _I64(_FREE)), stack
+    slot, room = (e.load(b.add(top, b.shl(e.load(top), _I64(3)))) for top in tops)
+    for top in tops:  # before another thread may run
+        e.store(b.sub(e.load(top), _I64(1)), top)
+    where = b.add(port, b.mul(room, _I64(24)))
     number = b.add(e.load(port, Port.number.offset), _I64(1))
     e.store(number, port, Port.number.offset)
-    line = b.add(e.load(port, Port.host.offset), b.mul(slot, _I64(8 * LINE)))
-    target = e.load(place, Port.rooms.offset)
+    line = e.line(port, slot)
+    target = e.load(where, Port.rooms.offset)
     for n, word in enumerate((BLOCK, OFFSET)):
-        e.store(e.load(place, Port.rooms.offset + 8 * (n + 1)), line, 8 * word)
+        e.store(e.load(where, Port.rooms.offset + 8 * (n + 1)), line, 8 * word)
     e.store(_I64(0), line, 8 * ONCE)
     words = slot, _I64(READY), number
     status = e.launch(port, target, source, nbytes, stream, *words)
     with b.if_then(e.is_("!=", status, 0), likely=False):
+        for top, what in zip(tops, (slot, room), strict=True):
+            free = e.load(top)
+            e.store(what, b.add(top, b.shl(free, _I64(3))), 8)
+            e.store(b.add(free, _I64(1)), top)
         e.leave(b.sub(_I64(-1), status))
-    e.store(slots, port, Port.free.offset)
-    e.store(rooms, stack)
-    e.publish(ring, bell, (*fields, nbytes, slot, number, asks))
-    e.leave(b.add(slot, b.mul(room, _I64(1 << 32))))
+    lent = e.load(port, Port.lent.offset)
+    loan = b.add(b.add(port, _I64(Port.loans.offset)), b.mul(lent, _I64(_LOAN)))
+    for n, value in enumerate((slot, number, room, stack, unread, nbytes)):
+        e.store(value, loan, 8 * n)
+    e.store(b.add(lent, _I64(1)), port, Port.lent.offset)
+    e.store(b.add(e.load(unread), nbytes), unread)
+    e.publish(ring, bell, (context, place, tag, nbytes, slot, number, asks))
+    e.leave(b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot))
+
+
+def _emit_expect(module: ir.Module) -> None:
+    """Emit ``expect(order, wanted, stream, on, event)``: begin a receive.
+
+    The event, unless it is 0, is recorded on the array's stream. It returns the
+    driver's status, or REFUSED.
+    """
+    e = _Fast(module, "expect", 4, block=True)
+    b, order, (_, stream, _, event) = e.b, e.block, e.args
+    port = e.load(order, Order.port.offset)
+    refused = e.python("captured", _I64, port, stream)
+    with b.if_then(e.is_("!=", refused, 0), likely=False):
+        e.leave(_I64(REFUSED))
+    for n, value in enumerate(e.args):
+        e.store(value, order, Order.wanted.offset + 8 * n)
+    with b.if_then(e.is_("!=", event, 0)):
+        e.leave(e.driver(port, "record", event, stream))
+    e.leave(_I64(0))
+
+
+def _emit_quiet(module: ir.Module) -> None:
+    """Emit ``quiet(port)``: stop the bell, unless an envelope is there."""
+    e = _Stepper(module, "quiet", ir.VoidType(), _I64)
+    b, (port,) = e.b, e.function.args
+    bell = e.at(e.load(port, Port.bell.offset), 0)
+    # Before the looks: who publishes later rings again.
+    b.atomic_rmw("xchg", bell, _I64(0), "acquire")
+    names = Port.rings, Port.writers, Port.stride
+    rings, writers, stride = (e.load(port, each.offset) for each in names)
+    with e.each(writers) as n:
+        ring = b.add(rings, b.mul(n, stride))
+        number = b.add(e.load(ring, Ring.taken.offset), _I64(1))
+        found = e.acquire(e.at(e.entry(ring, number), 0))
+        with b.if_then(b.icmp_signed("==", found, number), likely=False):
+            b.atomic_rmw("or", bell, _I64(1), "release")
+    b.ret_void()
+
+
+def _emit_match(module: ir.Module) -> None:
+    """Emit ``match(order, port, looks, alone)``: look for the message of a receive.
+
+    It must be the next one of a ring, and the receive the first that was posted. The
+    rest of matching is Python's.
+    """
+    e = _Stepper(module, "match", ir.VoidType(), *[_I64] * 4)
+    b, (order, port, looks, alone) = e.b, e.function.args
+    bell, ring = e.load(port, Port.bell.offset), e.load(order, Order.ring.offset)
+    with b.if_then(b.or_(e.is_("==", alone, 0), e.is_("==", ring, 0))):
+        e.look(bell, b.add(port, _I64(Port.never.offset)), _I64(1), looks)
+        b.ret_void()
+    number = b.add(e.load(ring, Ring.taken.offset), _I64(1))
+    place = e.entry(ring, number)
+    fine = e.is_("==", e.look(bell, place, number, looks), THERE)
+    # Another thread may have taken it meanwhile, or the receive.
+    again = b.add(e.load(ring, Ring.taken.offset), _I64(1))
+    inbox = b.inttoptr(e.load(port, Port.inbox.offset), _ANY)
+    left = e.python("PyList_Size", _I64, inbox)
+    context, _, tag, nbytes, slot, *_ = (e.load(place, 8 * n) for n in range(1, 8))
+    wanted = e.load(order, Order.wanted.offset)
+    for each in (
+        b.icmp_signed("==", again, number),
+        e.is_("==", left, 0),
+        e.is_("==", e.load(order), POSTED),
+        b.icmp_signed("==", context, e.load(order, Order.context.offset)),
+        b.or_(e.is_("==", wanted, ANY), b.icmp_signed("==", wanted, tag)),
+        b.icmp_signed("<=", nbytes, e.load(order, Order.room.offset)),
+        e.is_("!=", slot, NO_SLOT),
+    ):
+        fine = b.and_(fine, each)
+    with b.if_then(fine):
+        for n in range(5):
+            e.store(e.load(place, 8 * (n + 3)), order, Order.tag.offset + 8 * n)
+        e.store(_I64(FOUND), order)
+        with b.if_then(e.is_("!=", e.load(order, Order.asks.offset), 0)):
+            number_of_it = e.load(order, Order.number.offset)
+            e.store(number_of_it, e.line(port, slot), 8 * MATCHED)
+        # The writer uses the entry again.
+        taken = e.at(ring, Ring.taken.offset)
+        b.store_atomic(number, taken, "release", 8)
+        e.python("quiet", ir.VoidType(), port)
+    b.ret_void()
+
+
+def _emit_begin(module: ir.Module) -> None:
+    """Emit ``begin(order, port, looks)``: launch the copy of a message that is there.
+
+    It returns the driver's status. What it does not copy, Python does.
+    """
+    e = _Stepper(module, "begin", _I64, *[_I64] * 3)
+    b, (order, port, looks) = e.b, e.function.args
+    names = Order.slot, Order.number, Order.nbytes, Order.address, Order.on, Order.event
+    slot, number, nbytes, address, on, event = (e.load(order, n.offset) for n in names)
+    with b.if_then(e.is_("==", slot, NO_SLOT), likely=False):
+        b.ret(_I64(0))
+    line, bell = e.line(port, slot), e.load(port, Port.bell.offset)
+    fine = e.is_("==", e.look(bell, b.add(line, _I64(8 * READY)), number, looks), THERE)
+    block = e.load(line, 8 * BLOCK)
+    index = b.and_(block, _I64(BLOCKS - 1))
+    index = b.add(b.mul(b.udiv(slot, _I64(SLOTS)), _I64(BLOCKS)), index)
+    known = b.add(e.load(port, Port.opened.offset), b.shl(index, _I64(4)))
+    for each in (
+        e.is_("==", e.load(order), FOUND),  # another thread may have begun it
+        b.icmp_signed("==", e.load(known), block),
+        e.is_("!=", address, 0),
+        e.is_("<=", nbytes, message_copy.MOST),
+        b.icmp_signed("<=", nbytes, e.load(order, Order.room.offset)),
+    ):
+        fine = b.and_(fine, each)
+    with b.if_then(b.not_(fine)):
+        b.ret(_I64(0))
+    e.store(_I64(BEGUN), order)  # before another thread may run
+    status = b.alloca(_I64)
+    b.store(_I64(0), status)
+    with b.if_then(e.is_("!=", event, 0)):
+        b.store(e.driver(port, "wait", on, event, _I64(0)), status)
+    with b.if_then(e.is_("==", b.load(status), 0)):
+        source = b.add(e.load(known, 8), e.load(line, 8 * OFFSET))
+        words = slot, _I64(READ), number
+        b.store(e.launch(port, address, source, nbytes, on, *words), status)
+    with b.if_then(e.is_("!=", b.load(status), 0), likely=False):
+        e.store(_I64(FOUND), order)
+    b.ret(b.load(status))
+
+
+def _emit_receive(module: ir.Module) -> None:
+    """Emit ``receive(order, stage, looks, alone)``: go on with a receive to a stage.
+
+    It returns the stage, which is lower after so many looks, when the bell rings, or if
+    the next step is Python's; REFUSED; or the driver's status, as -1 less it.
+    """
+    e = _Fast(module, "receive", 3, block=True)
+    b, order, (stage, looks, alone) = e.b, e.block, e.args
+    port, stream = (e.load(order, n.offset) for n in (Order.port, Order.stream))
+    refused = e.python("captured", _I64, port, stream)
+    with b.if_then(e.is_("!=", refused, 0), likely=False):
+        e.leave(_I64(REFUSED))
+    with b.if_then(e.is_("==", e.load(order), POSTED)):
+        e.python("match", ir.VoidType(), order, port, looks, alone)
+    begins = b.and_(e.is_("==", e.load(order), FOUND), e.is_(">", stage, FOUND))
+    with b.if_then(begins):
+        status = e.python("begin", _I64, order, port, looks)
+        with b.if_then(e.is_("!=", status, 0), likely=False):
+            e.leave(b.sub(_I64(-1), status))
+    slot, number = (e.load(order, n.offset) for n in (Order.slot, Order.number))
+    waits = b.and_(e.is_("==", e.load(order), BEGUN), e.is_("!=", slot, NO_SLOT))
+    with b.if_then(b.and_(waits, e.is_(">", stage, BEGUN))):
+        word = b.add(e.line(port, slot), _I64(8 * READ))
+        found = e.look(e.load(port, Port.bell.offset), word, number, looks)
+        with b.if_then(e.is_("==", found, THERE)):
+            e.store(_I64(ENDED), order)
+    e.leave(e.load(order))
 
 
 def _emit_arrive(module: ir.Module) -> None:
-    """Emit ``arrive(port, target, source, nbytes, stream, slot, number, looks)``.
+    """Emit ``arrive(order)``: enqueue the end of a copy that Python has enqueued.
 
-    It starts the copy of a message to its array when it is there, and returns 1; or 0
-    after so many looks, or when the bell rings. A negative number, less one, is the
-    driver's status.
+    It returns the driver's status.
     """
-    e = _Fast(module, "arrive", 8)
-    b = e.b
-    port, target, source, nbytes, stream, slot, number, looks = e.args
-    line = b.add(e.load(port, Port.host.offset), b.mul(slot, _I64(8 * LINE)))
-    word, bell = b.add(line, _I64(8 * READY)), e.load(port, Port.bell.offset)
-    found = e.python("look", _I64, bell, word, number, looks)
-    with b.if_then(e.is_("!=", found, THERE), likely=False):
-        e.leave(_I64(0))
-    status = e.launch(port, target, source, nbytes, stream, slot, _I64(READ), number)
-    with b.if_then(e.is_("!=", status, 0), likely=False):
-        e.leave(b.sub(_I64(-1), status))
-    e.leave(_I64(1))
+    e = _Fast(module, "arrive", 0, block=True)
+    b, order = e.b, e.block
+    names = Order.port, Order.on, Order.slot, Order.number
+    port, on, slot, number = (e.load(order, n.offset) for n in names)
+    nothing = 3 * [_I64(0)]
+    status = e.launch(port, *nothing, on, slot, _I64(READ), number)
+    with b.if_then(e.is_("==", status, 0)):
+        e.store(_I64(BEGUN), order)
+    e.leave(status)
 
 
 def _emit_publish(module: ir.Module) -> None:
@@ -378,8 +731,9 @@ def last(ring: int, field: int) -> int:
 @functools.cache
 def _engine() -> Any:
     return engine_of(
-        *(_emit_launch, _emit_look, _emit_copy, _emit_send, _emit_arrive),
-        *(_emit_publish, _emit_take, _emit_wait),
+        *(_emit_launch, _emit_captured, _emit_look, _emit_copy, _emit_reclaim),
+        *(_emit_send, _emit_expect, _emit_quiet, _emit_match, _emit_begin),
+        *(_emit_receive, _emit_arrive, _emit_publish, _emit_take, _emit_wait),
     )
 
 
@@ -390,7 +744,7 @@ def _definition(name: str) -> Any:
 
 @functools.cache
 def compiled(name: str) -> Callable[..., int]:
-    """Return ``publish``, ``take`` or ``wait``; see what emits it."""
+    """Return ``publish``, ``take`` and so on; see what emits it."""
     made: Callable[..., int] = new_function(
         ctypes.addressof(_definition(name)), None, None
     )
@@ -575,8 +929,9 @@ class Unread:
     def __init__(self, words: Any, data: Any, ranks: int):
         self.words, self._data, self._lock = words, data, words.lock
         self.limit = message_limit()
-        self.unread = [0] * ranks
-        self._unread: dict[Any, None] = {}  # of ``p2p.Sending``
+        self.unread = (WORD * ranks)()
+        self._reclaim = compiled("reclaim")
+        self._unread: dict[Any, None] = {}  # of ``p2p.Sending`` that Python has sent
         self._looks = MOST
 
     def lend(self, made: Any, slot: int, number: int, room: Room | None) -> None:
@@ -593,6 +948,7 @@ class Unread:
         """Reuse the memory of messages that were read."""
         with self._lock:
             self._data.reap()
+            self._reclaim(self.words.port_at)
             for each in [each for each in self._unread if self._was_read(each)]:
                 self.release(each)
 
@@ -654,12 +1010,13 @@ class CopyStream:
         self.stream = self._side.stream
         self._events: list[Event] = []  # those that are not in use
 
+    def take(self) -> Event:
+        """Return an event, to be recorded."""
+        return self._events.pop() if self._events else Event()
+
     def event(self, stream: int) -> Event:
         """Return the end of a stream's work so far."""
-        try:
-            found = self._events.pop()
-        except IndexError:
-            found = Event()
+        found = self.take()
         found.record(stream)
         return found
 

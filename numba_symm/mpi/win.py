@@ -754,7 +754,9 @@ class Win(MPI.Win, metaclass=Kind):
         """Wait for this rank's copies, and for its program's work on its memory."""
         post = self._comm.post
         for array in (None, self.array):
-            self._used[next(self._numbers)] = post.stream_of(array, what), []
+            stream = post.stream_of(array)
+            post.refuse_capture(stream, what)
+            self._used[next(self._numbers)] = stream, []
         self._settle()
 
     def _settle(self, what: str = "Win") -> None:
@@ -768,7 +770,9 @@ class Win(MPI.Win, metaclass=Kind):
             self._used.pop(number, None)
 
     def _run(self, steps: list[buffers.PackedStep], array: Any) -> None:
-        stream = self._comm.post.stream_of(array, "Win")
+        post = self._comm.post
+        stream = post.stream_of(array)
+        post.refuse_capture(stream, "Win")
         first, last = next(self._numbers), next(self._numbers)
         self._used[first] = stream, steps  # an interrupt may leave some steps enqueued
         for step in steps:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_symm.collectives.kernels import message_copy
-from numba_symm.environment import SIMULATED
+from numba_symm.environment import SIMULATED, zero_is_per_thread
 from numba_symm.gpu import arrays, compiled, driver
 from numba_symm.gpu.compiled import WORD, struct
 from numba_symm.launch import waiting
@@ -44,6 +44,7 @@ from numba_symm.memory.backends import address_of, mapped, memory_file
 from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.rooms import (
     BLOCK,
+    BLOCKS,
     LINE,
     NO_SLOT,
     OFFSET,
@@ -58,10 +59,7 @@ from numba_symm.mpi.rooms import (
     Rooms,
 )
 
-_NOWHERE = -1  # a number that no block has
-
-BLOCKS = 1024
-"""Blocks of a rank, at most. Other messages pass through MPI."""
+_NOWHERE, _UNKNOWN = -1, -2  # numbers that no block has
 
 HANDLE = 2048
 """Bytes of the handle of a block, at most, with its length."""
@@ -129,11 +127,12 @@ class Words:
         self.port = Port()
         self.port_at = ctypes.addressof(self.port)
         self.allocator, self.rooms = allocator, Rooms(allocator, self, self.port)
-        self._opened: dict[tuple[int, int], Opened] = {}
+        self._opened: dict[int, Opened] = {}
         self.lock = threading.RLock()
         self.posts: dict[int, Any] = {}
         self.freed: set[int] = set()
         self.users = 0
+        self.counted: list[Any] = []  # what the compiled functions count in
         self._early: dict[int, list[bytes]] = {}
         self._inbox: list[bytes] = []
         channel, exchange = ranks.channel, ranks.exchange
@@ -185,6 +184,10 @@ class Words:
         to = [at + ring * (place * size + rank) for place in range(size)]
         self.to = list(zip(to, bells, strict=True))
         self._from = at + ring * size * rank, size, ring, self.bell, self._inbox
+        self._places = (WORD * (2 * BLOCKS * size))(*[_UNKNOWN] * 2 * BLOCKS * size)
+        self.port.rings, self.port.writers, self.port.stride = self._from[:3]
+        self.port.inbox = id(self._inbox)
+        self.port.opened = ctypes.addressof(self._places)
         progress.match_by(self.progress, self.lock)
 
     def _register(self) -> int:
@@ -204,11 +207,19 @@ class Words:
         pointers = (WORD * 8)(*range(first, first + 64, 8))
         port.parameters = ctypes.addressof(pointers)
         port.launch = compiled.address("cuLaunchKernelEx")
+        port.capturing = compiled.address("cuStreamIsCapturing")
+        port.record = compiled.address("cuEventRecord")
+        port.wait = compiled.address("cuStreamWaitEvent")
+        port.legacy, port.looks = zero_is_per_thread(), progress.MOST
         if not SIMULATED:
             return launch, pointers
         simulated = message_copy.Simulated(port.values, port.config)
         port.kernel = compiled.stand_in(simulated)
         return launch, pointers, simulated
+
+    def ring(self, place: int) -> int:
+        """Return the address of the ring from a rank of this island."""
+        return int(self.port.rings + self.port.stride * place)
 
     def take(self) -> int:
         """Return a slot of this rank, or ``NO_SLOT`` if all are in use."""
@@ -253,6 +264,17 @@ class Words:
     def _handle_at(self, place: int, number: int) -> int:
         return self._handles + HANDLE * (BLOCKS * place + number % BLOCKS)
 
+    def lent(self, unread: Any) -> list[tuple[int, int]]:
+        """Return slots and numbers of messages that the compiled function has sent.
+
+        Args:
+            unread: where it counts their bytes.
+        """
+        first, port = ctypes.addressof(unread), self.port
+        last = first + ctypes.sizeof(unread)
+        loans = [port.loans[6 * n : 6 * n + 6] for n in range(port.lent)]
+        return [(each[0], each[1]) for each in loans if first <= each[4] < last]
+
     def put(self, slot: int, room: Room) -> None:
         """Store where a message is."""
         first = LINE * slot
@@ -272,15 +294,17 @@ class Words:
         """
         first, place = LINE * slot, slot // SLOTS
         number, offset = self.values[first + BLOCK], self.values[first + OFFSET]
-        found = self._opened.get((place, number))
         if number == _NOWHERE:
             return None
-        if found is None:
+        index = BLOCKS * place + number % BLOCKS
+        found = self._opened.get(index)
+        if found is None or self._places[2 * index] != number:
             at = self._handle_at(place, number)
             handle = ctypes.string_at(at + 8, WORD.from_address(at).value)
             found = rooms.opened(handle, bool(self.values[first + ONCE]))
             if not found.once:
-                self._opened[place, number] = found
+                self._opened[index] = found
+                self._places[2 * index : 2 * index + 2] = [number, found.address]
         return found, found.address + offset
 
     def progress(self) -> None:
@@ -329,6 +353,8 @@ class Words:
 
     def let_go(self) -> None:
         """Unmap the blocks of other processes."""
+        for index in self._opened:
+            self._places[2 * index] = _UNKNOWN
         self._opened.clear()
 
     def close(self) -> None:

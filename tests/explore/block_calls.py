@@ -25,25 +25,29 @@ def wanted(name, words, rank, root):
 class Blocks:
     """A world with a device workspace, and kernels that make collectives in it."""
 
-    def __init__(self, machine, code, epoch=0):
+    def __init__(self, machine, code, depth=None, wrap=False):
         self.machine, self.code = machine, code
         self.world = world = World(machine, code)
         self.size, self.grid = world.size, machine.random.randrange(world.blocks) + 1
         made = code.block_exchange
-        sizes = self.grid, THREADS, VECTORS
+        depths = [1, 2] if wrap else [1, 2, 4]
+        self.depth = machine.random.choice(depths) if depth is None else depth
+        sizes = self.grid, THREADS, VECTORS, self.depth
         addresses = world.map("workspace", made.nbytes(self.size, *sizes), 0)
         self.contexts, self.marks = [], []
+        # If the epochs overflow: each set has one yet in which threads clear it.
+        epoch = made.LAST_EPOCH - 2 * self.depth - machine.random.randrange(3)
         for rank, address in enumerate(addresses):
             ring = (addresses[(rank + 1 + k) % self.size] for k in range(self.size))
             guard = world.contexts[rank].guard
             ws = made.WorkspaceContext(rank, self.size, tuple(ring), guard, *sizes)
             self.contexts.append(ws)
             marks = range(address, address + made.MARK * self.grid, made.MARK)
-            end = marks.stop + 4 * THREADS * self.grid
+            end = marks.stop + made.EPOCHS * THREADS * self.grid
             self.marks.append(marks)
             world.marks |= set(marks)
             world.kept |= {*marks, *range(marks.stop, end, 4)}
-            if epoch:
+            if wrap:
                 self._plant(marks.stop, end, address + made.nbytes(self.size, *sizes))
                 self._continue(marks.stop, epoch)
 
@@ -51,15 +55,17 @@ class Blocks:
         """Let all threads continue after an epoch."""
         for block in range(self.grid):
             for thread in range(self.code.shape.threads):
-                at = epochs + 4 * (THREADS * block + thread)
+                at = epochs + 8 * (THREADS * block + thread)
                 self.world.memory.plant(at, 4, epoch)
+                self.world.memory.plant(at + 4, 4, epoch)
 
     def _plant(self, epochs, boxes, end):
-        """Fill all mailboxes with packets of the first epochs of their half."""
-        random, half = self.machine.random, (end - boxes) // 2
+        """Fill all mailboxes with packets of the first epochs of their set."""
+        random, sets = self.machine.random, 2 * self.depth
+        nbytes = (end - boxes) // sets
         for at in range(boxes, end, 8):
             if (at - boxes) // 16 % 32 < self.code.shape.threads:
-                old = random.choice([2, 4]) - (at - boxes) // half
+                old = ((at - boxes) // nbytes or sets) + random.choice([0, sets])
                 self.world.memory.plant(at, 8, old << 32 | random.getrandbits(32))
 
     def check_marks(self):
@@ -101,21 +107,25 @@ class Blocks:
     def launch(self, number, items, kinds):
         """Launch a kernel that makes so many collectives, on each rank."""
         programs, world = self.code.programs, self.world
+        ahead = self.machine.random.randrange(self.depth)
         if items:
             for rank, steps in enumerate(self.steps(number, True, kinds)):
-                ws = self.contexts[rank]
-                world.launch(rank, programs.collectives_of_items, self.grid, ws, steps)
+                args = self.contexts[rank], steps, ahead
+                world.launch(rank, programs.collectives_of_items, self.grid, *args)
             return
         of_blocks = [self.steps(number, False, kinds) for _ in range(self.grid)]
         nbytes = 8 * 2 * VECTORS * self.code.shape.threads * self.size
-        arrays = [(world.map("x", nbytes), world.map("y", nbytes)) for _ in of_blocks]
-        for address in (each for xs, _ in arrays for each in xs):
+        arrays = [
+            [(world.map("x", nbytes), world.map("y", nbytes)) for _ in range(ahead + 1)]
+            for _ in of_blocks
+        ]
+        for address in (each for mine in arrays for xs, _ in mine for each in xs):
             # The program stores there, whatever has failed.
             world.kept |= set(range(address, address + nbytes, 8))
         for rank, ws in enumerate(self.contexts):
-            mine = [(x[rank], y[rank]) for x, y in arrays]
+            mine = [[(x[rank], y[rank]) for x, y in each] for each in arrays]
             steps = [each[rank] for each in of_blocks]
-            args = ws, mine, steps
+            args = ws, mine, steps, ahead
             world.launch(rank, programs.collectives_of_blocks, self.grid, *args)
 
 
@@ -135,33 +145,35 @@ def broadcasts_of_other_roots(code):
             root = 1 if rank == odd else 0
             step = exchange, (arrays[rank], count), count, True, root, results[rank]
             kernel = code.programs.collectives_of_items
-            world.launch(rank, kernel, blocks.grid, ws, [step])
+            world.launch(rank, kernel, blocks.grid, ws, [step], 0)
             world.expect(results[rank], words[root])
         world.run(mismatch=True)
 
     return scenario
 
 
-def collectives(code, items=None, kernels=2, steps=4, wrap=False, kinds=KINDS):
+def collectives(
+    code, items=None, kernels=2, steps=4, wrap=False, kinds=KINDS, depth=None
+):
     """Kernels that make several collectives each.
 
     Args:
         code: the device code.
         items: whether of items or of a block's arrays; None: either.
         kernels: the number of kernels.
-        steps: the number of collectives in each.
+        steps: the number of collectives in each, for each set of half of them if
+            epochs overflow.
         wrap: whether the epochs overflow meanwhile.
         kinds: the names of collectives to choose from.
+        depth: that of the workspace; None: any.
     """
 
     def scenario(machine):
-        epoch = 0
-        if wrap:
-            epoch = code.block_exchange.LAST_EPOCH - 2 - machine.random.randrange(3)
-        blocks = Blocks(machine, code, epoch)
+        blocks = Blocks(machine, code, depth, wrap)
         for _ in range(kernels):
             either = machine.random.random() < 0.5
-            blocks.launch(steps, either if items is None else items, kinds)
+            number = steps * blocks.depth if wrap else steps
+            blocks.launch(number, either if items is None else items, kinds)
         blocks.world.run()
         if machine.absent is not None:
             blocks.check_marks()

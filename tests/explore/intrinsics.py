@@ -160,7 +160,7 @@ def check_slot(*args) -> None:
 
 check_peer = check_buffer = check_comparison = check_slot
 check_team = check_grid = check_copy = check_mailbox = check_slot
-check_exchange = check_shards = check_slot
+check_exchange = check_shards = check_started = check_slot
 
 
 def exit_thread() -> None:
@@ -259,8 +259,8 @@ def mailbox_of(mailbox: Any) -> int:
 
 def views_of(target: Any, source: Any) -> tuple[int, ...]:
     assert target.shape == source.shape
-    rows, columns = (1, *target.shape)[-2:]
-    layout = rows, columns, 8 * columns, 8
+    planes, rows, columns = (1, 1, *target.shape)[-3:]
+    layout = planes, rows, columns, 8 * rows * columns, 8 * columns, 8
     return 8, target._address, *layout, source._address, *layout
 
 

@@ -32,14 +32,16 @@ from numba_symm.device.packets import get_packets_block, put_packets_block
 from numba_symm.device.puts import get_block, put_block
 from numba_symm.device.signals import (
     GE,
-    MAX_CHANNELS,
     peer_address,
     put_signal,
     put_with_signal,
+    signal_add,
     signal_set,
     wait_signal,
-    wait_until,
+    wait_signal_block,
     wait_until_at,
+    wait_until_block,
+    word_offset,
 )
 
 DEPTH, DATA, READ = 2, 0, 1  # of a pipeline, and its channels
@@ -88,10 +90,7 @@ def send(ctx: Any, dst: int, inputs: int, first: int, count: int) -> None:
 def receive(ctx: Any, src: int, outputs: int, first: int, count: int) -> None:
     """Take a signal a word, which the block's other thread reads."""
     for i in range(first, first + count):
-        failed = False
-        if cuda.threadIdx.x == 0:
-            failed = not wait_signal(ctx, src, 0)
-        if syncthreads_or(failed):
+        if not wait_signal_block(ctx, src, 0):
             break
         if cuda.threadIdx.x == 1:
             word = ld_u64(peer_address(ctx, ctx.rank) + 8 * i)
@@ -193,9 +192,8 @@ def pipeline(
     for step in range(chunks + DEPTH - 1):
         if step < chunks:
             free = step - DEPTH + 1
-            if thread == 0:  # explore: await-credit
-                failed = not wait_until(ctx, right, READ, GE, free)
-            if syncthreads_or(failed):
+            # explore: await-credit
+            if not wait_until_block(ctx, right, READ, GE, free):
                 break
             slot = peer_address(ctx, right) + 8 * THREADS * (step % DEPTH)
             there = array_at(slot, THREADS, None)
@@ -204,12 +202,14 @@ def pipeline(
         if step >= DEPTH - 1:
             chunk = step - DEPTH + 1
             if thread == 0 and by_element:
-                place = ctx.pads[ctx.rank] + 4 * MAX_CHANNELS * ctx.size
-                words = array_at(place + 8 * ctx.size * DATA, ctx.size, None)
+                place = ctx.pads[ctx.rank] + word_offset(ctx.size, DATA, 0)
+                words = array_at(place, ctx.size, None)
                 failed = not wait_until_at(ctx, words, left, GE, chunk + 1)
-            elif thread == 0:
-                failed = not wait_until(ctx, left, DATA, GE, chunk + 1)
-            if syncthreads_or(failed):
+            if by_element:
+                failed = syncthreads_or(failed)
+            else:
+                failed = not wait_until_block(ctx, left, DATA, GE, chunk + 1)
+            if failed:
                 break
             other = 1 - thread
             here = peer_address(ctx, ctx.rank) + 8 * THREADS * (chunk % DEPTH)
@@ -219,6 +219,36 @@ def pipeline(
             syncthreads()  # explore: all-read
             if thread == 0:
                 signal_set(ctx, left, READ, chunk + 1)
+
+
+@device_function
+def gather_words(
+    ctx: Any, sources: Any, mask: int, inputs: int, outputs: int, rounds: int
+) -> None:
+    """Store a word for each thread at the ranks of a mask, and wait for theirs.
+
+    The sources are those ranks, in one of the forms that waits take.
+    """
+    thread, size = cuda.threadIdx.x, ctx.size
+    for i in range(rounds):
+        half = peer_address(ctx, ctx.rank) + 8 * THREADS * size * (i % 2)
+        word = ld_u64(inputs + 8 * (rounds * thread + i))
+        for r in range(size):
+            if mask >> r & 1 != 0 and r != ctx.rank:
+                there = peer_address(ctx, r) + 8 * THREADS * size * (i % 2)
+                st_u64(there + 8 * (THREADS * ctx.rank + thread), word)
+        # All threads have stored before the signals of one.
+        syncthreads()  # explore: all-stored
+        if thread == 0:
+            for r in range(size):
+                if mask >> r & 1 != 0 and r != ctx.rank:
+                    signal_add(ctx, r, DATA, 1)
+        if not wait_until_block(ctx, sources, DATA, GE, i + 1, mask):
+            break
+        for r in range(size):
+            if mask >> r & 1 != 0 and r != ctx.rank:
+                word = ld_u64(half + 8 * (THREADS * r + 1 - thread))
+                st_u64(outputs + 8 * ((rounds * thread + i) * size + r), word)
 
 
 @device_function
@@ -299,14 +329,12 @@ def pipeline_of_packets(
     chunks = len(counts)
     thread, size, rank = cuda.threadIdx.x, ctx.size, ctx.rank
     right, left = (rank + 1) % size, (rank - 1 + size) % size
-    failed = False
     for step in range(chunks + DEPTH - 1):
         if step < chunks:
             epoch = base + step + 1
-            if thread == 0:  # explore: await-packets
-                failed = not wait_until(ctx, right, READ, GE, epoch - DEPTH)
-            # What thread 0 has acquired comes before the stores of all.
-            if syncthreads_or(failed):
+            # What one thread acquires comes before the stores of all.
+            # explore: await-packets
+            if not wait_until_block(ctx, right, READ, GE, epoch - DEPTH):
                 break
             box = peer_address(ctx, right) + 16 * most * (epoch % DEPTH)
             given = array_at(inputs + 8 * most * step, counts[step], None)
@@ -324,37 +352,51 @@ def pipeline_of_packets(
 
 
 @device_function
-def collectives_of_blocks(ws: Any, arrays: Any, blocks: Any) -> None:
+def collectives_of_blocks(ws: Any, arrays: Any, blocks: Any, ahead: int) -> None:
     """Make collectives one after another, on arrays that a block uses again.
 
-    A thread stores the elements that other threads send, and reads their results. After
-    a failure, it goes on, but has no results.
+    A thread stores the elements that other threads send, and reads their results. It
+    starts ``ahead`` collectives before it waits for one. After a failure, it goes on,
+    but has no results.
     """
     thread, block = cuda.threadIdx.x, cuda.blockIdx.x
-    x, out = arrays[block]
-    for exchange, given, taken, in_place, root, result in blocks[block]:
-        there = x if in_place else out
-        for i in range(given[1]):
-            if (i // 2 + 1) % THREADS == thread:
-                st_u64(x + 8 * i, ld_u64(given[0] + 8 * i))
-        xs, outs = array_at(x, given[1], None), array_at(there, taken, None)
-        if not exchange(ws, xs, outs, root):
-            continue
-        for i in range(taken):
-            if (i // 2 + 1) % THREADS == thread:
-                st_u64(result + 8 * i, ld_u64(there + 8 * i))
+    steps = blocks[block]
+    for i in range(len(steps) + ahead):
+        if i < len(steps):
+            x, _ = arrays[block][i % (ahead + 1)]
+            exchange, given, _, _, root, _ = steps[i]
+            for k in range(given[1]):
+                if (k // 2 + 1) % THREADS == thread:
+                    st_u64(x + 8 * k, ld_u64(given[0] + 8 * k))
+            exchange.start(ws, array_at(x, given[1], None), root)
+        if i >= ahead:
+            x, out = arrays[block][(i - ahead) % (ahead + 1)]
+            exchange, given, taken, in_place, root, result = steps[i - ahead]
+            there = x if in_place else out
+            xs, outs = array_at(x, given[1], None), array_at(there, taken, None)
+            if exchange.wait(ws, xs, outs, root):
+                for k in range(taken):
+                    if (k // 2 + 1) % THREADS == thread:
+                        st_u64(result + 8 * k, ld_u64(there + 8 * k))
 
 
 @device_function
-def collectives_of_items(ws: Any, blocks: Any) -> None:
+def collectives_of_items(ws: Any, steps: Any, ahead: int) -> None:
     """Make collectives of what each thread holds in registers."""
     worker = THREADS * cuda.blockIdx.x + cuda.threadIdx.x
-    for exchange, given, taken, in_place, root, result in blocks:
-        xs = cuda.local.array(given[1], None)
-        outs = xs if in_place else cuda.local.array(taken, None)
-        for i in range(given[1]):
-            xs[i] = ld_u64(given[0] + 8 * (given[1] * worker + i))
-        if not exchange(ws, xs, outs, root):
-            continue
-        for i in range(taken):
-            st_u64(result + 8 * (taken * worker + i), outs[i])
+    held = []
+    for i in range(len(steps) + ahead):
+        if i < len(steps):
+            exchange, given, taken, in_place, root, result = steps[i]
+            xs = cuda.local.array(given[1], None)
+            for k in range(given[1]):
+                xs[k] = ld_u64(given[0] + 8 * (given[1] * worker + k))
+            exchange.start(ws, xs, root)
+            held.append(xs)
+        if i >= ahead:
+            exchange, given, taken, in_place, root, result = steps[i - ahead]
+            xs = held[i - ahead]
+            outs = xs if in_place else cuda.local.array(taken, None)
+            if exchange.wait(ws, xs, outs, root):
+                for k in range(taken):
+                    st_u64(result + 8 * (taken * worker + k), outs[k])

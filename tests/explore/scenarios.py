@@ -153,20 +153,15 @@ def calls_on_own_arrays(code, epochs=0, lag=0, names=None):
     return scenario
 
 
-def calls_after_many(code, lag):
-    """All-reduces after ``lag`` epochs in which only one set of flags was stored."""
+def long_all_reduces(code):
+    """All-reduces in more chunks than a block has sets of slots."""
 
     def scenario(machine):
-        world = World(machine, code, blocks=some_blocks(machine, code))
-        region = world.layout.chunked
-        first_set = 4 * world.size * world.blocks
-        for workspace in world.workspaces:
-            for at in world.epochs(region):
-                world.memory.plant(workspace + at, 4, lag)
-            for at in range(region.flags, region.flags + first_set, 4):
-                world.memory.plant(workspace + at, 4, lag)
+        world, workspace = World(machine, code, blocks=1), code.workspace
+        vectors = workspace.THREADS * workspace.CHUNKED.tiles(world.size)
         for _ in range(2):
-            world.all_reduce("chunked", a_count(world))
+            chunks = machine.random.choice([1, 4, 5, 6])
+            world.all_reduce("chunked", 2 * world.size * vectors * chunks)
         world.run()
 
     return scenario

@@ -70,7 +70,6 @@ _MODULES = (
     "numba_symm.collectives.protocols.credit",
     "numba_symm.collectives.protocols.tokens",
     "numba_symm.collectives.protocols.few_tokens",
-    "numba_symm.collectives.protocols.chunks",
     "numba_symm.collectives.protocols.handshake",
     "numba_symm.collectives.protocols.copies",
     *_KERNELS,

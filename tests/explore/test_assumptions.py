@@ -26,7 +26,7 @@ from explore.scenarios import (
 from explore.source import device_code
 from explore.test_barriers import exchanges as exchanges_of_grids
 from explore.test_copies import calls_by_copies, puts_and_gets
-from explore.test_counting import pipelines
+from explore.test_counting import gatherings, pipelines
 from explore.test_device_copies import WRAP
 from explore.test_device_copies import pipelines as pipelines_of_packets
 from explore.test_device_copies import puts_and_gets as puts_and_gets_in_kernels
@@ -75,6 +75,7 @@ PROTOCOLS = {
     "signals": (words_by_signals, SEES),
     # Of one kernel, which needs no other one.
     "counted_signals": (pipelines, set()),
+    "waits_for_several": (gatherings, set()),
     "copies_in_kernels": (puts_and_gets_in_kernels, set()),
     "packets_in_kernels": (pipelines_of_packets, set()),
     "packets_at_the_wrap": (lambda code: pipelines_of_packets(code, WRAP), set()),

@@ -10,9 +10,13 @@ from explore.test_failures import IMPATIENT
 
 IN_ORDER = "in_rank_order(rank, low, high, spare)"
 BROKEN = {
-    "one half": within("block_exchange", "half", "epoch & 1", "0"),
+    "one set": within("block_exchange", "set", "2 * ws.depth - 1", "0"),
+    "half as many sets": within(
+        "block_exchange", "set", "2 * ws.depth - 1", "ws.depth - 1"
+    ),
     "epochs that do not advance": within("block_exchange", "next", "epoch + 1", "1"),
     "epochs that are not kept": removed("block_exchange", "keep"),
+    "waits that are not kept": removed("block_exchange", "keep-wait"),
     "one epoch for all threads": within(
         "block_exchange",
         "epoch",
@@ -43,14 +47,23 @@ UNCHECKED = (
 AT_THE_WRAP = {
     "nothing wiped": removed("block_exchange", "wipe"),
     "half a vector wiped": removed("block_exchange", "wipe-second"),
-    "one half wiped": within(
-        "block_exchange", "wipe", "epoch >= LAST_EPOCH - 1", "epoch >= LAST_EPOCH"
+    "the later half of the sets wiped": within(
+        "block_exchange", "wipe", "2 * ws.depth", "ws.depth"
     ),
-    "the other half wiped": within(
-        "block_exchange", "wipe", "epoch >= LAST_EPOCH - 1", "epoch == LAST_EPOCH - 1"
+    "the earlier half of the sets wiped": within(
+        "block_exchange",
+        "wipe",
+        "epoch > LAST_EPOCH - 2 * ws.depth",
+        "LAST_EPOCH - 2 * ws.depth < epoch <= LAST_EPOCH - ws.depth",
     ),
     "no fence before the next epoch": removed("block_exchange", "wiped"),
     "no fence after the next epoch": removed("block_exchange", "follows-wipe"),
+    "no fence at some epochs before": within(
+        "block_exchange", "follows", "LAST_EPOCH - ws.depth", "LAST_EPOCH - 1"
+    ),
+    "no fence at some epochs after": within(
+        "block_exchange", "follows", "epoch <= ws.depth", "epoch == 1"
+    ),
     "an odd last epoch": replaced(
         "block_exchange", "last-epoch", "LAST_EPOCH = 2**32 - 3"
     ),

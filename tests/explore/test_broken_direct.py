@@ -32,19 +32,17 @@ BROKEN = {
         "handshake", "refuses", "first[0] == REFUSED", "False"
     ),
     "another rank's refusal ignored": removed("handshake", "found"),
-    "no fallback after a refusal": left_undone("chunked_reduce"),
-    "a fallback without a refusal": done_always("chunked_reduce"),
+    "no fallback after a refusal": left_undone("chunked"),
+    "a fallback without a refusal": done_always("chunked"),
     "the digest not compared": within("handshake", "poll", "missing | late", "missing"),
     "no wait for the others' loads and stores": removed("handshake", "wait"),
-    "the work after a refusal": within(
-        "direct_broadcast", "refused", "refused(own)", "False"
-    ),
+    "the work after a refusal": within("direct", "refused", "refused(own)", "False"),
     "the reduction after a refusal": within(
-        "direct_reduce", "refused", "refused(own)", "False"
+        "direct", "refused", "refused(own)", "False"
     ),
-    "no fallback to the broadcast in chunks": left_undone("chunked_broadcast"),
+    "no fallback to the broadcast in chunks": left_undone("chunked"),
     "the input's address for the output's": replaced(
-        "direct_reduce", "into", "into, _ = ld_v2_u64(own + where(mirror(owner)))"
+        "direct", "into", "there, _ = ld_v2_u64(own + where(to_root))"
     ),
 }
 OF_SHARDS_BROKEN = {
@@ -58,27 +56,25 @@ OF_SHARDS_BROKEN = {
     ),
     "another rank's refusal ignored": removed("handshake", "found"),
     "no wait for the others' loads and stores": removed("handshake", "wait"),
-    "the work after a refusal": within(
-        "direct_shards", "refused", "refused(own)", "False"
-    ),
-    "another rank's shard loaded": within("direct_shards", "shard", "offset", "0"),
-    "no fallback after a refusal": left_undone("chunked_all_reduce"),
-    "no fallback to the exchange in chunks": left_undone("chunked_exchange"),
-    "a fallback without a refusal": done_always("chunked_all_reduce"),
-    "an exchange in chunks without a refusal": done_always("chunked_exchange"),
+    "the work after a refusal": within("direct", "refused", "refused(own)", "False"),
+    "another rank's shard loaded": within("direct", "shard", "offset", "0"),
+    "no fallback after a refusal": left_undone("chunked"),
+    "no fallback to the exchange in chunks": left_undone("chunked"),
+    "a fallback without a refusal": done_always("chunked"),
+    "an exchange in chunks without a refusal": done_always("chunked"),
 }
 OF_ALL_REDUCE_BROKEN = {
     "the input's address for the output's": replaced(
-        "direct_shards", "into", "there, _ = ld_v2_u64(own + where(k))"
+        "direct", "everywhere", "there, _ = ld_v2_u64(own + where(k))"
     ),
     "the result stored in another shard": within(
-        "direct_shards", "whose", "there + offset", "there"
+        "direct", "whose", "there + offset", "there"
     ),
-    "an output's refusal ignored": removed("direct_shards", "both"),
+    "an output's refusal ignored": replaced("direct", "both", "pass"),
 }
 OF_TWO_RANKS_BROKEN = {
-    "no fallback after a refusal": left_undone("chunked_all_reduce"),
-    "a fallback without a refusal": done_always("chunked_all_reduce"),
+    "no fallback after a refusal": left_undone("chunked"),
+    "a fallback without a refusal": done_always("chunked"),
     "no wait for the other's loads": removed("handshake", "wait"),
     "no fence before the addresses": removed("handshake", "fence-before"),
     "no fence after the addresses": removed("handshake", "fence-after"),

@@ -7,8 +7,9 @@ from explore.scenarios import (
     all_reduces,
     breaks,
     by_anything_and_by_result,
-    calls_after_many,
     each_broken,
+    holds,
+    long_all_reduces,
     plain_stores_between_barriers,
     worlds,
 )
@@ -28,25 +29,10 @@ BROKEN = {
         FLAGGED,
         replaced("flags", "agree", "return failed"),
     ),
-    "one half": (
+    "one half": (FLAGGED, replaced("slots", "half", "half = 1")),
+    "one set of slots in a half": (
         FLAGGED,
-        within("chunked_all_reduce", "half", "epoch & 1", "0"),
-    ),
-    "one set of slots": (
-        ("chunked",),
-        within("chunked_all_reduce", "set", "which * set_stride", "0"),
-    ),
-    "one set of flags": (
-        ("chunked",),
-        within("chunked_all_reduce", "flags", "which * flag_set", "0"),
-    ),
-    "scatter before gather": (
-        ("chunked",),
-        moved("chunked_all_reduce", "gather", after="scatter"),
-    ),
-    "gather last": (
-        ("chunked",),
-        moved("chunked_all_reduce", "gather", after="reduce"),
+        within("slots", "set", "chunk & 1", "0"),
     ),
 }
 OF_THREE_RANKS_BROKEN = {  # each has more than one neighbour
@@ -72,13 +58,20 @@ OF_THREE_RANKS_BROKEN = {  # each has more than one neighbour
         replaced("order", "mirror", "return k"),
     ),
 }
+OF_SETS_BROKEN = {
+    "sent before the wait": [moved("chunked", "send", before="wait")],
+    **{
+        f"results in set {sets} from their chunk's on": [
+            within("chunked", "set", "passed", f"{sets}"),
+            within("chunked", "collected", "passed", f"{sets}"),
+        ]
+        for sets in (0, 1, 2)
+    },
+}
 BARRIER_BROKEN = {
     "no fence before the flags": removed("flags", "fence"),
     "flags loaded relaxed": RELAXED,
 }
-RESULTS_WITH_THE_CALLS_OF_OTHERS = replaced(
-    "chunked_all_reduce", "results", "results_before = before"
-)
 
 
 @by_anything_and_by_result
@@ -94,10 +87,16 @@ def test_the_ring_broken_is_found(algorithm, edits, ranks, races):
 
 
 @worlds
+def test_all_reduces_in_more_chunks_than_sets(ranks):
+    holds(long_all_reduces(device_code()), ranks, 60)
+
+
+@worlds
 @by_anything_and_by_result
-def test_results_counted_with_the_calls_of_others_are_found(races, ranks):
-    code = device_code(RESULTS_WITH_THE_CALLS_OF_OTHERS)
-    breaks(calls_after_many(code, 2**31 + 10), ranks, races=races)
+@pytest.mark.parametrize("what", OF_SETS_BROKEN)
+def test_sets_of_results_broken_are_found(what, races, ranks):
+    code = device_code(*OF_SETS_BROKEN[what])
+    breaks(long_all_reduces(code), ranks, races=races)
 
 
 @worlds

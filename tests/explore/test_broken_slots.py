@@ -2,7 +2,7 @@
 
 import pytest
 
-from explore.markers import moved, removed, replaced, within
+from explore.markers import moved, replaced, within
 from explore.scenarios import breaks, by_anything_and_by_result, calls_of, worlds
 from explore.source import device_code
 
@@ -15,42 +15,30 @@ SETS_BROKEN = {
 }
 
 
-def stages_broken(module):
-    """Return the broken variants of a kernel that alternates between sets of slots."""
-    return {
-        "signalled before the work": moved(module, "signal", after="wait"),
-        "used before all ranks have signalled": moved(module, "wait", before="signal"),
-    }
-
-
-REDUCE_BROKEN = {
-    **stages_broken("chunked_reduce"),
-    "slots numbered as by their receiver": replaced("order", "mirror", "return k"),
-    "results sent to another rank than the root": within(
-        "chunked_reduce", "to-root", "k == root", "k == 0"
-    ),
-    "shards counted from this rank": within("chunked_reduce", "collect", "0", "number"),
+STAGES_BROKEN = {
+    "signalled before the work": moved("chunked", "signal", after="wait"),
+    "used before all ranks have signalled": moved("chunked", "wait", before="signal"),
 }
-BROADCAST_BROKEN = stages_broken("chunked_broadcast")
-BROADCAST_OF_THREE_BROKEN = {
-    "relayed to the root, but not to the next rank": within(
-        "chunked_broadcast", "to-root", "k != to_root", "k != 0"
-    ),
-    "shards counted from the root": within(
-        "chunked_broadcast", "collect", "mine + 1", "0"
-    ),
+NUMBERS_BROKEN = {
+    "passed on to the wrong ranks": within("chunked", "to-root", "k == root", "k == 0"),
+    "shards numbered from the next rank on": replaced("chunked", "whose", "return k"),
+}
+REDUCE_BROKEN = {
+    **STAGES_BROKEN,
+    **NUMBERS_BROKEN,
+    "slots numbered as by their receiver": replaced("order", "mirror", "return k"),
 }
 EXCHANGE_BROKEN = {
     "a wait for the previous chunk": within(
-        "chunked_exchange",
+        "chunked",
         "wait",
         "await_flags(guard, operation, own + flag, block, last, failed)",
         "await_flags(guard, operation, own + flag, block, last - 1, failed)",
     ),
-    "signalled before it is read": moved("chunked_exchange", "signal", before="wait"),
+    "signalled before it is read": moved("chunked", "signal", before="wait"),
 }
 NEXT_BROKEN = {  # calls that disturb the next one, or the one before
-    "chunked": removed("chunked_all_reduce", "wait"),
+    "chunked": replaced("slots", "more", "more = 0"),
     "gather": replaced("slots", "more", "more = 0"),
     "reduce": replaced("slots", "more", "more = 0"),
     "broadcast": replaced("slots", "more", "more = 0"),
@@ -72,16 +60,16 @@ def test_reductions_broken_are_found(what, races):
 
 @worlds
 @by_anything_and_by_result
-@pytest.mark.parametrize("what", BROADCAST_BROKEN)
+@pytest.mark.parametrize("what", STAGES_BROKEN)
 def test_broadcasts_broken_are_found(what, races, ranks):
-    code = device_code(BROADCAST_BROKEN[what])
+    code = device_code(STAGES_BROKEN[what])
     breaks(calls_of(code, "broadcast"), ranks, races=races)
 
 
 @by_anything_and_by_result
-@pytest.mark.parametrize("what", BROADCAST_OF_THREE_BROKEN)
+@pytest.mark.parametrize("what", NUMBERS_BROKEN)
 def test_broadcasts_of_three_ranks_broken_are_found(what, races):
-    code = device_code(BROADCAST_OF_THREE_BROKEN[what])
+    code = device_code(NUMBERS_BROKEN[what])
     breaks(calls_of(code, "broadcast"), 3, races=races)
 
 

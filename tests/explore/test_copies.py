@@ -206,7 +206,7 @@ BROKEN = {
     "a barrier before the rank's own copies": removed("copied_reductions", "copied"),
     "copies before a barrier": removed("copied_reductions", "follow"),
     "no fallback of an exchange after a refusal": within(
-        "chunked_exchange", "fallback", DONE, f"({DONE} or fallback_for != 0)"
+        "chunked", "fallback", DONE, f"({DONE} or fallback_for != 0)"
     ),
     "a rank that does not wait for the others' copies": removed("handshake", "wait"),
     OF_TWO: within("copied_reductions", "sets", "i % SETS", "0"),

@@ -1,11 +1,14 @@
 """Signals that count, in a pipeline of several steps."""
 
+import itertools
+
 import pytest
 
-from explore.markers import removed, within
+from explore.markers import removed, replaced, within
 from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
 from explore.source import device_code
 from explore.world import World
+from numba_symm.device.teams import Team
 
 CHUNKS = 5
 ADD_RELAXED = within("signals", "signal-add", "'release'", "'relaxed'")
@@ -21,6 +24,13 @@ BROKEN = {
     "a wait that does not acquire": RELAXED,
     "a signal before all threads have copied": removed("signals", "copied"),
     "no wait for credit": removed("programs", "await-credit"),
+    "a wait of one thread": replaced("signals", "until-agree", "return arrived"),
+    "no wait for the words": within(
+        "signals",
+        "until-each",
+        "wait_until(ctx, rank, at, comparison, wanted)",
+        "wait_until(ctx, rank, at, LE, wanted)",
+    ),
     "credit before all threads have read": removed("programs", "all-read"),
 }
 
@@ -42,6 +52,57 @@ def pipelines(code):
         world.run()
 
     return scenario
+
+
+ROUNDS = 3
+EARLY = {
+    "signals before all threads have stored": removed("programs", "all-stored"),
+    "a wait of one thread": replaced("signals", "until-agree", "return arrived"),
+    "a wait for no rank": removed("signals", "until-each"),
+}
+
+
+def gatherings(code):
+    """Ranks that store at each other, and wait for some or all of the others at once.
+
+    Those of a mask, which are all sources, or which a mask selects of all.
+    """
+
+    def scenario(machine):
+        world, random = World(machine, code), machine.random
+        threads, size = code.shape.threads, world.size
+        mask = random.choice([3, (1 << size) - 1])
+        ranks = [rank for rank in range(size) if mask >> rank & 1]
+        inputs, words = world.inputs(ROUNDS * threads)
+        outputs = world.map("output", 8 * ROUNDS * threads * size)
+        for rank in ranks:
+            context = world.contexts[rank]
+            others = [-1 if each == rank else each for each in ranks]
+            team = Team.of(context, ranks)
+            sources = random.choice([None, tuple(others), team])
+            args = context, sources, mask, inputs[rank], outputs[rank], ROUNDS
+            world.launch(rank, code.programs.gather_words, 1, *args)
+            for thread, i, other in itertools.product(
+                range(threads), range(ROUNDS), ranks
+            ):
+                if other != rank:
+                    place = (ROUNDS * thread + i) * size + other
+                    word = words[other][ROUNDS * (1 - thread) + i]
+                    world.expect(outputs[rank] + 8 * place, [word])
+        world.run()
+
+    return scenario
+
+
+@worlds
+def test_waits_of_a_block_for_several_ranks(ranks):
+    holds(gatherings(device_code()), ranks, 60)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", EARLY)
+def test_what_is_broken_of_several_is_found(what, races):
+    breaks(gatherings(device_code(EARLY[what])), 3, races=races)
 
 
 @worlds

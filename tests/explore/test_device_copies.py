@@ -67,9 +67,8 @@ def pipelines(code, base=0):
                 break
             for channel in range(2):
                 for rank in range(world.size):
-                    word = code.signals.MAX_CHANNELS * 4 + 8 * channel
-                    place = pad + world.size * word + 8 * rank
-                    world.memory.plant(place, 8, base)
+                    first = pad + code.pads.pad_nbytes(world.size, channel) + 16
+                    world.memory.plant(first + 8 * rank, 8, base)
             for at in range(0, 32 * MOST, 8):
                 parity = at // (16 * MOST)
                 old = random.choice([e for e in (0, 1, 2) if e % 2 == parity])

@@ -30,7 +30,7 @@ from explore.scenarios import (
 from explore.source import device_code
 from explore.test_barriers import exchanges as exchanges_of_grids
 from explore.test_copies import calls_by_copies
-from explore.test_counting import pipelines
+from explore.test_counting import gatherings, pipelines
 from explore.test_device_copies import pipelines as pipelines_of_packets
 from explore.test_expert_calls import calls_of_experts, calls_of_few_tokens
 from explore.test_operations import calls_of_pairs
@@ -62,6 +62,7 @@ CALLS = {
     "barrier": exchanges_between_barriers,
     "signals": words_by_signals,
     "pipeline": pipelines,
+    "gatherings": gatherings,
     "packets": pipelines_of_packets,
     "grids": exchanges_of_grids,
     "collectives_of_blocks": lambda code: collectives(code, steps=2),
@@ -149,7 +150,7 @@ BROKEN = {
     ),
     "a barrier that returns only what its thread found": (
         ("barrier",),
-        replaced("barriers", "agree", "syncthreads()\nreturn arrived"),
+        replaced("signals", "agree", "syncthreads()\nreturn arrived"),
     ),
     "a result of packets that did not arrive": (
         ("collectives_of_blocks",),
@@ -158,6 +159,10 @@ BROKEN = {
     "a collective of a block that does not agree": (
         ("collectives_of_blocks",),
         within("block_exchange", "agree", AGREED, f"{AGREED} and failed"),
+    ),
+    "a collective whose start has found a failure": (
+        ("collectives_of_blocks",),
+        removed("block_exchange", "refuse"),
     ),
     "the next collective of a block": (
         ("collectives_of_blocks",),

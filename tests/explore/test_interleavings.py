@@ -10,7 +10,6 @@ import pytest
 from explore.scenarios import (
     all_reduces,
     all_reduces_at_the_wrap,
-    calls_after_many,
     calls_at_the_wrap,
     calls_of,
     calls_on_own_arrays,
@@ -75,12 +74,6 @@ def test_calls_on_shared_slots(ranks):
 def test_calls_on_shared_slots_as_the_epochs_wrap_around(ranks):
     names = "reduce", "scan", "gather", "broadcast", "chunked"
     holds(calls_at_the_wrap(device_code(), *names), ranks, 60)
-
-
-@worlds
-@pytest.mark.parametrize("lag", [2**31 - 100, 2**31 + 10])
-def test_flags_that_were_not_raised_for_many_epochs(lag, ranks):
-    holds(calls_after_many(device_code(), lag), ranks, 60)
 
 
 @worlds

@@ -31,7 +31,7 @@ from numba_symm.collectives.select import GENERAL
 TRANSPORTS = "sentinel", "marked", "ll"
 EXCHANGES = [name for name, each in OPERATIONS.items() if name != "all_reduce"]
 CHUNKED = [name for name in EXCHANGES if not OPERATIONS[name].rooted]
-"""Of these, ``chunked_exchange.py`` has the kernel."""
+"""Of these, ``chunked.py`` has an exchange."""
 
 each_shape = pytest.mark.parametrize(
     "shape",

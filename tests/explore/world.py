@@ -1,5 +1,6 @@
 """The ranks of a scenario: their memory, their calls and the expected results."""
 
+import itertools
 import operator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,7 +59,9 @@ class World(Messages):
         self.workspaces = self.map("workspace", self.layout.nbytes, self.initial)
         self.board = self.memory.map("board", 8 * self.size, fill=0)
         self.buffers = self.map("buffer", 8 * 64)
-        self.pads = self.map("pad", code.pads.pad_nbytes(self.size), fill=0)
+        self.pads = self.map(
+            "pad", code.pads.pad_nbytes(self.size, code.signals.CHANNELS), fill=0
+        )
         Guard, Context = code.signals.Guard, code.signals.Context
         timeout = TIMEOUT if machine.haste else 0
         guards = [
@@ -396,10 +399,13 @@ class World(Messages):
             for at in range(lengths.slots, lengths.end, 8):
                 if self.memory.final(workspace + at, 8) != 0:
                     raise Finding("result", f"a length is left at {workspace + at:#x}")
-        for pad in self.pads:
-            for slot in range(self.size * self.blocks):
-                if self.memory.final(pad + 4 * slot, 4) != 0:
-                    raise Finding("result", f"slot {slot} of a pad is not 0")
+        for pad, channel in itertools.product(self.pads, range(self.blocks)):
+            # After two words for grids, and a word for each rank.
+            first = pad + self.code.pads.pad_nbytes(self.size, channel)
+            first += 16 + 8 * self.size
+            for slot in range(self.size):
+                if self.memory.final(first + 4 * slot, 4) != 0:
+                    raise Finding("result", f"channel {channel} of a pad is not 0")
 
     def check_equal(self, places, what, nbytes=8):
         for addresses in places:

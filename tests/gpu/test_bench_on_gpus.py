@@ -120,9 +120,12 @@ def test_calls_beside_a_product_are_right(measured, more):
     assert ("leaves 16 multiproc" in found["facts"]["product"]) == bool(more)
     for record in records(found):
         assert record["wrong"] == 0
-        alone = [record[name]["median"] for name in ("collective", "product")]
-        assert record["both_by_longer"] == record["both"]["median"] / max(alone)
-        assert 0.3 < alone[0] / alone[1] < 3  # of the same order
+        calls, products, *both = (
+            record[name]["median"]
+            for name in ("collective", "product", "calls_first", "products_first")
+        )
+        assert record["by_products"] == max(both) / products
+        assert 1 < products / calls < 9
 
 
 def test_first_calls_are_right(measured):

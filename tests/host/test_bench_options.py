@@ -164,7 +164,8 @@ def test_each_run_has_its_own_seed_by_default():
     ("line", "said"),
     [
         ("", "arguments are required: OPERATION"),
-        ("all_reduced", "invalid choice: 'all_reduced'"),
+        ("all_reduced", "invalid choice: 'all_reduced' (did you mean 'all_reduce'?)"),
+        ("all_reduce -d flaot", "or all, got 'flaot' (did you mean 'float'?)"),
         ("all_reduce -b 1X", "16M or 1G, got '1X'"),
         ("all_reduce -b 2K -e 1K", "-b of at most -e, got -b 2048 -e 1024"),
         ("all_reduce -f 1", "expected a number of at least 2, got '1'"),
@@ -183,6 +184,7 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --overlap --plot r.png", "--overlap draws no plot"),
         ("all_reduce --overlap -G 0", "--overlap replays graphs; pass -G 1 or more"),
         ("all_reduce --leave 8", "--leave needs --overlap"),
+        ("all_reduce --side 8", "--side needs --overlap"),
         ("all_reduce --overlap --leave 0", "expected a number of at least 1, got '0'"),
         ("all_reduce --cold --overlap", "omit --shuffle, --overlap and --plot with"),
         ("all_reduce --cache /tmp", "--cache needs --cold"),
@@ -218,14 +220,15 @@ def test_wrong_usage_exits_with_code_2_and_the_reason(line, said, capsys):
     assert said in shown
 
 
-def test_only_the_product_of_torch_can_leave_multiprocessors(monkeypatch, capsys):
-    line = ["all_reduce", "--overlap", "--leave", "8"]
+@pytest.mark.parametrize("name", ["leave", "side"])
+def test_only_the_product_of_torch_has_choices(monkeypatch, capsys, name):
+    line = ["all_reduce", "--overlap", f"--{name}", "8"]
     monkeypatch.setattr(options, "torch_multiplies", lambda: True)
-    assert options.parse(line).leave == 8
+    assert getattr(options.parse(line), name) == 8
     monkeypatch.setattr(options, "torch_multiplies", lambda: False)
     with pytest.raises(SystemExit):
         options.parse(line)
-    assert "--leave needs torch and a GPU; omit it" in capsys.readouterr().err
+    assert f"--{name} needs torch and a GPU; omit it" in capsys.readouterr().err
 
 
 def test_help_lists_options_and_choices(capsys):

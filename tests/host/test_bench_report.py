@@ -58,7 +58,7 @@ def text(contenders=("nccl", "torch"), algorithms=()):
 def test_the_layout_has_a_line_for_each_launch():
     launches = [
         {"kernel": "handshake", "blocks": 1, "multiprocessors": 1, "early": False},
-        {"kernel": "direct_shards", "blocks": 64, "multiprocessors": 22, "early": True},
+        {"kernel": "direct", "blocks": 64, "multiprocessors": 22, "early": True},
     ]
     other = [{"kernel": "ring", "blocks": 200, "multiprocessors": 132, "early": None}]
     ours, theirs = record("numba_symm", 9.0, "plan"), record("nccl", 9.0)
@@ -70,7 +70,7 @@ def test_the_layout_has_a_line_for_each_launch():
     message = [str(1 << 20), "float", "sum"]
     assert [line.split() for line in lines] == [
         [*message, "numba_symm", "plan", "handshake", "1", "1", "no"],
-        [*message, "numba_symm", "plan", "direct_shards", "64", "22", "yes"],
+        [*message, "numba_symm", "plan", "direct", "64", "22", "yes"],
         [*message, "nccl", "ring", "200", "132", "-"],
     ]
 

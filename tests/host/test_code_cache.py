@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from numba_symm.collectives.kernels import chunked_all_reduce
+from numba_symm.collectives.kernels import chunked
+from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.dtypes import UserOperator, element
 from numba_symm.gpu import loads
 from numba_symm.launch import locks
@@ -258,7 +259,8 @@ def test_without_a_cache_every_process_compiles(cache, monkeypatch, where):
 
 def test_a_kernel_with_a_users_operator_is_compiled_by_every_process(cache):
     op = UserOperator(lambda a, b: a - b)
-    kernel = chunked_all_reduce.kernel(2, element(np.float32, "test"), op, False)
+    kind = OPERATIONS["all_reduce"].exchange
+    kernel = chunked.kernel(2, element(np.float32, "test"), op, False, kind, True)
     kernel.cubin = lambda cc: b"code"
     assert kernel.code((9, 0)) == b"code"
     assert not cache.exists()

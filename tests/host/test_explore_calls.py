@@ -107,7 +107,11 @@ def test_a_workspace_holds_as_many_bytes_as_the_librarys(tmp_path, threads):
         ("0, 32, 64", "device_workspace: expected blocks to be an integer from 1 to"),
         ("1, 1025, 64", "threads to be an integer from 1 to 1024, got 1025"),
         ("1, 32, 0.5", r"bytes to be an integer from 1 to .*, got 0.5"),
-        ("1, 32, 64 + comm.rank", r"pass .*\(1, 32, 64\), \(1, 32, 65\).*; pass equal"),
+        (
+            "1, 32, 64 + comm.rank",
+            r"pass .*\(1, 32, 64, 1\), \(1, 32, 65, 1\).*; pass equal",
+        ),
+        ("1, 32, 64, 3", "expected depth to be a power of two, got 3; pass 4"),
     ],
 )
 def test_sizes_of_a_workspace_that_the_library_refuses(tmp_path, sizes, text):

@@ -138,6 +138,85 @@ def test_collectives_in_kernels(tmp_path):
     assert all(each.orders == 1 for each in report.coverage)
 
 
+STARTS = """
+    @cuda.jit
+    def kernel(ws, out):
+        t = cuda.threadIdx.x
+        s = cuda.shared.array((4, 2), np.int64)
+        every = cuda.shared.array(2, np.int64)
+        for i in range(4):
+            s[i, t] = i + t + 10 * ws.rank
+        symm.all_reduce_start(ws, s[0])
+        {early}
+        symm.all_to_all_start(ws, s[1])
+        {more}
+        {wait}
+        symm.all_to_all_wait(ws, s[1], every)
+        {last}
+        out[t], out[2 + t], out[4 + t] = s[0, t], every[t], s[2, t]
+"""
+AWAITED = "symm.all_reduce_wait(ws, s[0])"
+HOST = """
+    ws = comm.device_workspace(blocks=1, threads=2, bytes=64, depth=2)
+    kernel[1, 2](ws.ctx, out)
+    comm.synchronize()
+    assert list(out.copy_to_host()[:2]) == [10, 12]
+    assert list(out.copy_to_host()[2:4]) == [1 + comm.rank, 11 + comm.rank]
+"""
+
+
+def test_collectives_that_are_started_and_awaited(tmp_path):
+    more = {"early": "", "more": "", "wait": AWAITED, "last": ""}
+    report = run(tmp_path, STARTS.format(**more), HOST, launch="")
+    assert report.complete, str(report)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"more": "symm.all_reduce_start(ws, s[2])"}, "in which 2 collectives are"),
+        ({"last": AWAITED}, "in which 0 collectives are started"),
+        ({"last": "symm.all_reduce_start(ws, s[2])"}, "have not awaited their last"),
+        ({"early": "s[0, 1 - t] = 5"}, "race"),
+        ({"wait": f"{AWAITED}\n        every[1 - t] = 3"}, "race"),
+    ],
+)
+def test_misuse_of_starts_and_waits_is_a_fault(tmp_path, change, text):
+    more = {"early": "", "more": "", "wait": AWAITED, "last": ""} | change
+    report = run(tmp_path, STARTS.format(**more), HOST, launch="")
+    assert report.fault is not None
+    assert text in str(report)
+
+
+CHANNELS = """
+    mem = comm.rendezvous(x)
+    other = comm.zeros(1, np.int64)
+    mem = comm.rendezvous(other, channels=130)
+    kernel[1, 1](mem.ctx, out)
+    comm.synchronize()
+    {more}
+"""
+
+
+@pytest.mark.parametrize(
+    ("channel", "more", "text"),
+    [
+        (129, "", None),
+        (130, "", "of channels 0 to 129"),
+        (0, "comm.rendezvous(other, channels=131)", "at most 130 channels"),
+        (0, "comm.rendezvous(x, channels=128 + comm.rank)", "the ranks pass sizes"),
+    ],
+)
+def test_a_pad_has_as_many_channels_as_asked_for(tmp_path, channel, more, text):
+    kernel = f"""
+    @cuda.jit
+    def kernel(ctx, out):
+        symm.barrier(ctx, {channel})
+    """
+    report = run(tmp_path, kernel, CHANNELS.format(more=more), launch="")
+    assert report.complete if text is None else text in str(report), str(report)
+
+
 def test_roots_that_differ_are_a_fault(tmp_path):
     kernel = """
     @cuda.jit

@@ -24,6 +24,12 @@ COMPLETE = {
 }
 ARGUMENTS = {EXAMPLES + "jacobi.py": ["--only", "in the kernel"]}
 COMPLETE[EXAMPLES + "jacobi.py"] = (2, 3)
+ARGUMENTS[EXAMPLES + "radix_exchange.py"] = ["--kernel"]
+COMPLETE |= {
+    EXAMPLES + "radix_exchange.py": (2, 3),
+    EXAMPLES + "ring_attention.py": (2, 3),
+    EXAMPLES + "row_parallel.py": (2,),
+}
 
 
 @pytest.mark.parametrize("program", COMPLETE)
@@ -70,6 +76,11 @@ def test_contended_counters_are_explored_at_random(tmp_path):
 IMPLIED = None  # the edit leaves no fault
 
 BARRIER = "symm.barrier(ctx, cuda.blockIdx.x)"
+WAIT_OF_BLOCK = "if not symm.wait_until_block(ctx, sources, channels, symm.GE, done):"
+WAIT_OF_THREAD = """for place in range(2):
+            if thread == 0 and sources[place] >= 0:
+                symm.wait_until(ctx, sources[place], channels[place], symm.GE, done)
+        if False:"""
 CHANGE = "\n    x.copy_to_device(np.zeros(16, np.float32))"
 EDITS = {
     "ring: no barrier": (
@@ -168,16 +179,16 @@ EDITS = {
     ),
     "jacobi: no wait for the block above": (
         "jacobi.py",
-        [("not symm.wait_until(ctx, above, channel, symm.GE, done)", "False")],
+        [("sources = above,", "sources = -1,")],
         "race",
     ),
     "jacobi: no wait for the block below": (
         "jacobi.py",
-        [("not symm.wait_until(ctx, below, channel, symm.GE, done)", "False")],
+        [("above, below if has_below else -1", "above, -1")],
         "race",
     ),
     "jacobi: no syncthreads after the waits": (
-        "jacobi.py", [("cuda.syncthreads_or(np.int32(failed))", "failed")], "race",
+        "jacobi.py", [(WAIT_OF_BLOCK, WAIT_OF_THREAD)], "race",
     ),
     "jacobi: no barrier before the steps": (
         "jacobi.py", [("comm.barrier()  # all ranks have", "pass  #")], "race",
@@ -217,7 +228,67 @@ EDITS = {
     "conjugate_gradient: no syncthreads before the product": (
         "conjugate_gradient.py", [("cuda.syncthreads()  # p is", "pass  #")], "race",
     ),
+    "row_parallel: no syncthreads after the tiles": (
+        "row_parallel.py",
+        [("        cuda.syncthreads()\n        for k in", "        for k in")],
+        "access",
+    ),
+    "row_parallel: no syncthreads before the next tiles": (
+        "row_parallel.py", [("cuda.syncthreads()  # all have read", "pass  #")], "race",
+    ),
+    "row_parallel: no wait": (
+        "row_parallel.py",
+        [('not symm.all_reduce_wait(ws, last, "sum", items=True)', "False")],
+        "error",
+    ),
+    "row_parallel: a workspace of depth 1": (
+        "row_parallel.py", [("nbytes, depth=2)", "nbytes, depth=1)")], "error",
+    ),
+    "ring_attention: no wait": (
+        "ring_attention.py",
+        [("symm.wait_until_block(ctx, (left, right), (sent, read), symm.GE, wanted)",
+          "True")],
+        "race",
+    ),
+    "ring_attention: no wait for the next rank": (
+        "ring_attention.py",
+        [("(left, right), (sent, read)", "(left, -1), (sent, read)")],
+        "race",
+    ),
+    "ring_attention: no syncwarp before the signal": (
+        "ring_attention.py", [("cuda.syncwarp()", "pass")], "race",
+    ),
+    "ring_attention: no syncthreads before the report": (
+        "ring_attention.py", [("cuda.syncthreads()  # all have", "pass  #")], "race",
+    ),
+    "radix_exchange: no wait for the numbers": (
+        "radix_exchange.py",
+        [("good = symm.all_gather_wait(ws, counts[:size], every[: size * size])",
+          "good = True")],
+        "access",
+    ),
+    "radix_exchange: no barrier before the puts": (
+        "radix_exchange.py",
+        [("arrived = symm.barrier_arrive(ctx, block)", "pass"),
+         ("symm.barrier_wait(ctx, block, arrived)", "True")],
+        "race",
+    ),
+    "radix_exchange: no barrier after the puts": (
+        "radix_exchange.py", [("symm.barrier(ctx, block)  # all", "pass  #")], "race",
+    ),
+    "radix_exchange: no syncthreads after the sums": (
+        "radix_exchange.py",
+        [("counts[rank] = total\n    cuda.syncthreads()", "counts[rank] = total")],
+        IMPLIED,
+    ),
 }  # fmt: skip
+
+
+OF_THREE = {
+    "ring_attention: no wait for the next rank",
+    "ring_attention: no syncthreads before the report",
+}
+"""Of two ranks, each waits for what the other one sends after it has read."""
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -226,7 +297,7 @@ def test_a_removed_synchronization_is_found(name, tmp_path):
     folder = DOCS if (ROOT / DOCS / file).exists() else EXAMPLES
     arguments = ARGUMENTS.get(folder + file, ())
     program = edited(folder + file, edits, tmp_path)
-    report = explore.run(program, 2, 20, arguments)
+    report = explore.run(program, 3 if name in OF_THREE else 2, 20, arguments)
     if kind is IMPLIED:
         assert report.complete, str(report)
     else:

@@ -150,7 +150,7 @@ while mine[0] != 1:
         ("symm.st_u32(symm.peer_address(ctx, 0) + 2, 1)", "access", "multiple of 4"),
         ("symm.st_u32(symm.peer_address(ctx, 0) + 4096, 1)", "access", "outside"),
         (ATOMIC, "race", "x[0, 0]"),
-        ("symm.barrier(ctx, 128)", "error", "channels 0 to 127"),
+        ("symm.barrier(ctx, 128)", "error", "of channels 0 to 127"),
         (BRANCHES, "divergence", "all threads must reach the same one"),
         (POLL, "deadlock", "wait for another value of x[0, 0]"),
         (PLAIN_POLL, "livelock", "polls with a plain load"),

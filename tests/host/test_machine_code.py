@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 
-from numba_symm.collectives.kernels import direct_shards, one_shot
+from numba_symm.collectives.kernels import direct, one_shot
 from tests.kernel_cases import (
     ALIKE,
     ALL,
@@ -316,7 +316,7 @@ def test_a_shard_of_all_ranks_is_loaded_before_any_is_reduced(case, cc):
     name, size = case[:2]
     code = compiled(case, cc)
     loads, stores = code.find(r"LDG\.E\.128"), code.find(r"STG\.E\.128")
-    batch = direct_shards.LOADS // size
+    batch = direct.LOADS // size
     assert len(loads) == batch * size
     assert not branches(code.between(loads[0], loads[-1]))
     assert not opcodes(code.between(loads[0], loads[-1]), r"[FH](ADD|FMA)\d*\b.*")

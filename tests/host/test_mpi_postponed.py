@@ -28,6 +28,7 @@ class Post(Whole):
         self._lock, self._data = threading.RLock(), object.__new__(Data)
         self._data.tags = 100
         self._data.reap = lambda: None
+        self._reclaim = lambda port: None
         self._data.send = lambda data, *given: steps.append((data[0].size, *given))
         self.check_open = self.check = lambda *_: None
         self.steps, self.matched = steps, True
@@ -44,6 +45,7 @@ class Post(Whole):
             holds=lambda slot, word, number: stored[LINE * slot + word] >= number,
             end=lambda slot, number: store(slot, READY, number),
             store=store,
+            port_at=0,
             rooms=SimpleNamespace(give_back=steps.append, shrink=lambda: None),
             give_back=lambda slot: steps.append(("slot", slot)),
         )

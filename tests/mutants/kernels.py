@@ -444,7 +444,7 @@ _MUTANTS = [
     Mutant(
         "slots.1",
         "collectives/protocols/slots.py",
-        "more = (signalled + 1 + (chunks - 1 >> 1)) & 1",
+        "more = (signalled + 1 + (last >> 1)) & 1",
         "more = 0",
     ),
     Mutant(
@@ -505,14 +505,14 @@ _MUTANTS = [
     Mutant(
         "block_exchange.3",
         "numba_symm/device/block_exchange.py",
-        "return epoch >= LAST_EPOCH or epoch == 1",
-        "return epoch >= LAST_EPOCH",
+        "return epoch > LAST_EPOCH - ws.depth or epoch <= ws.depth",
+        "return epoch > LAST_EPOCH - ws.depth",
     ),
     Mutant(
         "block_exchange.4",
         "numba_symm/device/block_exchange.py",
-        "return epoch >= LAST_EPOCH or epoch == 1",
-        "return epoch == 1",
+        "return epoch > LAST_EPOCH - ws.depth or epoch <= ws.depth",
+        "return epoch <= ws.depth",
     ),
     Mutant(
         "block_exchange.5",
@@ -561,19 +561,19 @@ _MUTANTS = [
     Mutant(
         "block_workspace.1",
         "numba_symm/device/block_exchange.py",
-        "half = (epoch & 1) * (ws.size - 1) * rank_stride(ws)",
-        "half = (epoch & 1) * ws.vectors * tile_stride(ws)",
+        "(epoch & (2 * ws.depth - 1)) * (ws.size - 1) * rank_stride(ws)",
+        "(epoch & (2 * ws.depth - 1)) * rank_stride(ws)",
     ),
     Mutant(
         "block_workspace.2",
         "numba_symm/device/block_exchange.py",
-        "MARK * ws.blocks + 4 * (ws.threads * block + thread)",
-        "MARK * ws.blocks + 4 * (ws.threads * thread + block)",
+        "MARK * ws.blocks + EPOCHS * (ws.threads * block + thread)",
+        "MARK * ws.blocks + EPOCHS * (ws.threads * thread + block)",
     ),
     Mutant(
         "block_workspace.3",
         "numba_symm/device/block_exchange.py",
-        "boxes = MARK * ws.blocks + 4 * ws.threads * ws.blocks",
+        "boxes = MARK * ws.blocks + EPOCHS * ws.threads * ws.blocks",
         "boxes = MARK * ws.blocks",
     ),
     Mutant(

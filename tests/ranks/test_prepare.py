@@ -73,7 +73,7 @@ def test_calls_of_all_sizes_bind_prepared_kernels(comm, world, prepared, monkeyp
 def test_wrong_arguments_are_refused_and_the_communicator_stays_usable(comm, world):
     for names, options, text in [
         ((), {}, "expected names of calls, got none"),
-        (("all_redcue",), {}, "got 'all_redcue'; pass some of 'all_reduce'"),
+        (("all_redcue",), {}, r"got 'all_redcue' \(did you mean 'all_reduce'"),
         (("all_reduce",), {"dtypes": "float32"}, "expected a list or tuple"),
         (("all_reduce",), {"ops": ["add"]}, "pass one of 'sum'"),
         (("scan",), {"ops": ["avg"]}, "op='avg'"),

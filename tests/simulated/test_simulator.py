@@ -378,8 +378,33 @@ def test_a_forked_process_starts_its_own_threads():
     assert os.waitstatus_to_exitcode(status) == 7
 
 
+@cuda.jit
+def pass_around_a_warp(out, mask):
+    """In each step, load what the next thread of the warp has stored."""
+    thread, lanes = cuda.threadIdx.x, min(32, cuda.blockDim.x)
+    held = cuda.shared.array(64, np.int64)
+    held[thread] = thread
+    for _ in range(3):
+        cuda.syncwarp(mask)
+        found = held[thread // 32 * 32 + (thread + 1) % lanes]
+        cuda.syncwarp(mask)
+        held[thread] = found
+    out[thread] = held[thread]
+
+
+@pytest.mark.parametrize("threads", [1, 5, 64])
+def test_a_warp_synchronizes_apart_from_the_others(threads):
+    out = cuda.to_device(np.zeros(threads, np.int64))
+    pass_around_a_warp[1, threads](out, 0xFFFFFFFF)
+    lanes = min(threads, 32)
+    wanted = [t // 32 * 32 + (t + 3) % lanes for t in range(threads)]
+    assert out.copy_to_host().tolist() == wanted
+    with pytest.raises(ArgumentError, match="syncwarp: expected the mask 0xFFFFFFFF"):
+        pass_around_a_warp[1, threads](out, 1)
+
+
 @pytest.mark.parametrize(
-    ("dst", "channel"), [(0, signals.MAX_CHANNELS), (0, -1), (2, 0), (-1, 0)]
+    ("dst", "channel"), [(0, signals.CHANNELS), (0, -1), (2, 0), (-1, 0)]
 )
 def test_signals_outside_of_the_pad_are_refused(dst, channel):
     ctx = Context(0, 2, (0, 0), (0, 0), None)
@@ -387,7 +412,9 @@ def test_signals_outside_of_the_pad_are_refused(dst, channel):
     def kernel():
         signals.put_signal(ctx, dst, channel)
 
-    text = f"channels 0 to 127, got a signal to rank {dst} from rank 0 of ranks 0 to 1;"
+    text = (
+        f"got a signal to rank {dst} from rank 0 of ranks 0 to 1, of channels 0 to 127;"
+    )
     with pytest.raises(ArgumentError, match=text):
         run(kernel, 1)
 

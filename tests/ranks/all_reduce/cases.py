@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from numba_symm.collectives.kernels.direct_shards import BLOCKS, LOADS
+from numba_symm.collectives.kernels.direct import BLOCKS, LOADS
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.collectives.protocols.workspace import CHUNKED, THREADS

@@ -2,8 +2,6 @@
 
 import numpy as np
 
-from numba_symm.memory import pads
-
 
 def read(comm, address, nbytes):
     """Return the bytes at a device address, once all work is done."""
@@ -14,8 +12,9 @@ def read(comm, address, nbytes):
 def pad_of(comm, memory):
     """Return the slots of this rank's signal pad, a row a channel."""
     data = read(comm, memory.signal_pad_ptrs[comm.rank], memory.signal_pad_size)
-    slots = np.frombuffer(data, np.uint32, pads.MAX_CHANNELS * comm.size)
-    return slots.reshape(pads.MAX_CHANNELS, comm.size)
+    rows = np.frombuffer(data, np.uint32).reshape(memory.channels, -1)
+    first = 4 + 2 * comm.size  # after two words for grids, and a word for each rank
+    return rows[:, first : first + comm.size]
 
 
 def pattern(rank, count=40):

@@ -11,8 +11,8 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
+from numba_symm.device import signals
 from numba_symm.environment import SIMULATED
-from numba_symm.memory import pads
 from tests.ranks.helpers import get, of_one_island, put
 
 pytestmark = of_one_island
@@ -224,7 +224,7 @@ def test_every_block_stores_at_the_neighbour(comm, finished):
     assert zeroed(comm, memory)
 
 
-@pytest.mark.parametrize("channel", [0, 63, pads.MAX_CHANNELS - 1])
+@pytest.mark.parametrize("channel", [0, 63, signals.CHANNELS - 1])
 def test_a_token_is_passed_around_by_signals(comm, finished, channel):
     memory, laps = comm.rendezvous(comm.zeros(1, np.int64)), 4
     seen = device(np.full(laps + 1, -1))

@@ -82,6 +82,71 @@ def steps_by_numpy(given, steps):
     return mine
 
 
+def starting(size):
+    """Return a kernel that starts a collective of each kind before it waits for one.
+
+    Again and again: the first wait of a round follows the first start of the next.
+    """
+    whole = COUNT * size
+
+    @cuda.jit
+    def start_all(ws, given, out, rounds, ok):
+        block, thread, width = cuda.blockIdx.x, cuda.threadIdx.x, cuda.blockDim.x
+        sums = cuda.shared.array((2, COUNT), np.float32)
+        x = cuda.shared.array((4, whole), np.float32)
+        y = cuda.shared.array((4, whole), np.float32)
+        for i in range(thread, COUNT, width):
+            sums[0, i] = given[block, i]
+        symm.all_reduce_start(ws, sums[0])
+        good = True
+        for step in range(rounds):
+            for k in range(4):
+                for i in range(thread, whole, width):
+                    x[k, i] = given[block, i % COUNT] + i + k + 10 * ws.rank
+            symm.reduce_scatter_start(ws, x[0])
+            symm.all_gather_start(ws, x[1, :COUNT])
+            symm.broadcast_start(ws, x[2], step % size)
+            symm.all_to_all_start(ws, x[3])
+            good = symm.all_reduce_wait(ws, sums[step % 2]) and good
+            if step + 1 < rounds:
+                for i in range(thread, COUNT, width):
+                    sums[1 - step % 2, i] = sums[step % 2, i] + ws.rank
+                symm.all_reduce_start(ws, sums[1 - step % 2])
+            good = symm.reduce_scatter_wait(ws, x[0], y[0, :COUNT], farthest) and good
+            good = symm.all_gather_wait(ws, x[1, :COUNT], y[1]) and good
+            good = symm.broadcast_wait(ws, x[2], step % size) and good
+            good = symm.all_to_all_wait(ws, x[3], y[3]) and good
+        for i in range(thread, COUNT, width):
+            out[block, 0, i] = sums[(rounds - 1) % 2, i]
+            out[block, 1, i] = y[0, i]
+        for i in range(thread, whole, width):
+            out[block, 2, i] = y[1, i]
+            out[block, 3, i] = x[2, i]
+            out[block, 4, i] = y[3, i]
+        ok[block, thread] = good
+
+    return start_all
+
+
+def starts_by_numpy(given, rounds, rank):
+    """Return what a rank's block has after so many rounds of that kernel."""
+    size = len(given)
+    sums = given.sum(0)
+    for _ in range(rounds - 1):
+        sums = size * sums + np.arange(size).sum()
+    ranks, places = np.arange(size)[:, None], np.arange(COUNT * size)
+    x = [np.tile(given, size) + places + k + 10 * ranks for k in range(4)]
+    shards = slice(COUNT * rank, COUNT * (rank + 1))
+    mine = x[0][:, shards]
+    return (
+        sums,
+        mine[np.abs(mine).argmax(0), np.arange(COUNT)],
+        x[1][:, :COUNT].reshape(-1),
+        x[2][(rounds - 1) % size],
+        x[3][:, shards].reshape(-1),
+    )
+
+
 @cuda.jit
 def repeat_items(ws, given, out, times, ok):
     """Each thread reduces elements of its own and gets rank 0's, again and again."""
@@ -151,6 +216,24 @@ def test_collectives_are_repeated_within_a_kernel(comm, world):
         for block in range(BLOCKS):
             wanted = steps_by_numpy(given[:, block], STEPS)[comm.rank]
             assert get(out)[block].tobytes() == wanted.tobytes()
+    world.barrier()
+
+
+def test_collectives_are_in_flight_together(comm, world):
+    """Five, of different sizes; the second launch continues with the epochs."""
+    kernel, size = starting(comm.size), comm.size
+    ws = comm.device_workspace(BLOCKS, THREADS, 4 * COUNT * size, depth=8).ctx
+    given = integers(comm, BLOCKS, COUNT)
+    x, ok = cuda.to_device(given[comm.rank]), flags()
+    out = cuda.to_device(np.zeros((BLOCKS, 5, COUNT * size), np.float32))
+    for rounds in (3, 2):
+        kernel[BLOCKS, THREADS](ws, x, out, rounds, ok)
+        comm.synchronize()
+        assert get(ok).all()
+        for block in range(BLOCKS):
+            wanted = starts_by_numpy(given[:, block], rounds, comm.rank)
+            for found, each in zip(get(out)[block], wanted, strict=True):
+                assert found[: each.size].tolist() == each.tolist()
     world.barrier()
 
 
@@ -269,6 +352,13 @@ def misuse(ws, what, out):
         symm.broadcast(ws, few, -1)
     elif what == 5:
         symm.all_gather(ws, few, many)
+    elif what == 6:
+        for _ in range(2):
+            symm.all_reduce_start(ws, few)
+    elif what == 7:
+        symm.all_reduce_wait(ws, few)
+    elif what == 8:
+        symm.all_reduce_start(ws, few)
     else:
         symm.all_reduce(ws, few)
     out[0] = 1
@@ -282,7 +372,11 @@ MISTAKES = [  # the launch; the text; its end in the simulator
     # A GPU's record has 24 bits.
     ((1, 4), "a broadcast from rank (-1|16777215)", "the workspace, 0 to 0;"),
     ((1, 4), "of 4 elements with an output of 64", ", of 1 and 1 equal shards;"),
+    ((1, 4), "block 0, in which 1 collectives are started", "; its depth is 1;"),
+    ((1, 4), "block 0, in which 0 collectives are started", "; its depth is 1;"),
 ]
+if SIMULATED:
+    MISTAKES.append(((1, 4), "got threads that have not awaited their last start", ""))
 
 
 @pytest.mark.parametrize("what", range(len(MISTAKES)))
@@ -361,7 +455,9 @@ def test_wrong_arguments_are_refused(comm, world):
             WRONG[what][1, 1](ws, 7, x, floats)
     with pytest.raises(ns.ArgumentError, match="got DeviceWorkspace; pass its attribu"):
         reduce_words[1, 1](made, 7, x, floats)
-    for wrong in ((0, 4, 8), (1, 1025, 8), (1, 4, 0), (True, 4, 8)):
+    with pytest.raises(ns.ArgumentError, match="a power of two, got 3; pass 4"):
+        comm.device_workspace(1, 4, 8, depth=3)
+    for wrong in ((0, 4, 8), (1, 1025, 8), (1, 4, 0), (True, 4, 8), (1, 4, 8, 128)):
         with pytest.raises(ns.ArgumentError, match=r"device_workspace: .* from 1 to"):
             comm.device_workspace(*wrong)
     if comm.size > 1:

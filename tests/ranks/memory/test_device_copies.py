@@ -134,6 +134,48 @@ def test_blocks_of_matrices_are_copied(comm, world):
     world.barrier()
 
 
+BOX = 5, 6, 43
+BOXES = 6, 5, 6, 43
+
+
+@cuda.jit
+def copy_boxes(ctx, source, mailbox, found):
+    """Put parts of a box into boxes at the right neighbour, and send one as packets."""
+    right = (ctx.rank + 1) % ctx.size
+    there = symm.peer_array(ctx, right, BOXES, np.int32)
+    symm.put_block(ctx, there[0], source)  # whole
+    symm.put_block(ctx, there[1, 1:4, 2:5, 3:40], source[:3, 3:, 5:42])  # long rows
+    symm.put_block(ctx, there[2, :, :, 7:8], source[:, :, 2:3])  # a face
+    symm.put_block(ctx, there[3, 1:3, :, :], source[3:, :, :])  # planes
+    symm.put_block(ctx, there[4, ::2, 1::2, ::3], source[:3, 3:, :15])
+    symm.barrier(ctx, 0)
+    here = symm.peer_array(ctx, ctx.rank, BOXES, np.int32)
+    symm.get_block(ctx, found, here[1, 1:4, 2:5, 3:6])
+    cuda.syncthreads()
+    symm.put_packets_block(ctx, mailbox, found, 1)
+    symm.get_packets_block(ctx, ctx.rank, here[5, 1:4, ::2, 1:4], mailbox, 1)
+
+
+def test_parts_of_boxes_are_copied(comm, world):
+    source = np.arange(np.prod(BOX), dtype=np.int32).reshape(BOX) + 1
+    x = comm.zeros(BOXES, np.int32)
+    mailbox = comm.zeros(symm.mailbox_size(27, np.int32), np.uint64)
+    found = cuda.to_device(np.zeros((3, 3, 3), np.int32))
+    ctx = comm.rendezvous(x).ctx
+    copy_boxes[1, THREADS](ctx, cuda.to_device(source), mailbox, found)
+    comm.synchronize()
+    wanted = np.zeros(BOXES, np.int32)
+    wanted[0] = source
+    wanted[1, 1:4, 2:5, 3:40] = source[:3, 3:, 5:42]
+    wanted[2, :, :, 7:8] = source[:, :, 2:3]
+    wanted[3, 1:3] = source[3:]
+    wanted[4, ::2, 1::2, ::3] = source[:3, 3:, :15]
+    wanted[5, 1:4, ::2, 1:4] = source[:3, 3:, 5:8]
+    np.testing.assert_array_equal(get(x), wanted)
+    np.testing.assert_array_equal(get(found), source[:3, 3:, 5:8])
+    world.barrier()
+
+
 EPOCHS, DEPTH, COUNT = 7, 3, 37
 ONE, WARP, BLOCK = 0, 1, 2
 READ = 4  # the channel of the credit
@@ -264,7 +306,7 @@ def misuse(ctx, what):
     elif what == 3:
         symm.put_warp(ctx, symm.peer_array(ctx, 0, 9, np.int32)[1:], words)
     elif what == 4:
-        symm.put(ctx, symm.peer_array(ctx, 0, (2, 2, 2), np.int32), words)
+        symm.put(ctx, symm.peer_array(ctx, 0, (1, 2, 2, 2), np.int32), words)
     elif what == 5:
         symm.put(ctx, words, 3)
     elif what == 6:
@@ -284,7 +326,7 @@ REFUSED = [
     r"a copy of 3 elements: .* of the same shape, got \(3,\) into \(4,\);",
     "a copy: expected .* the same dtype, got .* of float32 and .* of int32",
     r"of 36 bytes: expected at most the buffer's, 32, got shape \(?9,?\)? of int32;",
-    r"a copy: expected two arrays of one or two dimensions .* got \(2, 2, 2\) of",
+    r"a copy: expected two arrays of one to three dim.* got \(1, 2, 2, 2\) of",
     "a copy: expected two arrays .* and int",
     r"a copy with packets: expected a contiguous .* of uint64 .* got \(8,\) of int32",
     "at least 8 elements, .*; see mailbox_size, got 4 elements 0 bytes after a mult",

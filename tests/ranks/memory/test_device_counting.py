@@ -174,6 +174,65 @@ def test_a_wait_in_vain_has_a_deadline(world, what, text):
 
 
 @cuda.jit
+def wait_for_many(ctx, team, step, found):
+    """Wait in all forms for words and signals that thread 0 of every rank sends."""
+    thread, size = cuda.threadIdx.x, ctx.size
+    right, ok = (ctx.rank + 1) % size, True
+    if thread == 0:
+        for rank in range(size):
+            symm.signal_set(ctx, rank, 10, step + ctx.rank)
+            symm.signal_set(ctx, rank, 11, step)
+            symm.put_signal(ctx, rank, 12)
+            symm.put_signal(ctx, rank, 13)
+    ok = symm.wait_until_block(ctx, None, 10, symm.GE, step) and ok
+    ok = symm.wait_until_block(ctx, right, 10, symm.EQ, step + right) and ok
+    sources, channels = (right, ctx.rank, -1), (10, 11, -1)
+    words = step + right, step, -1
+    ok = symm.wait_until_block(ctx, sources, channels, symm.EQ, words) and ok
+    ok = symm.wait_until_block(ctx, team, 11, symm.GE, step) and ok
+    ok = symm.wait_until_block(ctx, None, 11, symm.GE, step, mask=1 << right) and ok
+    ok = symm.wait_signal_block(ctx, None, 12) and ok
+    ok = symm.wait_signal_block(ctx, ctx.rank, 12) and ok
+    ok = symm.wait_signal_block(ctx, team, 13) and ok
+    ok = symm.wait_signal_block(ctx, (-1, ctx.rank), 13, 1 << ctx.rank) and ok
+    found[thread] = ok
+    symm.barrier(ctx, 14)
+
+
+def test_a_block_waits_for_one_rank_or_several(comm, world):
+    ctx = comm.rendezvous(comm.zeros(1, np.int64)).ctx
+    team = symm.Team.of(ctx, list(reversed(range(comm.size))))
+    for step in (1, 20):
+        found = zeros(THREADS)
+        wait_for_many[1, THREADS](ctx, team, step, found)
+        comm.synchronize()
+        assert get(found).all()
+    world.barrier()
+
+
+@cuda.jit
+def wait_for_many_in_vain(ctx, what, found):
+    ok = True
+    if what == 0:
+        ok = symm.wait_until_block(ctx, (ctx.rank, ctx.rank), (3, 4), symm.GE, 0)
+        ok = symm.wait_until_block(ctx, (ctx.rank, ctx.rank), (3, 4), symm.GE, (0, 1))
+    else:
+        ok = symm.wait_signal_block(ctx, (-1, ctx.rank), 5)
+    found[cuda.threadIdx.x] = 1 + ok
+
+
+@pytest.mark.parametrize("what", [0, 1])
+def test_all_threads_of_a_block_see_that_one_gave_up(world, what):
+    with ns.Communicator(world, timeout=0.3) as comm:
+        ctx, found = comm.rendezvous(comm.zeros(1)).ctx, zeros(THREADS)
+        wait_for_many_in_vain[1, THREADS](ctx, what, found)
+        with pytest.raises(ns.CollectiveTimeout):
+            comm.synchronize()
+        assert get(found).tolist() == [1] * THREADS
+        world.barrier()
+
+
+@cuda.jit
 def misuse(ctx, what):
     if what == 0:
         symm.signal_add(ctx, ctx.size, 0, 1)
@@ -199,11 +258,11 @@ def misuse(ctx, what):
 REFUSED = [
     (
         ns.ArgumentError,
-        r"channel 0 .*, got a signal to rank \d from rank \d of ranks 0 to \d;",
+        r"channel 0 .*, got a signal to rank \d from rank \d of ranks 0 to \d, of ",
     ),
     (
         ns.ArgumentError,
-        r"channel 128 .* channels 0 to 127, got a signal to rank \d from rank 0 of ",
+        r"channel 128 .* got a signal to rank \d from rank 0 of .* channels 0 to 127",
     ),
     (ns.ArgumentError, "comparison 6: expected symm.EQ, NE, GT, GE, LT or LE"),
     (ns.ArgumentError, "wait_until_at: expected an array of int64, .* got float32"),

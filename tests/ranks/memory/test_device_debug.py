@@ -38,8 +38,8 @@ def misuse(ctx, team, what, out):
 
 
 MISTAKES = [
-    "channel 128 to or from rank 0: expected a rank of the context and channels",
-    "channel 127 to or from rank 1: expected a rank of the context and channels",
+    "channel 128 to or from rank 0: expected a rank of the context and a channel",
+    "channel 127 to or from rank 1: expected a rank of the context and a channel",
     "an array of 24 bytes: expected at most the buffer's",
     "comparison 6: expected symm.EQ, NE",
     "a barrier of a team: expected a team of this rank",

@@ -4,8 +4,11 @@ import time
 
 import numpy as np
 import pytest
+from numba import cuda
 
 import numba_symm as ns
+from numba_symm import device as symm
+from numba_symm.device import signals
 from numba_symm.memory import pads
 from tests.ranks.helpers import (
     get,
@@ -31,10 +34,13 @@ def shared(comm, world):
     return comm.rendezvous(x)
 
 
+PADS = pads.CHANNELS_PER_ARENA // signals.CHANNELS
+
+
 def test_members_describe_the_memory(comm, shared):
     assert (shared.rank, shared.world_size) == (comm.rank, comm.size)
     assert shared.buffer_size == 160
-    assert shared.signal_pad_size == pads.MAX_CHANNELS * (12 * comm.size + 16)
+    assert shared.signal_pad_size == 128 * ((12 * comm.size + 23) // 8 * 8)
     assert len(set(shared.buffer_ptrs)) == len(shared.buffer_ptrs) == comm.size
     assert len(set(shared.signal_pad_ptrs)) == comm.size
     assert shared.ctx.buffers == tuple(shared.buffer_ptrs)
@@ -149,7 +155,7 @@ def test_what_reaches_another_island_names_both(world, monkeypatch):
 
 
 def test_channels_that_do_not_exist_are_refused(comm, world, shared):
-    last, other = pads.MAX_CHANNELS - 1, (comm.rank + 1) % comm.size
+    last, other = signals.CHANNELS - 1, (comm.rank + 1) % comm.size
     for channel in (-1, last + 1, 0.0, "0"):
         for call in (
             lambda c: shared.barrier(c),
@@ -193,7 +199,7 @@ def test_a_barrier_puts_writes_before_reads(comm, world):
             put(slot, np.array([step]))
         memory.barrier(step % 2)
         assert get(mine).tolist() == [step] * comm.size, f"step {step}"
-        memory.barrier(pads.MAX_CHANNELS - 1)
+        memory.barrier(signals.CHANNELS - 1)
     wait_for_all(comm, world)
     assert not pad_of(comm, memory).any()
 
@@ -251,8 +257,45 @@ def test_a_second_signal_waits_until_the_first_was_taken(comm, world):
     assert not pad_of(comm, memory).any()
 
 
+@cuda.jit
+def count_in_channels(ctx, found):
+    """Each block adds to a word of its own, and meets the peers' block."""
+    block = cuda.blockIdx.x
+    if cuda.threadIdx.x == 0:
+        for rank in range(ctx.size):
+            symm.signal_add(ctx, rank, block, block + 1)
+    symm.barrier(ctx, block)
+    if cuda.threadIdx.x == 0:
+        found[block] = symm.signal_read(ctx, ctx.size - 1, block)
+
+
+@pytest.mark.parametrize("channels", [1, 200])
+def test_a_pad_has_as_many_channels_as_its_first_rendezvous_asks_for(comm, channels):
+    array = comm.zeros(1, np.int64)
+    memory = comm.rendezvous(array, channels=channels)
+    assert memory.channels == comm.rendezvous(array).channels == channels
+    stride = (12 * comm.size + 23) // 8 * 8
+    assert memory.signal_pad_size == channels * stride
+    found = cuda.to_device(np.zeros(channels, np.int64))
+    for launches in (1, 2):
+        count_in_channels[channels, 2](memory.ctx, found)
+        comm.synchronize()
+        wanted = [launches * (block + 1) for block in range(channels)]
+        assert get(found).tolist() == wanted
+    memory.barrier(channels - 1)
+    with pytest.raises(ns.ArgumentError, match=rf"from 0 to {channels - 1}, got"):
+        memory.barrier(channels)
+    for wrong in (channels + 1, 0, True):
+        text = f"rendezvous: expected channels to be an integer from 1 to {channels}, "
+        with pytest.raises(ns.ArgumentError, match=text):
+            comm.rendezvous(array, channels=wrong)
+    if comm.size > 1:
+        with pytest.raises(ns.ArgumentError, match="every rank must pass the same"):
+            comm.rendezvous(comm.zeros(1), channels=channels + comm.rank)
+
+
 def test_pads_do_not_alias(comm, world):
-    arrays = [comm.empty(1, np.int32) for _ in range(pads.PADS_PER_ARENA + 6)]
+    arrays = [comm.empty(1, np.int32) for _ in range(PADS + 6)]
     memories = [comm.rendezvous(array) for array in arrays]
     nbytes = memories[0].signal_pad_size
     for rank in range(comm.size):
@@ -264,7 +307,7 @@ def test_pads_do_not_alias(comm, world):
     assert len(buffers) == len(arrays)
     for number, memory in enumerate(memories):  # they are theirs on every rank
         for peer in range(comm.size):
-            slot = memory.signal_pad_ptrs[peer] + 4 * comm.rank
+            slot = memory.signal_pad_ptrs[peer] + 16 + 8 * comm.size + 4 * comm.rank
             comm._calls.members.backend.write(slot, (number + 1).to_bytes(4, "little"))
     wait_for_all(comm, world)
     for number, memory in enumerate(memories):
@@ -277,7 +320,7 @@ def test_a_pad_is_zero_when_it_is_used_again(comm, world):
     used = memory.signal_pad_ptrs
     comm._calls.members.backend.write(used[comm.rank], b"\1" * memory.signal_pad_size)
     assert pad_of(comm, memory).all()
-    for _ in range(2 * pads.PADS_PER_ARENA):
+    for _ in range(2 * PADS):
         del memory  # and its array
         wait_for_all(comm, world)
         memory = comm.rendezvous(comm.empty(1, np.int32))

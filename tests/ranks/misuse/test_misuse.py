@@ -367,6 +367,8 @@ def test_algorithms_that_are_none_are_refused(comm, world, name):
             lambda f=call: f(x, algorithm=name),
             "expected algorithm to be 'one_shot_sentinel', ",
         )
+    with pytest.raises(ns.ArgumentError, match="did you mean 'one_shot_ll'"):
+        comm.all_reduce(x, algorithm="one_shotll")
     check_works(comm)
 
 

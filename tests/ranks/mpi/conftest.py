@@ -1,9 +1,14 @@
 """The communicator of these tests: mpi4py's spelling."""
 
+import ctypes
+from contextlib import contextmanager
+
 import pytest
 
 from numba_symm import mpi
-from numba_symm.mpi.rooms import READ, READY
+from numba_symm.gpu import compiled
+from numba_symm.mpi import messages
+from numba_symm.mpi.rooms import BEGUN, FOUND, READY, Order
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +27,28 @@ def apart(world):
 
 
 @pytest.fixture
+def captured(monkeypatch):
+    """What makes a communicator find that each stream is being captured, in a block."""
+
+    def answer(stream, at):
+        ctypes.c_int.from_address(at).value = 1
+
+    function = compiled.callback(answer, 2)
+
+    @contextmanager
+    def of(post):
+        with monkeypatch.context() as patch:
+            patch.setattr(messages, "SIMULATED", False)
+            patch.setattr(messages.streams, "is_capturing", lambda stream: True)
+            port = post.words.port
+            patch.setattr(port, "capturing", compiled.address_of(function))
+            patch.setattr(port, "legacy", 1)  # and 0 is another stream
+            yield
+
+    return of
+
+
+@pytest.fixture
 def copying_late(monkeypatch):
     """What lets a communicator's receives start no copy, until they all begin.
 
@@ -29,21 +56,24 @@ def copying_late(monkeypatch):
     """
 
     def of(post):
-        late, words, arrive = [], post.words, post.arrive
+        late, receive = [], post.receive
 
-        def arrive_later(port, *given):
-            *place, number, _ = given
-            there = words.holds(place[-1], READY, number)
-            if there:
-                late.append((*place, READ, number))
-            return int(there)
+        def receive_later(order, stage, looks, alone):
+            receive(order, FOUND, looks, alone)
+            copied = Order.from_buffer_copy(order)
+            there = post.words.holds(copied.slot, READY, copied.number)
+            if copied.stage == FOUND < stage and there:
+                order[0] = BEGUN
+                late.append(order)
+            return order[0]
 
         def begin():
-            monkeypatch.setattr(post, "arrive", arrive)
+            monkeypatch.setattr(post, "receive", receive)
             while late:
-                words.copy(words.port_at, *late.pop(0))
+                late[0][0] = FOUND
+                receive(late.pop(0), BEGUN, 1, 0)
 
-        monkeypatch.setattr(post, "arrive", arrive_later)
+        monkeypatch.setattr(post, "receive", receive_later)
         return late, begin
 
     return of

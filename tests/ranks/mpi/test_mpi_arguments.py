@@ -96,7 +96,7 @@ def test_every_method_refuses_every_wrong_argument(comm):
     right = {"dest": comm.rank, "source": comm.rank, "target_rank": comm.rank}
     right |= {"root": 0, "tag": 1, "sendtag": 1, "local_leader": 0, "remote_leader": 0}
     right |= {"op": MPI.SUM, "comm": comm, "peer_comm": comm, "group": comm.group}
-    right |= {"requests": [request], "size": 8}
+    right |= {"requests": [request], "size": 8, "split_type": MPI.COMM_TYPE_SHARED}
     arrays = {"sendbuf": x, "recvbuf": y, "buf": x, "inbuf": x, "inoutbuf": y}
     arrays |= {"origin": one, "result": one, "compare": one}
     wrong = WRONG | {name: buffers(array) for name, array in arrays.items()}

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from numba import cuda
 
+from numba_symm import environment
 from numba_symm import mpi as MPI
+from numba_symm.environment import SIMULATED
 from numba_symm.launch import locks, waiting
 from numba_symm.launch.waiting import Wait
 from numba_symm.mpi import messages
@@ -76,3 +78,15 @@ def test_a_late_rank_is_an_error_and_all_may_call_again(world, apart, monkeypatc
     comm.Recv(given, (world.rank - 1) % world.size)
     assert given.copy_to_host()[0] == (world.rank - 1) % world.size
     comm.Free()
+
+
+@pytest.mark.skipif(not SIMULATED, reason="on GPUs, mpi4py reads another interface")
+def test_the_simulator_tells_of_calls_of_mpi4py_itself(comm, world):
+    x = cuda.to_device(np.ones(4, np.float32))
+    environment.warn_once.cache_clear()
+    with pytest.warns(RuntimeWarning, match="mpi4py's own communicator got a dev") as w:
+        world.Bcast(x)
+    assert [each.filename for each in w] == [__file__]
+    environment.warn_once.cache_clear()
+    comm.Bcast(x)  # neither of these calls warns
+    assert np.from_dlpack(x).tolist() == x.copy_to_host().tolist()

@@ -19,7 +19,7 @@ from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
 from numba_symm.mpi import jobs, messages
 from numba_symm.mpi.pending import Receiving
-from numba_symm.mpi.rooms import NONE
+from numba_symm.mpi.rooms import ENDED, NONE
 from numba_symm.sharing import sent
 from tests.interrupts import interrupted
 from tests.orders import orders
@@ -77,7 +77,7 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
     matched = comm.Mprobe(comm.rank, 2)
     comm.Send(array(2), comm.rank, 2)
     with monkeypatch.context() as patch:
-        patch.setattr(comm.post, "idle", interrupted)
+        patch.setattr(comm.post, "expect", interrupted)
         for source, tag in ((comm.rank, 2), (left, 5)):
             with pytest.raises(KeyboardInterrupt):
                 comm.Irecv(out, source, tag)
@@ -97,14 +97,21 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
             patch.setattr(comm.post, "match", interrupted_once)
             comm.Send(array(2), comm.rank, 4)
             with pytest.raises(KeyboardInterrupt):
-                comm.Recv(out, comm.rank, 4)
+                comm.Recv(out, MPI.ANY_SOURCE, 4)  # which Python matches
         comm.Recv(out, comm.rank, 4)
         assert not comm.Iprobe(comm.rank, 4)
     comm.Recv(out, comm.rank, 2)
     assert out.copy_to_host()[0] == 2
     comm.Send(array(1), comm.rank, 2)
+    receive = comm.post.receive
     with monkeypatch.context() as patch:
-        patch.setattr(Receiving, "_end", interrupted)
+
+        def interrupted_late(*given):
+            while receive(*given) < ENDED:
+                pass
+            raise KeyboardInterrupt
+
+        patch.setattr(comm.post, "receive", interrupted_late)
         with pytest.raises(KeyboardInterrupt):
             comm.Recv(out, comm.rank, 2)
     assert not comm.Iprobe(comm.rank, 2)  # it was copied, so it is not there again
@@ -136,18 +143,17 @@ def test_a_message_that_matches_while_its_receive_is_withdrawn(comm, world):
     own.Free()
 
 
-def test_messages_ask_no_event_during_a_capture(comm, monkeypatch):
+def test_messages_ask_no_event_during_a_capture(comm, monkeypatch, captured):
     """That would invalidate the capture."""
     asked = []
     monkeypatch.setattr(comm.post, "reap", lambda: asked.append(1))
-    monkeypatch.setattr(messages, "SIMULATED", False)
-    monkeypatch.setattr(messages.streams, "is_capturing", lambda stream: True)
     for call in (
         lambda: comm.Send(array(1), comm.rank),
         lambda: comm.Iprobe(comm.rank),
         lambda: comm.Improbe(comm.rank),
     ):
-        with pytest.raises(NotImplementedError, match="is not being captured"):
+        text = "is not being captured"
+        with captured(comm.post), pytest.raises(NotImplementedError, match=text):
             call()
     assert not asked
 

@@ -10,7 +10,6 @@ from numba import cuda
 from numba_symm import mpi as MPI
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
-from numba_symm.mpi import messages, pending
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST
 from tests.ranks.helpers import needs_peers, of_one_island
@@ -160,16 +159,13 @@ def test_synchronous_and_persistent_messages(comm):
     comm.Barrier()
 
 
-def test_a_refused_receive_takes_no_message(comm, monkeypatch):
+def test_a_refused_receive_takes_no_message(comm, captured):
     right, left = around(comm)
     early = comm.Irecv(room(1), left, 2)
     comm.Send(array(7), right, 1)
     comm.Send(array(8), right, 2)
     found = comm.Mprobe(left, 1)
-    with monkeypatch.context() as patch:
-        for module in (messages, pending):
-            patch.setattr(module, "SIMULATED", False)
-        patch.setattr(messages.streams, "is_capturing", lambda stream: True)
+    with captured(comm.post):
         for call in (
             lambda: comm.Send(array(9), right, 3),
             lambda: comm.Irecv(room(1), left, 3),

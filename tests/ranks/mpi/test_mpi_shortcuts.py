@@ -133,8 +133,9 @@ def test_a_message_takes_two_launches_and_waits_for_none(comm, monkeypatch, larg
     comm.Sendrecv(x, right, 0, out, left)  # makes what later messages use again
     comm.Barrier()
     post.take_back()
-    for owner, name in ((post, "_send"), (post, "arrive"), (post.words, "copy")):
-        noting(owner, name)
+    for name in ("_send", "receive", "arrive"):
+        noting(post, name)
+    noting(post.words, "copy")
     for name in ("record", "wait", "synchronize", "query"):
         noting(Event, name)
     for name in ("copy", "copy_to_host", "copy_from_host", "synchronize"):
@@ -144,5 +145,7 @@ def test_a_message_takes_two_launches_and_waits_for_none(comm, monkeypatch, larg
     found = calls.copy()  # what follows is not the message's
     monkeypatch.undo()
     assert set(out.copy_to_host()) == {left}
-    assert found == ([*3 * ["copy"], "arrive"] if large else ["_send", "arrive"])
+    steps = [each for each in found if each != "receive"]
+    assert steps == ([*3 * ["copy"], "arrive"] if large else ["_send"])
+    assert "receive" in found
     comm.Barrier()

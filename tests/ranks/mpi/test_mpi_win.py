@@ -120,7 +120,7 @@ def test_epochs_wait_for_the_streams_of_the_owner(comm, win, monkeypatch):
         patch.setattr(windows, "SIMULATED", False)
         patch.setattr(windows.streams, "synchronize", waited.append)
         patch.setattr(
-            comm.post, "stream_of", lambda x, _: streams[x if x is None else id(x)]
+            comm.post, "stream_of", lambda x: streams[x if x is None else id(x)]
         )
         calls = [
             lambda: win.Post(everyone),

@@ -1,0 +1,289 @@
+"""All operations between the ranks' own arrays, without slots: for larger messages.
+
+A rank loads its shard of the other ranks' arrays, uses it and stores the result, vector
+by vector. So no thread waits between the first vector and the last:
+
+    all_reduce       each rank owns a shard: it reduces this shard of all inputs, and
+                     stores the result in all outputs
+    reduce_scatter   stores the result in its own output, at any address
+    reduce           each rank but the root owns a shard; of two ranks, the root owns
+                     everything. An owner stores the result in the root's output
+    broadcast        each rank but the root owns a shard, of three ranks or more: it
+                     loads this shard of the root's array, and stores it in its own and
+                     in the other owners'
+    all_gather       loads the other ranks' inputs, or its shards of them, and stores
+    all_to_all       them in its own output, at any address
+
+So, in each direction, a link transfers two shards in an all-reduce, and the message at
+most once in a reduce or a broadcast. All arrays of other ranks that a rank accesses
+must be symmetric: ``handshake.py`` explains how the ranks exchange their addresses, and
+what happens otherwise.
+
+Memory order: that of ``handshake.py``, which orders the streams' earlier work before
+this kernel, and this kernel before what follows on any rank's stream. In the kernel, no
+thread depends on another one, not even in place:
+
+- In an all-reduce or a reduce, one thread of one rank loads a vector of all inputs, and
+  then stores that vector of the outputs. No other thread accesses this vector, so any
+  ranks may be in place.
+- In a reduce-scatter or an all-gather in place, no rank stores what the others load: a
+  rank's output is its own shard of its input, or contains its input.
+- An all-to-all in place is refused, because the others load what it would overwrite.
+
+After a refusal, the third launch may be in place, as any call through the workspace.
+
+Each element is reduced by one rank, by their tree, so all ranks get the same bits.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives.protocols import (
+    binding,
+    handshake,
+    partition,
+    workspace,
+)
+from numba_symm.collectives.protocols.exchanges import Exchange, Output
+from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
+from numba_symm.device import intrinsics, order
+from numba_symm.device.lanes import Lanes, make_lanes
+from numba_symm.dtypes import Element, Op
+
+LOADS = 8  # vectors that a thread loads before it reduces them
+
+MOVES = 6  # those that it loads before it stores them, of all ranks
+
+BLOCKS = 64
+"""Most blocks of an all-reduce. On 2 GPUs, thread blocks of 8 of them were within 2 %
+of smaller ones.
+"""
+
+
+def is_everywhere(kind: Exchange) -> bool:
+    """Return whether a rank stores its shard in other ranks' arrays, too."""
+    reduced = kind.output is Output.REDUCED and not kind.sends_shards
+    return reduced or kind.output is Output.OF_ROOT
+
+
+def batch_of(size: int, output: Output) -> int:
+    """Return how many vectors of each array a thread loads before it stores any."""
+    if output is Output.OF_ROOT:
+        return 2
+    return max(1, (LOADS if output.reduces else MOVES) // size)
+
+
+def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
+    """Return a device function that moves or reduces a thread's vectors of a shard.
+
+    ``(own, rank, inputs, outputs, places, at, count, low, high)``: ``inputs`` is a
+    local array of the shard's addresses. ``places`` are ``(into, source, offset,
+    shard_bytes, to_root)``. It stores the result at ``into``, and everywhere
+    ``offset`` bytes from what each other rank has sent; but a broadcast's not in the
+    root, which has the index ``to_root`` in the ring. What it gathers, it stores in the
+    shards at ``into``, but not at ``source``. ``at`` is ``(start, stride, vectors)``:
+    the vectors at ``start``, ``start + stride`` …, before ``vectors``. The others are
+    local arrays.
+    """
+    output, everywhere = kind.output, is_everywhere(kind)
+    reduces, gathers = output.reduces, output is Output.SHARDS
+    loaded = 1 if output is Output.OF_ROOT else size
+    store, total = lanes.store, order.make_total(size, lanes)
+    others, batch = size - 1, batch_of(size, output)
+    where = handshake.make_where(size)
+    load_batch = handshake.make_load_batch(loaded, batch, lanes.load)
+    write = lanes.slices.write
+
+    def move_slices(
+        own: int,
+        rank: int,
+        inputs: Any,
+        outputs: Any,
+        places: Any,
+        at: Any,
+        count: int,
+        low: Any,
+        high: Any,
+    ) -> None:
+        into, source, offset, shard_bytes, to_root = places
+        start, stride, vectors = at
+        mine = range(start, vectors, stride)
+        words = lanes.slices.read_each(inputs, mine, count)
+        for k in range(size if gathers else 0):
+            there = into + (rank + 1 + k) % size * shard_bytes
+            if there != source:
+                write(there, mine, count, words[k])
+        if not gathers:
+            result = lanes.fold(words) if reduces else words[0]
+            write(into, mine, count, result)
+            for k in range(others if everywhere else 0):
+                _, there = intrinsics.ld_v2_u64(own + where(k))
+                if reduces or k != to_root:
+                    write(there + offset, mine, count, result)
+
+    @intrinsics.sliced(move_slices)
+    def move(
+        own: int,
+        rank: int,
+        inputs: Any,
+        outputs: Any,
+        places: Any,
+        at: Any,
+        count: int,
+        low: Any,
+        high: Any,
+    ) -> None:
+        into, source, offset, shard_bytes, to_root = places
+        start, stride, vectors = at
+        while start < vectors:
+            load_batch(inputs, start, stride, vectors, count, low, high)
+            for i in range(batch * size if gathers else 0):
+                vector = start + i // size * stride
+                there = into + (rank + 1 + i % size) % size * shard_bytes
+                if vector < vectors and there != source:
+                    store(there, vector, count, low[i], high[i])
+            for i in range(batch if reduces else 0):
+                if start + i * stride < vectors:
+                    # What was loaded there is reduced by now.
+                    low[i], high[i] = total(low, high, i * size)
+            for i in range(0 if gathers else batch):
+                vector = start + i * stride
+                if vector < vectors:
+                    store(into, vector, count, low[i], high[i])
+            for k in range(others if everywhere else 0):
+                # Loaded again, because the registers cannot hold all addresses beside a
+                # vector of each of eight ranks.
+                _, there = intrinsics.ld_v2_u64(own + where(k))  # explore: everywhere
+                outputs[k] = there + offset  # explore: whose
+            # Along the ring, so that the ranks do not all store at the same one.
+            for k in range(others if everywhere else 0):
+                for i in range(batch):
+                    vector = start + i * stride
+                    if vector < vectors and (reduces or k != to_root):
+                        there = intrinsics.word_of(outputs[k])
+                        store(there, vector, count, low[i], high[i])
+            start += batch * stride
+
+    return move
+
+
+def make_direct(
+    size: int, element: Element, op: Op, ragged: bool, kind: Exchange
+) -> Any:
+    """Return the kernel for ``size`` ranks, an element type and an operation."""
+    output, others = kind.output, size - 1
+    move = make_move(size, make_lanes(element, op, ragged, size), kind)
+    refused, where = handshake.make_refused(size), handshake.make_where(size)
+    find_inputs = handshake.make_find_inputs(size)
+    gathers, of_root = output is Output.SHARDS, output is Output.OF_ROOT
+    to_other = output is Output.AT_ROOT and size > 2
+    held = batch_of(size, output) * (1 if of_root else size)
+
+    def direct(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        source: int,
+        target: int,
+        offset: int,
+        shard_bytes: int,
+        count: int,
+        vectors: int,
+        to_root: int,
+    ) -> None:
+        # ``source`` and ``target`` are this rank's shard of its own arrays; of the
+        # other ranks' arrays, it begins after ``offset`` bytes.
+        block = intrinsics.block_index()
+        if block >= grid:
+            return
+        workspace.follow_previous_grid(early)
+        if refused(own) or vectors == 0:  # explore: refused
+            return
+        low = cuda.local.array(held, types.int64)
+        high = cuda.local.array(held, types.int64)
+        inputs = cuda.local.array(1 if of_root else size, types.int64)
+        outputs = cuda.local.array(others, types.int64)
+        into = target
+        if to_other:
+            _, there = intrinsics.ld_v2_u64(own + where(to_root))  # explore: into
+            into = there + offset
+        if of_root:
+            there, _ = intrinsics.ld_v2_u64(own + where(to_root))
+            inputs[0] = there + offset
+        elif gathers:
+            for k in range(others):
+                there, _ = intrinsics.ld_v2_u64(own + where(k))
+                inputs[k] = there + offset
+            inputs[others] = source
+        else:
+            find_inputs(own, guard.rank, source, offset, inputs)  # explore: shard
+        places = into, source, offset, shard_bytes, to_root
+        at = block * THREADS + cuda.threadIdx.x, grid * THREADS, vectors
+        move(own, guard.rank, inputs, outputs, places, at, count, low, high)
+
+    return direct
+
+
+kernel = binding.kernels_of(
+    make_direct, binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,)
+)
+"""Returns a kernel, compiled when first bound."""
+
+
+def bind(
+    kind: Exchange,
+    bind_fallback: binding.BindFallback,
+    end: binding.Endpoint,
+    call: binding.Call,
+) -> binding.Enqueue:
+    """Return what enqueues a call, for two ranks or more; a broadcast for three.
+
+    Args:
+        kind: the operation's exchange, with the number of what the ranks wait for.
+        bind_fallback: binds the operation through the workspace.
+        end: this rank's end.
+        call: the call. A broadcast's source and target are one.
+    """
+    rank, size, output, root = end.rank, end.size, kind.output, call.root
+    source, target, lanes = call.source, call.target, call.element.lanes
+    share, vectors, count = call.vectors, call.vectors, call.count
+    offset = rank * call.nbytes if kind.sends_shards else 0
+    number = rank
+    if output.rooted or is_everywhere(kind):
+        # Owners are numbered from the one after the root on, or from the root.
+        if output.rooted:
+            number = (rank - root - (size > 2)) % size
+        owners = size - output.rooted
+        share = partition.shard(call.vectors, owners)
+        first = number * share
+        vectors = max(0, min(share, call.vectors - first)) if number < owners else 0
+        offset, count = VECTOR * first, min(share * lanes, call.count - first * lanes)
+        target += offset
+    inputs = handshake.offered(
+        end, source, call.nbytes * (size if kind.sends_shards else 1)
+    )
+    if output is Output.SHARDS and kind.sends_shards and source == target:
+        inputs = handshake.refusal(size)
+    outputs = inputs
+    if (is_everywhere(kind) and output.reduces) or (
+        output is Output.AT_ROOT and rank == root
+    ):
+        outputs = handshake.offered(end, call.target, call.nbytes)
+        if outputs[0] == handshake.REFUSED:  # explore: both
+            inputs = outputs
+    most = BLOCKS if is_everywhere(kind) and output.reduces else handshake.BLOCKS
+    grid = min(workspace.divide_up(share, THREADS), end.max_blocks, most)
+    ragged = partition.is_ragged(call)
+    element = call.element if output.reduces else partition.moved_as(call, ragged)
+    sizes = call.nbytes, count, vectors, (root - rank - 1) % size
+    of_call = kernel(size, element, call.op, ragged, kind)
+    arguments = (source + offset, target, offset, *sizes)
+    move = binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)
+    words = f"{kind} of {call.count} {call.element.name} by {call.op!r} at {root}"
+    offer = handshake.Offer(kind.operation, words, inputs, outputs)
+    return handshake.bind(bind_fallback, end, call, offer, move)
