@@ -7,6 +7,8 @@
 # make gpu      tests and times on one or two GPUs, in ten minutes, against NCCL's
 # make pages    what the pages show of programs, recorded runs and the code
 # make docs     the site, into build/site; it begins at docs/index.html
+# make dist     sdist and wheel, into dist; checked, installed and run
+# make two-nodes LAUNCH='mpirun -n 16 --hostfile hosts'    a report of several nodes
 # make clean    remove what these made
 
 PYTHON ?= python3
@@ -27,7 +29,7 @@ EXTRAS_dev := dev
 EXTRAS_docs := docs
 ALSO_dev := $(VENV)/test.installed # dev has all that test has
 
-.PHONY: demo quick test mutants check nightly gpu pages docs clean
+.PHONY: demo quick test mutants check nightly gpu pages docs dist two-nodes clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
@@ -72,6 +74,16 @@ pages: $(VENV)/test.installed
 # Warnings are errors, such as those of links that lead nowhere.
 docs: $(VENV)/docs.installed
 	$(BIN)/python -m sphinx -EnWq --keep-going -b html -c docs . build/site
+
+# Tests and examples run with the wheel, in an environment that has nothing else.
+dist: $(VENV)/dev.installed
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m tests.dist_check dist
+
+two-nodes: $(if $(OWN),$(VENV)/test.installed)
+	$(if $(OWN),$(BIN)/python,$(PYTHON)) -m tests.nodes_report '$(LAUNCH)' $(NODES)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,14 +12,15 @@ os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "_ext")]
 
 project = "numba_symm"
-copyright = "the numba_symm authors"
+copyright = "the numba_symm contributors"
 version = release = version_of("numba-symm")
 nitpick_ignore = [("py:mod", "numba_symm.sharing.kinds")]  # internal, as its text says
 
 # The pages are read where they lie: the sources are the whole repository.
 root_doc = "docs/index"
 include_patterns = [
-    *("docs/**", "examples/**", "CONTRIBUTING.md", "CHANGELOG.md"),
+    *("docs/**", "examples/**", "CONTRIBUTING.md", "CHANGELOG.md", "RELEASING.md"),
+    *("SECURITY.md", "CODE_OF_CONDUCT.md"),
     *("tests/README.md", "bench/README.md", "bench/results/README.md"),
 ]
 exclude_patterns = [".*", "build", "dist", "collectives", "launch", "numba_symm"]

@@ -21,6 +21,7 @@ import os
 import re
 import sys
 import textwrap
+from itertools import chain
 from pathlib import Path
 from types import FunctionType
 
@@ -29,7 +30,6 @@ if __name__ == "__main__":  # device functions are plain Python then
 
 import numba_symm
 from numba_symm import dtypes
-from numba_symm.bench import options
 from numba_symm.collectives import kernel_set, operations, select
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.select import Arrays
@@ -58,8 +58,6 @@ def usage(command):
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            if asked[0] == "bench":  # whose command line starts MPI first
-                options.parse(asked[1:], cli.BENCH)
             cli.main(asked)
     finally:
         if columns is None:
@@ -161,45 +159,65 @@ def _last(holds, first, most=1 << 40):
 def measured(arguments):
     """Recorded runs, as a table of microseconds; the fastest of each run is bold.
 
-    If multiprocessors were recorded for every column of a row, they stand in
-    parentheses. The arguments are files of bench/results, then ``against`` and other
-    contenders.
+    The arguments are files of bench/results, then ``against`` and other contenders, or
+    ``others``: the fastest of these, with its name. ``A+B`` are the sizes of both runs,
+    where those of B count. If one run recorded the multiprocessors of every column of a
+    row, they stand in parentheses.
     """
-    names, _, against = arguments.partition(" against ")
+    asked, _, against = arguments.partition(" against ")
     columns = ["numba_symm", *against.split()]
-    runs = [json.loads((RESULTS / name).read_text()) for name in names.split()]
+    files = asked.split()
+    names = [_NAMES.get(column, column) for column in columns]
     head, times = ["message"], {}
-    for run in runs:
-        shown = [_NAMES.get(column, column) for column in columns]
-        if len(runs) > 1:
-            shown[0] = f"`{run['operation']}`"
-        head += shown
-        for row in run["rows"]:
-            found = [_best(row, column) for column in columns]
-            least = min(each["graph"]["median"] for each in found)
-            known = all("launches" in each for each in found)
-            cells = []
-            for each in found:
-                time = each["graph"]["median"]
-                cell = _digits(time)
-                if time == least and len(found) > 1:
-                    cell = f"**{cell}**"
-                if known:
-                    most = max(one["multiprocessors"] for one in each["launches"])
-                    cell += f" ({most})"
-                cells.append(cell)
-            times.setdefault(row[0]["bytes"], []).extend(cells)
-    return _table([head, *([_human(nbytes), *each] for nbytes, each in times.items())])
+    for place, name in enumerate(files):
+        _, _, _, gpu, number, _ = name.split("-", 5)
+        own = names[0] if len(files) == 1 else f"{number} {gpu.upper()}"
+        head += [own, *names[1:]]
+        runs = [json.loads((RESULTS / each).read_text()) for each in name.split("+")]
+        rows = {row[0]["bytes"]: row for run in runs for row in run["rows"]}
+        for nbytes, row in rows.items():
+            cells = times.setdefault(nbytes, [[""] * len(columns) for _ in files])
+            cells[place] = _cells(row, columns, with_counts=len(files) == 1)
+    shown = sorted(times)[:: min(len(files), 2)]  # of several runs, every other size
+    rows = ([_human(size), *chain(*times[size])] for size in shown)
+    return _table([head, *rows])
 
 
-_NAMES = {"nccl": "NCCL", "nccl-symm": "NCCL symmetric"}
+_NAMES = {"nccl": "NCCL", "nccl-symm": "NCCL symmetric", "others": "fastest other"}
+_OTHERS = {"nccl": "NCCL", "nccl-symm": "sym.", "torch": "torch"}
+
+
+def _cells(row, columns, with_counts):
+    """Return a size's times; the shortest is bold."""
+    found = [_best(row, column) for column in columns]
+    least = min(each["graph"]["median"] for each in found)
+    known = with_counts and all("launches" in each for each in found)
+    cells = []
+    for column, each in zip(columns, found, strict=True):
+        time = each["graph"]["median"]
+        cell = _digits(time)
+        if time == least and len(found) > 1:
+            cell = f"**{cell}**"
+        if known:
+            cell += f" ({max(one['multiprocessors'] for one in each['launches'])})"
+        if column == "others":
+            cell += f" {_OTHERS[each['column']]}"
+        cells.append(cell)
+    return cells
 
 
 def _best(row, column):
-    """Return a contender's fastest record in graphs, out of place if it has one."""
+    """Return a contender's fastest record in graphs, out of place if it has one.
+
+    Of the others, it is the fastest one in either place.
+    """
+    columns = _OTHERS if column == "others" else [column]
     return min(
-        (each for each in row if each["column"] == column and "graph" in each),
-        key=lambda each: (each["in_place"], each["graph"]["median"]),
+        (each for each in row if each["column"] in columns and "graph" in each),
+        key=lambda each: (
+            column != "others" and each["in_place"],
+            each["graph"]["median"],
+        ),
     )
 
 

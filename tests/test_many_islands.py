@@ -156,7 +156,7 @@ def check(world, division):
     waiting._Step.run = counted_step
     with made(world, division, 60) as comm:
         waiting._Step.run = run
-        assert steps[ranks] == 12, steps  # as in docs/limits.md
+        assert steps[ranks] == 12, steps
         few = 60 * ranks + 360 * (ranks - 1).bit_length()
         assert rank or received[ranks] < few, received  # bytes of its children
         job = ScheduledJob(comm.islands, DEFAULT_SIZES)

@@ -227,7 +227,7 @@ MIB = 1 << 20
 
 
 def bounds(name, m, n, b):
-    """Return the most messages and launches of a call, as docs/limits.md has them.
+    """Return the most messages and launches of a call.
 
     Args:
         name: the operation.

@@ -53,6 +53,14 @@ def test_every_page_is_in_the_contents():
         assert files - set(links) == set(), f"{folder}/index.md lacks these"
 
 
+def test_a_page_has_one_name():
+    for folder in "docs", "docs/api":
+        contents = PAGES[f"{folder}/index.md"].partition("<!-- contents -->")[2]
+        for name, link in re.findall(r"\[([^]]+)\]\(([^)#]+\.md)\)", contents):
+            page = (ROOT / folder / link).read_text()
+            assert page.startswith(f"# {name}\n"), f"{link}: another name in the index"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_nothing_is_left_to_sphinx(page):
     directives, roles = r"^\s*[`:]{3,}\{.*", r"\{[\w:-]+\}`[^\s`].*"
@@ -90,11 +98,7 @@ MARKED = re.compile(
     re.M | re.S,
 )
 """A block of code with its mark, or code that readers do not see."""
-OTHERS = {
-    page: MAKER["BLOCK"].sub("", text)
-    for page, text in PAGES.items()
-    if page != "bench/README.md"  # it tells what was run once
-}
+OTHERS = {page: MAKER["BLOCK"].sub("", text) for page, text in PAGES.items()}
 """What the pages have beside what is made."""
 
 
