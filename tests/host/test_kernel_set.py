@@ -349,7 +349,7 @@ def listing_launch():
 @pytest.mark.parametrize(
     ("names", "given", "ops", "text"),
     [
-        (["allreduce"], ["float32"], ["sum"], "got 'allreduce'; pass"),
+        (["allreduce"], ["float32"], ["sum"], "did you mean 'all_reduce'"),
         ([], ["float32"], ["sum"], "got none; pass some of 'all_reduce'"),
         (["all_reduce"], "float32", ["sum"], "expected a list or tuple"),
         (["all_reduce"], ["float32"], (), "expected a list or tuple"),
