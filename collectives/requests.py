@@ -26,7 +26,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import streams
 from numba_symm.gpu.arrays import Memory
-from numba_symm.gpu.events import Event
+from numba_symm.gpu.events import Event, Point
 from numba_symm.gpu.streams import SideStream
 from numba_symm.launch.members import Members
 
@@ -264,6 +264,7 @@ class _Direction:
             deque()
         )  # of all that may be pending, in order
         self._side = SideStream(1)
+        self._idle: list[Event] = []  # events of requests that the program has dropped
         self._worker = _Worker() if SIMULATED else None
 
     def start(
@@ -282,7 +283,7 @@ class _Direction:
             self._side.follow(stream, 0)
             with self._side.joined(stream):
                 launch(self._side.stream)
-                done = end_of(self._side.stream)
+                done = Point(self._idle, self._side.stream)
         entry.done = done
         return done
 
@@ -322,9 +323,7 @@ class _StartedRequest:
 
 def end_of(stream: int) -> Done:
     """Return the end of a stream's work so far."""
-    event = Event()
-    event.record(stream)
-    return event
+    return Point([], stream)
 
 
 class _Worker(threading.Thread):

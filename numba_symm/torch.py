@@ -35,7 +35,8 @@ from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.requests import Request
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CollectiveTimeout, SymmError
-from numba_symm.gpu import arrays, events
+from numba_symm.gpu import arrays
+from numba_symm.gpu.events import Event, Point
 from numba_symm.launch import ranks
 
 DEVICE = "cpu" if SIMULATED else "cuda"
@@ -155,31 +156,6 @@ class _Buffers:
             return self.of(torch.cat([each.reshape(-1) for each in tensors]))
 
 
-class _Point:
-    """A point in the work of a stream, which other streams can wait for.
-
-    Args:
-        idle: events that no point has; this one takes one, and returns it at its end.
-        stream: the stream's handle.
-    """
-
-    def __init__(self, idle: list[events.Event], stream: int):
-        self._idle = idle
-        self._event = idle.pop() if idle else events.Event()
-        self._event.record(stream)
-
-    def follow(self, stream: int) -> None:
-        """Let a stream follow."""
-        self._event.wait(stream)
-
-    def is_reached(self) -> bool:
-        """Return whether the work before it has ended."""
-        return self._event.query()
-
-    def __del__(self) -> None:
-        self._idle.append(self._event)
-
-
 Body = Callable[[Communicator, _Buffers], Any]
 
 
@@ -209,7 +185,7 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         """
         if self.done is not None:
             with on_device(self.stream.device_index):
-                self.done.follow(current_stream())
+                self.done.wait(current_stream())
         if timeout > _AT_ONCE:
             self._wait_on_the_host(timeout)
         self._group.check()
@@ -228,7 +204,7 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         """Return whether the call has ended."""
         if self.done is None:  # it ran on the current stream
             return SIMULATED or bool(torch.cuda.current_stream().query())
-        return bool(self.done.is_reached())
+        return bool(self.done.query())
 
     def synchronize(self) -> None:
         """Do as :meth:`wait`."""
@@ -380,7 +356,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         self._lock = threading.RLock()  # autograd calls from threads of its own
         self._gloo: Any = None
         self._stream: Any = None  # for calls that the program does not wait for
-        self._idle: list[events.Event] = []  # of points that are no more
+        self._idle: list[Event] = []  # of points that are no more
         self._later: list[tuple[SymmWork, Body]] = []
         self.coalesces = self._closed = False
         self._name = ""
@@ -484,7 +460,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         if self._stream is None:
             self._stream = torch.cuda.Stream()
         for work in works:
-            work.ready.follow(self._stream.cuda_stream)
+            work.ready.wait(self._stream.cuda_stream)
         for tensor in tensors:  # if it is dropped, its memory waits for this stream
             tensor.record_stream(self._stream)
         return self._stream
@@ -513,7 +489,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         own = self.coalesces or getattr(opts, "asyncOp", True)
         with self._lock:
             if own and not SIMULATED:
-                work.ready = _Point(self._idle, current_stream())
+                work.ready = Point(self._idle, current_stream())
             if self.coalesces:
                 self._later.append((work, body))
             else:
@@ -533,7 +509,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
                 body(comm, buffers)
         buffers.finish()
         if stream is not None:
-            done = _Point(self._idle, stream.cuda_stream)
+            done = Point(self._idle, stream.cuda_stream)
             for work in works:
                 work.stream, work.done = stream, done
 

@@ -561,7 +561,7 @@ def in_order(comm, folder):
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "current_stream", lambda: None)
         patch.setattr(backend, "current_stream", lambda: 1)
-        patch.setattr(backend.events, "Event", Event)
+        patch.setattr("numba_symm.gpu.events.Event", Event)
         used = lambda tensor, stream: log.append(f"{stream.name} uses it")  # noqa: E731
         patch.setattr(torch.Tensor, "record_stream", used)
         dist.all_reduce(x, group=group)
