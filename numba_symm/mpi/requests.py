@@ -410,7 +410,7 @@ class Prequest(Own):
     def Startall(cls, requests: Sequence[Any]) -> None:
         """Start all requests."""
         for request in requests:
-            if isinstance(request, Prequest):
+            if hasattr(request, "_start"):  # an instance of Prequest may be mpi4py's
                 request._start()
             else:
                 _has_own([request], "Startall")
