@@ -261,7 +261,7 @@ def test_calls_beside_a_product_are_right(world, folder, shown, monkeypatch):
             continue
         assert record["wrong"] == 0
         assert min(record["calls"], record["products"]) >= 1
-        for name in ("collective", "product", "both"):
+        for name in ("collective", "product", "calls_first", "products_first"):
             assert 0 < record[name]["min"] <= record[name]["median"]
 
 

@@ -171,7 +171,12 @@ def misuses(comm, world):
         },
         "Communicator.launch_limit": {"kernel": idle, "threads": 32},
         "Communicator.tag": {"text": "a step"},
-        "Communicator.device_workspace": {"blocks": 1, "threads": 4, "bytes": 64},
+        "Communicator.device_workspace": {
+            "blocks": 1,
+            "threads": 4,
+            "bytes": 64,
+            "depth": 1,
+        },
         "Communicator.experts": {
             "experts": comm.size,
             "top_k": 1,
