@@ -34,7 +34,7 @@ from numba_symm.device.signals import (
     put,
     put_signal,
     take,
-    take_from_each,
+    wait_signal,
 )
 from numba_symm.launch.failures import GRID_BARRIER
 
@@ -142,7 +142,15 @@ def barrier_wait(ctx: Any, channel: int, arrived: bool, team: Any = None) -> boo
         >>> int(old[0])
         1
     """
-    return take_from_each(ctx, team, channel, -1, arrived)
+    # Not by take_from_each, which Numba compiles for the types of its ranks on GPUs only.
+    place = thread_index()
+    threads = block_size()
+    while place < _size(ctx, team) and arrived:
+        if _rank(team, place) != ctx.rank:
+            arrived = wait_signal(ctx, _rank(team, place), channel)  # explore: wait
+        place += threads
+    # The peers' writes, acquired by one thread each, become visible to all.
+    return not syncthreads_or(not arrived)  # explore: agree
 
 
 @device_function

@@ -49,8 +49,8 @@ PADS_BROKEN = {
 }
 IN_KERNEL_BROKEN = {
     "no syncthreads before": removed("barriers", "synchronize"),
-    "no syncthreads after": replaced("signals", "agree", "return arrived"),
-    "no wait": removed("signals", "wait-each"),
+    "no syncthreads after": replaced("barriers", "agree", "return arrived"),
+    "no wait": removed("barriers", "wait"),
 }
 
 

@@ -150,7 +150,7 @@ BROKEN = {
     ),
     "a barrier that returns only what its thread found": (
         ("barrier",),
-        replaced("signals", "agree", "syncthreads()\nreturn arrived"),
+        replaced("barriers", "agree", "syncthreads()\nreturn arrived"),
     ),
     "a result of packets that did not arrive": (
         ("collectives_of_blocks",),
