@@ -142,7 +142,7 @@ def barrier_wait(ctx: Any, channel: int, arrived: bool, team: Any = None) -> boo
         >>> int(old[0])
         1
     """
-    # Not by take_from_each, which Numba compiles for the current GPU only.
+    # Not by wait_signal_block, which Numba compiles for the current GPU only.
     place = thread_index()
     threads = block_size()
     while place < _size(ctx, team) and arrived:

@@ -500,21 +500,6 @@ def item_of(ctx: Any, values: Any, place: int) -> int:
 
 
 @device_function
-def take_from_each(ctx: Any, src: Any, channel: Any, mask: int, arrived: bool) -> bool:
-    """Wait as :func:`wait_signal_block`, or for nothing if not ``arrived``."""
-    place = thread_index()
-    threads = block_size()
-    while place < length_of(ctx, src) and arrived:
-        rank = item_of(ctx, src, place)
-        if rank >= 0 and mask >> rank & 1 != 0:
-            # explore: wait-each
-            arrived = wait_signal(ctx, rank, item_of(ctx, channel, place))
-        place += threads
-    # The peers' writes, acquired by one thread each, become visible to all.
-    return not syncthreads_or(not arrived)  # explore: agree
-
-
-@device_function
 def wait_signal_block(ctx: Any, src: Any, channel: Any, mask: int = -1) -> bool:
     """Wait for signals from one rank or from several, and reset their slots.
 
@@ -545,7 +530,17 @@ def wait_signal_block(ctx: Any, src: Any, channel: Any, mask: int = -1) -> bool:
         >>> int(old[0])
         1
     """
-    return take_from_each(ctx, src, channel, mask, True)
+    place = thread_index()
+    threads = block_size()
+    arrived = True
+    while place < length_of(ctx, src) and arrived:
+        rank = item_of(ctx, src, place)
+        if rank >= 0 and mask >> rank & 1 != 0:
+            # explore: wait-each
+            arrived = wait_signal(ctx, rank, item_of(ctx, channel, place))
+        place += threads
+    # The peers' writes, acquired by one thread each, become visible to all.
+    return not syncthreads_or(not arrived)  # explore: agree
 
 
 @device_function
@@ -591,7 +586,7 @@ def wait_until_block(
             # explore: until-each
             arrived = wait_until(ctx, rank, at, comparison, wanted)
         place += threads
-    # As of take_from_each.
+    # As in wait_signal_block.
     return not syncthreads_or(not arrived)  # explore: until-agree
 
 

@@ -201,7 +201,7 @@ def test_closed_requests_are_done_before_their_arrays_are_dropped(monkeypatch):
     alive = weakref.ref(kept)
     again = cuda.host("the program's", stores=X)
     weakref.finalize(kept, again)
-    monkeypatch.setattr(requests, "end_of", lambda stream: None)
+    monkeypatch.setattr(requests, "Point", lambda idle, stream: None)
     lane = requests._Direction()
     lane.start(lambda stream: cuda.launch("late", stream, (), X), A, kept, print)
     del kept
