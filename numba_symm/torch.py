@@ -252,8 +252,9 @@ class _Message(SymmWork):
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Let torch's current stream follow; with a timeout, the host waits as well."""
         self._group.check()
-        for request in self.requests:
-            request.wait(None if SIMULATED else current_stream())
+        with on_device(self.tensors[0].device.index):
+            for request in self.requests:
+                request.wait(None if SIMULATED else current_stream())
         return super().wait(timeout)
 
     def is_completed(self) -> bool:
