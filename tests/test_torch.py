@@ -147,6 +147,7 @@ def scatter(group, rank, size):
 
 def send_and_recv(group, rank, size):
     x = torch.full((3,), rank + 1.0)
+    dist.barrier(group)  # all ranks must make the first call
     if rank == 0:
         dist.send(x, 1, group)
     elif rank == 1:
