@@ -144,7 +144,7 @@ class Calls:
                         out = self.new(x, like, shape, handle, operation.name)
                     target = arrays.KINDS[out.__class__].read(out, "")
                 call = self.memory.young.get((operation.name, options, source, target))
-            except (KeyError, TypeError, ArgumentError):
+            except Exception:  # of an allocation, too: the other ranks must learn of it
                 call = None  # a call that was not made, or what follows raises it
             if call is not None:
                 status = call.enqueue(handle)

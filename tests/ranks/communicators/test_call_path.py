@@ -128,3 +128,26 @@ def test_a_message_in_mpi4py_s_spelling_passes_few(world, monkeypatch):
         found = passed(call)
         assert len(found) <= most, found
     comm.Free()
+
+
+def test_all_ranks_learn_of_an_output_that_could_not_be_allocated(world):
+    """Also in a repeated call, whose short path allocates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels.Launch, "simulate", lambda launch: None)
+        comm = numba_symm.Communicator(world, timeout=60)
+        x = cuda.to_device(np.ones(100, np.float32))
+        for _ in range(3):
+            comm.all_reduce(x)
+        world.barrier()  # a late rank would learn of it in these calls
+
+        def fail(*given):
+            raise MemoryError("none is left")
+
+        if world.rank == 0:
+            patch.setattr(comm._calls, "new", fail)
+            with pytest.raises(MemoryError, match="none is left"):
+                comm.all_reduce(x)
+        world.barrier()
+        with pytest.raises(numba_symm.CollectiveError, match="none is left"):
+            comm.check()
+        comm.close()
