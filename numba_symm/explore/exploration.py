@@ -621,11 +621,12 @@ class _Exploration:
         if done:
             self.coverage.complete = self.found is None
             return
-        seed = 0
-        while self.found is None and time.monotonic() < began + seconds:
+        # Counted from here: a machine that paused does not take their whole share.
+        deadline, seed = time.monotonic() + (1 - _SHARE) * seconds, 0
+        while self.found is None and time.monotonic() < deadline:
             seed += 1
             chooser = Random(seed, self.coverage.steps)
-            if self._one(chooser, began + seconds) is not None:
+            if self._one(chooser, deadline) is not None:
                 self.coverage.random += 1
 
     def _all(self, deadline: float) -> bool:
