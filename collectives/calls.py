@@ -113,28 +113,32 @@ class Calls:
 
     def operate(
         self,
-        operation: Operation,
+        operation: Any,
         x: Any,
         out: Any,
         stream: Any,
         options: tuple[Any, ...],
+        others: tuple[Any, ...] = NONE,
     ) -> Any:
         """Make a call of an operation, and return its output.
 
         Args:
-            operation: the operation.
+            operation: the operation, or another kind of a call with its attributes.
             x: the input.
             out: the output; None: a new array.
             stream: the stream; None: that of the arrays.
             options: the fields of an :class:`Invocation` that are options.
+            others: the inputs after the first one.
         """
         kind, root = arrays.KINDS.get(x.__class__), options[ROOT]
         # A root of another class may equal a known one, and be refused.
         if kind is not None and (root is None or root.__class__ is int):
             try:
-                source = kind.read(x, "")
+                source: Any = kind.read(x, "")
                 handle = self.streams.handle(stream, kind, x)
                 target: Fields | None = source
+                for each in others:
+                    source = source, arrays.KINDS[each.__class__].read(each, "")
                 if operation.at_root and root != self.rank:
                     target = None
                 elif out is not x:
@@ -148,9 +152,12 @@ class Calls:
                 call = None  # a call that was not made, or what follows raises it
             if call is not None:
                 status = call.enqueue(handle)
-                if status == entry.DONE or self.made(status, call, handle, x, out):
+                if status == entry.DONE or self.made(
+                    status, call, handle, x, out, others
+                ):
                     return None if target is None else out
-        return self.call(Invocation(operation, x, out, stream, *options))
+        given = Invocation(operation, x, out, stream, *options)
+        return self.call(given._replace(args=others) if others else given)
 
     def made(self, status: int, call: PackedCall, handle: int, *keep: Any) -> bool:
         """Go on with a plain call that was made before.

@@ -931,7 +931,7 @@ class Communicator(OthersNames):
         """
         from numba_symm.collectives import composed
 
-        return self._calls.call(Invocation(composed.SUM, x, out, stream))
+        return self._calls.operate(composed.SUM, x, out, stream, composed.PLAIN)
 
     def dot(
         self,
@@ -961,7 +961,7 @@ class Communicator(OthersNames):
         """
         from numba_symm.collectives import composed
 
-        return self._calls.call(Invocation(composed.DOT, x, out, stream, args=(y,)))
+        return self._calls.operate(composed.DOT, x, out, stream, composed.PLAIN, (y,))
 
     def norm(
         self, x: DeviceArray, *, out: DeviceArray | None = None, stream: Any = None
@@ -977,7 +977,7 @@ class Communicator(OthersNames):
         """
         from numba_symm.collectives import composed
 
-        return self._calls.call(Invocation(composed.NORM, x, out, stream))
+        return self._calls.operate(composed.NORM, x, out, stream, composed.PLAIN)
 
     def gather(
         self,

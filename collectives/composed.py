@@ -48,7 +48,13 @@ from numba_symm.arguments import shown
 from numba_symm.collectives import staging
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.enqueueing import PackedCall
-from numba_symm.collectives.invocation import UNKNOWN, Invocation, check_length
+from numba_symm.collectives.invocation import (
+    NEW,
+    NO_ROOT,
+    UNKNOWN,
+    Invocation,
+    check_length,
+)
 from numba_symm.collectives.kernels import coded_sum, exact_sum, pack
 from numba_symm.collectives.kernels.exact_sum import LARGEST, TOTAL
 from numba_symm.collectives.operations import (
@@ -267,10 +273,12 @@ class ExactSum(NamedTuple):
     Attributes:
         name: the name of the communicator's method.
         collective: whether all ranks make the same calls.
+        at_root: whether only one rank has an output.
     """
 
     name: str
     collective: bool = True
+    at_root: bool = False
 
     def prepare(self, calls: Any, given: "Invocation[ExactSum]") -> BoundCall:
         """Check and bind a call of ``Calls``, of arrays with or without gaps."""
@@ -284,9 +292,10 @@ class ExactSum(NamedTuple):
         dtype = np.dtype(np.float32 if views[0].dtype.itemsize < 4 else views[0].dtype)
         out = target = given.out
         if out is None:
-            like = ArrayView(0, (), dtype, "C", False)
-            target = calls.new(None, like, (), chosen, what)
-            out = arrays.as_that_of(given.x, target)
+            alike, same = ArrayView(0, (), dtype, "C", False), dtype == views[0].dtype
+            out = target = calls.new(given.x if same else None, alike, (), chosen, what)
+            if not same:
+                out = arrays.as_that_of(given.x, target)
         written = arrays.view(out, f"{what}: out")
         check_length(written, 1, f"{what}: out", "the sum")
         if written.dtype != dtype:
@@ -302,6 +311,8 @@ class ExactSum(NamedTuple):
         call = _packed_exact_sum(
             calls, what, dict(zip(both, views, strict=True)), written
         )
+        if given.out is None and same and not staged:
+            calls.memory.put((what, PLAIN, _of_key(views), NEW), (alike, ()))
         call = calls.enqueuer.around([each.pack for each in staged], call, ())
         keep = (*both.values(), *staged, target, out, given.stream)
         return BoundCall(call, chosen, keep, out)
@@ -322,6 +333,9 @@ class ExactSum(NamedTuple):
             )
 
 
+PLAIN = ("sum", None, *NO_ROOT)
+"""The options of a call, which has none."""
+
 SUM, DOT, NORM = map(ExactSum, (arithmetic.SUM, arithmetic.DOT, arithmetic.NORM))
 
 
@@ -329,7 +343,7 @@ def _packed_exact_sum(
     calls: Any, what: str, views: dict[str, ArrayView], out: ArrayView
 ) -> PackedCall:
     """Return the packed call, remembered or new; the views are by name, for errors."""
-    key = what, *views.values(), out
+    key = what, PLAIN, _of_key([*views.values()]), out
     call: PackedCall = calls.memory.get(key)
     if call is UNKNOWN:
         read = [calls.usable(view, name) for name, view in views.items()]
@@ -345,6 +359,11 @@ def _packed_exact_sum(
         call = calls.enqueuer.pack(about, launch)
         calls.memory.put(key, call)
     return call
+
+
+def _of_key(views: list[ArrayView]) -> tuple[Any, ...]:
+    """Return the inputs of a call as ``Calls.operate`` has them in its keys."""
+    return views[0] if len(views) == 1 else (*views,)
 
 
 def bind_exact_sum(

@@ -52,7 +52,7 @@ def x(comm, monkeypatch):
 
 def calls_of(comm, x):
     """Return calls by name, each with the most functions that it may pass."""
-    y = cuda.device_array_like(x)
+    y, z = cuda.device_array_like(x), cuda.device_array(1, np.float32)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     plan = comm.all_reduce_init(x, out=y)
     other = comm.sendrecv_init(x, dst=right, out=y, src=left)
@@ -71,12 +71,15 @@ def calls_of(comm, x):
         "broadcast": (lambda: comm.broadcast(x, root=0), 6),
         "sendrecv": (lambda: comm.sendrecv(x, dst=right, out=y, src=left), 6),
         "group": (group, 12),
+        "sum": (lambda: comm.sum(x), 10),
+        "dot": (lambda: comm.dot(x, y, out=z), 6),
+        "norm": (lambda: comm.norm(x, out=z), 5),
     }
 
 
 NAMES = [
     *("a plan", "a plan of messages", "all_reduce", "a new output"),
-    *("all_reduce in place", "broadcast", "sendrecv", "group"),
+    *("all_reduce in place", "broadcast", "sendrecv", "group", "sum", "dot", "norm"),
 ]
 
 
