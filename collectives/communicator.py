@@ -1377,7 +1377,6 @@ class Communicator(OthersNames):
         """
         return messages.start(self._calls, SENDRECV, x, dst, out, src, count, stream)
 
-    @by_one_thread
     def isend(self, x: DeviceArray, *, dst: int | None, stream: Any = None) -> Request:
         """Start to send ``x`` to rank ``dst``, which calls :meth:`irecv`.
 
@@ -1397,10 +1396,10 @@ class Communicator(OthersNames):
                 requests, a group is open, or the stream is being captured.
             CollectiveError, ClosedError: as for any call.
         """
-        given = Invocation(ISEND, x, stream=stream, peers=(dst, None))
-        return messages.request(self._calls, given)
+        return messages.start(  # type: ignore[no-any-return]
+            self._calls, ISEND, x, dst, None, None, None, stream
+        )
 
-    @by_one_thread
     def irecv(
         self,
         out: DeviceArray,
@@ -1422,10 +1421,9 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`isend`.
         """
-        given = Invocation(
-            IRECV, out=out, stream=stream, peers=(None, src), count=count
+        return messages.start(  # type: ignore[no-any-return]
+            self._calls, IRECV, None, None, out, src, count, stream
         )
-        return messages.request(self._calls, given)
 
     def group(self) -> AbstractContextManager[None]:
         """Start the calls within a ``with`` block together, at the block's end.

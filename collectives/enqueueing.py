@@ -334,6 +334,23 @@ class PackedCall:
         )
         self.enqueue = entry.function_of(self.block, (gate, about, parts))
 
+    def steps(self, stream: int) -> None:
+        """Enqueue the steps, without order and record."""
+        self.resume(self.enqueue(stream, entry.FIRST), stream)
+
+    def resume(self, status: int, stream: int) -> None:
+        """Take the step that a status names, if it names one, and enqueue the rest.
+
+        Raises:
+            DriverError: the driver, or a step, has failed.
+        """
+        while status <= entry.RESUME:
+            step = entry.RESUME - status
+            self.python[step](stream)
+            status = self.enqueue(stream, entry.FIRST + step + 1)
+        if status:
+            raise _failure(status)
+
 
 def _parts(launch: Enqueue | None) -> Iterator[Enqueue]:
     if isinstance(launch, Series):
@@ -504,16 +521,16 @@ class Enqueuer:
                 if status == entry.UNKNOWN and self.record is not None:
                     self.record.publish(call.about, stream)
                 elif status == entry.GRAPH:
-                    self.graphs.make(call, partial(self._enqueue, call))
+                    self.graphs.make(call, call.steps)
                 status = call.enqueue(stream, entry.CHECKED)
             if status == entry.CAPTURED:
                 with self.order.captured(stream):
                     if self.record is not None:
                         self.record.note_captured(call.about, stream)
-                    self._enqueue(call, stream)
+                    call.steps(stream)
             elif status <= entry.RESUME:
                 with self.order.eager(stream):
-                    self._resume(status, call, stream)
+                    call.resume(status, stream)
             elif status:
                 raise _failure(status)
         except BaseException as error:
@@ -521,19 +538,6 @@ class Enqueuer:
                 self._members.engine.keep(self._memory, *keep)
             self.give_up(error, what, stream)
             raise
-
-    def _enqueue(self, call: PackedCall, stream: int) -> None:
-        """Enqueue a call's steps, without order and record."""
-        self._resume(call.enqueue(stream, entry.FIRST), call, stream)
-
-    def _resume(self, status: int, call: PackedCall, stream: int) -> None:
-        """Take the step that a status names, and enqueue the rest."""
-        while status <= entry.RESUME:
-            step = entry.RESUME - status
-            call.python[step](stream)
-            status = call.enqueue(stream, entry.FIRST + step + 1)
-        if status:
-            raise _failure(status)
 
     @contextmanager
     def tagged(self, text: str) -> Iterator[None]:

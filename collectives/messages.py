@@ -22,7 +22,12 @@ from numba_symm.collectives.invocation import (
 )
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.credit import Message
-from numba_symm.collectives.requests import Request, Requests, end_of
+from numba_symm.collectives.requests import (
+    Request,
+    RequestCall,
+    Requests,
+    end_of,
+)
 from numba_symm.collectives.staging import Pending, Prepared, Transfers
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
@@ -38,12 +43,14 @@ class MessageKind(NamedTuple):
         name: the name of the communicator's method.
         sends: whether it sends ``x``.
         receives: whether it receives into ``out``.
+        beside: whether it is a request, which runs beside all other calls.
         collective: whether all ranks make the same calls.
     """
 
     name: str
     sends: bool
     receives: bool
+    beside: bool = False
     collective: bool = False
 
     def prepare(self, calls: Calls, given: "MessageCall") -> Prepared:
@@ -55,7 +62,8 @@ MessageCall = Invocation[MessageKind]
 
 SEND, RECV = MessageKind("send", True, False), MessageKind("recv", False, True)
 SENDRECV = MessageKind("sendrecv", True, True)
-ISEND, IRECV = MessageKind("isend", True, False), MessageKind("irecv", False, True)
+ISEND = MessageKind("isend", True, False, beside=True)
+IRECV = MessageKind("irecv", False, True, beside=True)
 
 
 def _prepared(calls: Calls, given: MessageCall) -> Prepared:
@@ -86,7 +94,10 @@ def start(
     count: Any,
     stream: Any,
 ) -> Any:
-    """Make a call of messages, or add it to an open group; return its result."""
+    """Make a call of messages, or add it to an open group; return its result.
+
+    That of a request is the request.
+    """
     first, key, group = out if x is None else x, None, calls.enqueuer.group
     reader = arrays.KINDS.get(first.__class__)
     # A rank of another class may equal a known one, and be refused.
@@ -104,7 +115,14 @@ def start(
             pass  # what is called below raises it
         else:
             key = kind.name, dst, src, source, target
-            if group is None:
+            if kind.beside:
+                made = calls.memory.young.get(key)
+                if made is not None and calls.thread.claim() == entry.DONE:
+                    try:
+                        return started(calls, made, handle, (x, out, stream), out)
+                    finally:
+                        calls.thread.finish()
+            elif group is None:
                 call = calls.memory.young.get(key)
                 if call is not None:
                     status = call.enqueue(handle)
@@ -117,6 +135,9 @@ def start(
                     group.arrays.append((x, out, stream))
                     return out
     given = Invocation(kind, x, out, stream, peers=(dst, src), count=count)
+    if kind.beside:
+        with calls.thread.alone(kind.name):
+            return request(calls, given, key)
     return calls.call(given, key)
 
 
@@ -140,19 +161,20 @@ def requests_of(calls: Calls, what: str) -> Requests:
     )
 
 
-def request(calls: Calls, given: MessageCall) -> Request:
-    """Start an ``isend`` or ``irecv``, beside all other calls."""
+def request(calls: Calls, given: MessageCall, key: Any) -> Request:
+    """Check and start an ``isend`` or ``irecv``, beside all other calls.
+
+    Args:
+        calls: the communicator's calls.
+        given: the call.
+        key: by which it is remembered; None: it is not.
+    """
     what = given.operation.name
     with calls.staging.apart():
         call = calls.prepared(given)
     assert isinstance(call, Prepared)
     requests, handle = requests_of(calls, what), call.stream
     calls.enqueuer.refuse_in_group(what)
-    if not SIMULATED and streams.is_capturing(handle):
-        raise ArgumentError(
-            f"{what}: expected a stream that is not being captured into a graph, got "
-            "one that is; use send and recv, in a group, there"
-        )
     transfers = call.transfers
     if not transfers.complete:
         name = "src" if transfers.own[1] else "dst"
@@ -162,23 +184,51 @@ def request(calls: Calls, given: MessageCall) -> Request:
         )
     messages = [*transfers.sends, *transfers.receives]
     if not messages:  # to or from no rank
+        _refuse_capture(what, handle)
         calls.enqueue(what, call)
-        done = end_of(handle)
-    else:
-        message = messages[0], bool(transfers.receives)
-        bound = calls.agreement.made(what, calls.remembered, _bound, message)
-        launch = Series(*call.before, bound, *call.after)
-        if calls.enqueuer.record is not None:
-            about = calls.descriptions.messages(what, transfers)
-            calls.enqueuer.record.note(about, handle)
-        direction = message[0].peer, message[1]
-        failed = partial(calls.enqueuer.give_up, what=what)
-        try:
-            done = requests.start(direction, launch, handle, call.keep, failed)
-        except BaseException as error:
-            failed(error)
-            raise
-    return Request(calls.members, what, done, call.result, call.stream, requests.settle)
+        done, settle = end_of(handle), requests.settle
+        return Request(calls.members, what, done, call.result, handle, settle)
+    message = messages[0], bool(transfers.receives)
+    bound = calls.agreement.made(what, calls.remembered, _bound, message)
+    launch = Series(*call.before, bound, *call.after)
+    about = calls.descriptions.messages(what, transfers)
+    made = requests.pack((messages[0].peer, message[1]), about, launch)
+    if key is not None and not (call.before or call.after):
+        calls.memory.put(key, made)
+    return started(calls, made, handle, call.keep, call.result)
+
+
+def started(
+    calls: Calls, made: RequestCall, stream: int, keep: Any, result: Any
+) -> Request:
+    """Start a request that was checked, in a call of one thread.
+
+    Args:
+        calls: the communicator's calls.
+        made: the request.
+        stream: the handle of the stream whose work it follows.
+        keep: objects that must live until it is done.
+        result: that of its ``wait``.
+    """
+    about, requests = made.call.about, requests_of(calls, made.call.about.what)
+    _refuse_capture(about.what, stream)
+    if calls.enqueuer.record is not None:
+        calls.enqueuer.record.note(about, stream)
+    failed = partial(calls.enqueuer.give_up, what=about.what)
+    try:
+        done = requests.start(made, stream, keep, failed)
+    except BaseException as error:
+        failed(error)
+        raise
+    return Request(calls.members, about.what, done, result, stream, requests.settle)
+
+
+def _refuse_capture(what: str, stream: int) -> None:
+    if not SIMULATED and streams.is_capturing(stream):
+        raise ArgumentError(
+            f"{what}: expected a stream that is not being captured into a graph, got "
+            "one that is; use send and recv, in a group, there"
+        )
 
 
 def _bound(calls: Calls, message: tuple[Message, bool]) -> Enqueue:

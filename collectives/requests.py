@@ -12,22 +12,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numba import cuda
 
 from numba_symm import process
 from numba_symm.collectives import kernel_set
+from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import request_width
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.gpu import streams
+from numba_symm.gpu import entry, streams
 from numba_symm.gpu.arrays import Memory
 from numba_symm.gpu.events import Event, Point
 from numba_symm.gpu.streams import SideStream
+from numba_symm.launch.call_records import Description
 from numba_symm.launch.members import Members
 
 _PAUSE = 20e-6  # seconds between two looks at requests of which none is done
@@ -204,10 +206,25 @@ class Requests:
         """Return the packed launch of a message."""
         return transfer.bind_request(self._end, self._main, message, receiving)
 
+    def pack(
+        self, direction: tuple[int, bool], about: Description, launch: Enqueue
+    ) -> "RequestCall":
+        """Return a message that can be started.
+
+        Args:
+            direction: the other rank, and whether the message is received.
+            about: what it is, for the record.
+            launch: enqueues the message.
+        """
+        with self._settling:  # which looks at all of them
+            if direction not in self._lanes:
+                self._lanes[direction] = _Direction()
+        lane = self._lanes[direction]
+        return RequestCall(lane, PackedCall(lane.gate, about, launch, entry.NEVER))
+
     def start(
         self,
-        direction: tuple[int, bool],
-        launch: Enqueue,
+        made: "RequestCall",
         stream: int,
         keep: Any,
         failed: Callable[[BaseException], None],
@@ -215,8 +232,7 @@ class Requests:
         """Start a message after the work of a stream so far.
 
         Args:
-            direction: the other rank, and whether the message is received.
-            launch: enqueues the message.
+            made: the message.
             stream: the handle of the stream.
             keep: objects that must live until the message is done.
             failed: is called if the launch fails.
@@ -226,9 +242,7 @@ class Requests:
             if not (self._busy or SIMULATED):
                 self._unfreed.enter_context(cuda.defer_cleanup())
             self._busy = True
-            if direction not in self._lanes:
-                self._lanes[direction] = _Direction()
-            return self._lanes[direction].start(launch, stream, keep, failed)
+            return made.lane.start(made.call, stream, keep, failed)
 
     def settle(self) -> None:
         """Let Numba free memory again, if no request is pending.
@@ -257,35 +271,51 @@ class _Direction:
     """The requests of one direction, one after another.
 
     In the simulator, in which launches block, a thread replaces the stream.
+
+    Attributes:
+        gate: what the compiled function knows of it.
     """
 
     def __init__(self) -> None:
+        self.gate = entry.new_gate()  # of its own, because no call orders it
         self._entries: deque[_StartedRequest] = (
             deque()
         )  # of all that may be pending, in order
-        self._side = SideStream(1)
+        self._side = SideStream(0)
         self._idle: list[Event] = []  # events of requests that the program has dropped
         self._worker = _Worker() if SIMULATED else None
 
     def start(
         self,
-        launch: Enqueue,
+        call: PackedCall,
         stream: int,
         keep: Any,
         failed: Callable[[BaseException], None],
     ) -> Done:
         self.idle()
-        entry = _StartedRequest(keep)
-        self._entries.append(entry)  # first: a signal may interrupt what follows
+        begun = _StartedRequest(keep)
+        self._entries.append(begun)  # first: a signal may interrupt what follows
         if self._worker is not None:
-            done: Done = self._worker.launch(launch, failed)
+            done: Done = self._worker.launch(call.steps, failed)
         else:
-            self._side.follow(stream, 0)
-            with self._side.joined(stream):
-                launch(self._side.stream)
-                done = Point(self._idle, self._side.stream)
-        entry.done = done
+            done = self._enqueue(call, stream)
+        begun.done = done
         return done
+
+    def _enqueue(self, call: PackedCall, stream: int) -> Done:
+        """Enqueue a message after a stream's work, and return its end.
+
+        The compiled function makes this direction's stream wait for the gate's event,
+        and records the event again after the message. ``wait`` of the former point was
+        enqueued by then, so one event serves both.
+        """
+        point, own = Point(self._idle, stream), self._side.stream
+        self.gate.event, self.gate.latest = point.handle, entry.LEGACY
+        with self._side.joined(stream):
+            call.resume(call.enqueue(own, entry.CHECKED), own)
+            if call.python:  # the function has not reached the end
+                point.move(own)
+        return point
 
     def idle(self) -> bool:
         """Forget the requests that are done, and return whether all are."""
@@ -302,6 +332,18 @@ class _Direction:
         finally:
             self._side.close()
             self._entries.clear()
+
+
+class RequestCall(NamedTuple):
+    """A message that can be started.
+
+    Attributes:
+        lane: of its direction.
+        call: the message.
+    """
+
+    lane: _Direction
+    call: PackedCall
 
 
 @dataclass

@@ -239,6 +239,15 @@ class Point:
         self._event = idle.pop() if idle else Event()
         self._event.record(stream)
 
+    @property
+    def handle(self) -> int:
+        """The event's handle, with which compiled code moves the point."""
+        return int(self._event._handle)
+
+    def move(self, stream: int) -> None:
+        """Be a later point, of this or another stream."""
+        self._event.record(stream)
+
     def wait(self, stream: Any = None) -> None:
         """Make later work of a stream follow the point."""
         self._event.wait(stream)

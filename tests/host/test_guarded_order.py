@@ -220,12 +220,11 @@ def test_no_memory_is_freed_while_a_request_is_pending(gpu, monkeypatch):
     ended = []
     lane = SimpleNamespace(start=gpu.host("start"), idle=lambda: bool(ended))
     monkeypatch.setattr(requests.cuda, "defer_cleanup", deferring)
-    monkeypatch.setattr(requests, "_Direction", lambda: lane)
     all_of_them = object.__new__(requests.Requests)
     all_of_them._settling, all_of_them._busy = RLock(), False
-    all_of_them._unfreed, all_of_them._lanes = ExitStack(), {}
+    all_of_them._unfreed, all_of_them._lanes = ExitStack(), {(1, False): lane}
     for _ in range(2):
-        all_of_them.start((1, False), None, STREAM, None, None)
+        all_of_them.start(requests.RequestCall(lane, None), STREAM, None, None)
     assert gpu.names == ["defer frees", "start", "start"]
     ended.append(True)
     all_of_them.settle()

@@ -193,23 +193,76 @@ def test_a_side_stream_follows_and_leads():
             cuda.launch("the program's", A, Y, Y)
 
 
-def test_closed_requests_are_done_before_their_arrays_are_dropped(monkeypatch):
+class Lane:
+    """A direction of requests, whose messages load X, on an executing driver."""
+
+    def __init__(self, streams, cuda, patch):
+        gate(patch, **cuda.table())
+        patch.setattr(requests, "SIMULATED", False)
+        patch.setattr(requests, "SideStream", streams.SideStream)
+        patch.setattr(requests, "streams", streams)
+        patch.setattr(requests, "Point", partial(Point, cuda))
+        self.lane, self.steps = requests._Direction(), [streams.Copy(Y, X, 8)]
+
+    def start(self, keep=None):
+        about, steps = Description("isend"), Series(*self.steps)
+        call = PackedCall(self.lane.gate, about, steps, entry.NEVER)
+        return self.lane.start(call, A, keep, print)
+
+
+class Point:
+    """A point in a stream's work, on an executing driver."""
+
+    def __init__(self, cuda, idle, stream):
+        _, self.handle = cuda.cuEventCreate(0)
+        self._cuda = cuda
+        self.move(stream)
+
+    def move(self, stream):
+        self._cuda.cuEventRecord(self.handle, stream)
+
+    def wait(self, stream):
+        self._cuda.cuStreamWaitEvent(stream, self.handle, 0)
+
+    def query(self):
+        return False
+
+
+@pytest.mark.parametrize("python", [False, True])
+def test_a_request_follows_the_program_and_the_program_its_end(python):
+    """Messages with a step of Python, such as one that compiles a copy, too."""
+    with on_driver() as (streams, cuda, patch):
+        lane = Lane(streams, cuda, patch)
+        cuda.create(A)
+        if python:
+            lane.steps.append(lambda stream: cuda.launch("a step", stream, (), Y))
+        for _ in range(2):
+            cuda.launch("the program's", A, (), X)
+            request = lane.start()
+            with pytest.raises(Unordered, match=r"program's .* after .* on"):
+                cuda.launch("the program's", A, (), Y)
+            request.wait(A)
+            cuda.launch("the program's", A, Y, X)
+        lane.lane.close()
+
+
+def test_closed_requests_are_done_before_their_arrays_are_dropped():
     """Memory that a pool hands out again is never written by a late kernel."""
-    cuda = ExecutingDriver().bind(monkeypatch, requests.streams)
-    cuda.create(A)
-    kept = {object()}
-    alive = weakref.ref(kept)
-    again = cuda.host("the program's", stores=X)
-    weakref.finalize(kept, again)
-    monkeypatch.setattr(requests, "Point", lambda idle, stream: None)
-    lane = requests._Direction()
-    lane.start(lambda stream: cuda.launch("late", stream, (), X), A, kept, print)
-    del kept
-    with pytest.raises(Unordered, match=r"program's on the host .* after late on"):
+    with on_driver() as (streams, cuda, patch):
+        lane = Lane(streams, cuda, patch)
+        lane.steps = [streams.Copy(X, Y, 8)]
+        cuda.create(A)
+        kept = {object()}
+        alive = weakref.ref(kept)
+        again = cuda.host("the program's", stores=X)
+        weakref.finalize(kept, again)
+        lane.start(kept)
+        del kept
+        with pytest.raises(Unordered, match=r"program's on the host .* after .* on"):
+            again()
+        lane.lane.close()
+        assert alive() is None
         again()
-    lane.close()
-    assert alive() is None
-    again()
 
 
 def test_an_event_whose_constructor_was_interrupted_is_dropped_silently(monkeypatch):

@@ -93,6 +93,20 @@ def test_a_repeated_call_passes_few_functions(comm, x, name):
     comm.synchronize()
 
 
+def test_a_request_passes_few_functions(world, x):
+    with numba_symm.Communicator(world, requests=True) as comm:
+        other = (comm.rank + 1) % comm.size
+
+        def message():
+            comm.isend(x, dst=other).wait()
+
+        if comm.size > 1:
+            for _ in range(3):
+                message()
+            found = passed(message)
+            assert 1 <= len(found) <= 20, found
+
+
 def test_a_repeated_call_in_mpi4py_s_spelling_passes_few(world, x):
     made, y = mpi.Comm(world), cuda.device_array_like(x)
     for _ in range(3):
