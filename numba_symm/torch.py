@@ -171,6 +171,7 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
     stream: Any = None  # torch's of the call; None: the current one
     done: Any = None  # the point after it, if it is on the group's own stream
     ready: Any = None  # the point that it follows
+    postponed = False  # to the end of a coalescing block
 
     def __init__(self, group: "SymmGroup", tensors: Sequence[Any], outputs: Any):
         super().__init__()
@@ -181,8 +182,14 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         """Let torch's current stream follow; with a timeout, the host waits as well.
 
         Raises:
+            ArgumentError: the coalescing block of the call has not ended.
             CollectiveError: a call of the group has failed.
         """
+        if self.postponed:
+            raise ArgumentError(
+                "wait: the coalescing block of this call has not ended, or ended with "
+                "an exception; wait after the block, or destroy the group"
+            )
         if self.done is not None:
             with on_device(self.stream.device_index):
                 self.done.wait(current_stream())
@@ -492,6 +499,8 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             if own and not SIMULATED:
                 work.ready = Point(self._idle, current_stream())
             if self.coalesces:
+                # torch awaits any other call at once, within the block.
+                work.postponed = getattr(opts, "asyncOp", True)
                 self._later.append((work, body))
             else:
                 self._start([(work, body)], own, messages)
@@ -506,8 +515,9 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         stream = self._following(works, tensors) if own and not SIMULATED else None
         buffers = _Buffers(stream)
         with comm.group() if together else _STAYS:
-            for _, body in calls:
+            for work, body in calls:
                 body(comm, buffers)
+                work.postponed = False
         buffers.finish()
         if stream is not None:
             done = Point(self._idle, stream.cuda_stream)

@@ -1,5 +1,6 @@
 """The backend of torch.distributed, compared with gloo, between simulated ranks."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -271,6 +272,18 @@ def coalesced(comm, folder):
     calls.wait()
     assert x.tolist() == [size] * 2
     assert y.tolist() == [1.0] * 3
+    block = dist._coalescing_manager(group, torch.device("cpu"))
+    with contextlib.suppress(ZeroDivisionError), block:
+        dist.broadcast(y, 0, group)
+        work = dist.broadcast(y, 0, group, async_op=True)
+        raise ZeroDivisionError
+    with pytest.raises(Exception, match="block of this call has not ended"):
+        work.wait()
+    dist.distributed_c10d._world.pg_coalesce_state.clear()  # torch leaves it
+    with dist._coalescing_manager(group, torch.device("cpu")):
+        pass  # the calls of the other block are forgotten
+    dist.all_reduce(x, group=group)
+    assert x.tolist() == [size * size] * 2
 
 
 def test_calls_start_together(ranks):
