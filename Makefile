@@ -36,7 +36,7 @@ demo: $(VENV)/demo.installed
 
 # Many tests start processes. If these may not write bytecode, each compiles this tree again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
-NIGHTLY := tests/explore tests/test_packages.py tests/test_mpi4py_suite.py \
+NIGHTLY := tests/explore tests/test_packages.py tests/test_mpi4py_suite.py tests/test_torch_suite.py \
 	$(addprefix tests/host/test_,kernel_set.py machine_code.py machine_code_types.py)
 # Those of tests/host that cost seconds, as they start processes or compile.
 SLOW := cli code_cache compile_command compiling device_machine_code doctor host_backend \
