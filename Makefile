@@ -52,7 +52,7 @@ quick: $(VENV)/test.installed
 
 nightly: $(VENV)/test.installed
 	NUMBA_SYMM_TEST_WHOLE=1 $(PYTEST) $(NIGHTLY)
-	NUMBA_SYMM_TEST_RANKS=2,4 $(PYTEST) tests/test_mpirun.py
+	NUMBA_SYMM_TEST_WHOLE=1 NUMBA_SYMM_TEST_RANKS=2,4 $(PYTEST) tests/test_mpirun.py
 
 mutants: $(VENV)/test.installed
 	$(BIN)/python -m tests.mutants $(if $(K),-k '$(K)')
