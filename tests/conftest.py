@@ -85,8 +85,9 @@ def pytest_collection_modifyitems(items):
     )
 
 
-def pytest_collection_finish():
-    """Have the garbage collector leave out what importing all tests has made.
+@pytest.fixture(scope="module", autouse=True)
+def _frozen():
+    """Have the collector leave out what imports and earlier files have made.
 
     It looked through a million objects whenever a test called it.
     """
