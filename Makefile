@@ -37,7 +37,8 @@ demo: $(VENV)/demo.installed
 # Many tests start processes. If these may not write bytecode, each compiles this tree again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 NIGHTLY := tests/explore tests/test_packages.py tests/test_mpi4py_suite.py tests/test_torch_suite.py \
-	$(addprefix tests/host/test_,kernel_set.py machine_code.py machine_code_types.py)
+	$(addprefix tests/host/test_,kernel_set.py machine_code.py machine_code_types.py \
+	device_machine_code.py)
 # Those of tests/host that cost seconds, as they start processes or compile.
 SLOW := cli code_cache compile_command compiling device_machine_code doctor host_backend \
 	island_schedules kernel_set machine_code machine_code_types packaging runner \
@@ -52,7 +53,7 @@ quick: $(VENV)/test.installed
 
 nightly: $(VENV)/test.installed
 	NUMBA_SYMM_TEST_WHOLE=1 $(PYTEST) $(NIGHTLY)
-	NUMBA_SYMM_TEST_RANKS=2,4 $(PYTEST) tests/test_mpirun.py
+	NUMBA_SYMM_TEST_WHOLE=1 NUMBA_SYMM_TEST_RANKS=2,4 $(PYTEST) tests/test_mpirun.py
 
 mutants: $(VENV)/test.installed
 	$(BIN)/python -m tests.mutants $(if $(K),-k '$(K)')

@@ -18,6 +18,7 @@ UNDER_MPIRUN = not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}.isdisjoint(os.environ)
 isolate(os.environ, UNDER_MPIRUN)
 
 import numba_symm as ns  # noqa: E402  it reads the environment
+from tests import patience  # noqa: E402
 from tests.spawned import Ranks  # noqa: E402
 
 STOPPED = 70
@@ -47,6 +48,7 @@ class Agreement:
 
     def agree(self, session, step):
         """Return if no rank has failed up to ``step``; else end this rank."""
+        patience.meet(self.comm)
         everyone = self.comm.allgather((session.testsfailed > 0, step))
         failed = [rank for rank, (failure, _) in enumerate(everyone) if failure]
         if failed:
@@ -83,8 +85,9 @@ def pytest_collection_modifyitems(items):
     )
 
 
-def pytest_collection_finish():
-    """Have the garbage collector leave out what importing all tests has made.
+@pytest.fixture(scope="module", autouse=True)
+def _frozen():
+    """Have the collector leave out what imports and earlier files have made.
 
     It looked through a million objects whenever a test called it.
     """

@@ -110,3 +110,10 @@ def written(folder):
         with contextlib.suppress(OSError):
             sizes.append((file.name, file.stat().st_size))
     return sorted(sizes)
+
+
+def meet(comm):
+    """Wait for all ranks; MPI's barrier uses the processor until the last one comes."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(5e-4)

@@ -29,14 +29,14 @@ from tests.whole import WHOLE
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
 TOGETHER = [
-    ("operations", "messages", "all_reduce"),
+    ("test_random_calls.py", "communicators", "islands", "mpi"),
     (
-        *("test_random_calls.py", "communicators", "misuse", "test_set_up_calls.py"),
-        *("memory", "mpi", "test_launch.py"),
+        *("operations", "messages", "all_reduce", "memory", "misuse"),
+        *("test_set_up_calls.py", "test_launch.py", "test_bench.py"),
+        *("test_doctor.py", "test_prepare.py"),
     ),
-    ("test_bench.py", "test_doctor.py", "test_prepare.py", "islands"),
 ]
-"""Files and folders of tests/ranks, by jobs of about the same length.
+"""Files and folders of tests/ranks, by jobs.
 
 Starting a job takes a second of processor time for each rank. What is not here is a job
 of its own.
@@ -52,15 +52,10 @@ def jobs():
     return [*together, *((file,) for file in others)]
 
 
-NIGHTLY = {
-    2: ("misuse", "test_set_up_calls.py"),
-    4: (
-        *("operations", "messages", "all_reduce", "misuse", "mpi", "memory"),
-        *("test_set_up_calls.py", "test_launch.py"),
-    ),
-}
-"""What is not simulated on that many ranks by default: it costs most, and seldom fails
-where three ranks pass. `make nightly` runs it."""
+NIGHTLY = {2: (*TOGETHER[1], "communicators"), 4: (*TOGETHER[1], "mpi")}
+"""What is not simulated on that many ranks by default: it seldom fails where three
+ranks pass, and calls and programs are drawn on two ranks, too. `make nightly` runs it.
+"""
 
 
 def cases():

@@ -207,11 +207,13 @@ def votes(condition: bool) -> Generator[int, None, int]:
 
 
 def max_of_eight(number: int) -> Generator[int, None, int]:
-    """Of the threads of a block, which are one group; bit by bit, by barriers."""
+    """Of eight adjacent threads of a block, or of fewer; bit by bit, by barriers."""
     found, largest = 0, True
+    threads = min(8, scheduler.machine.threads)
+    group = VOTES + thread_index() // threads
     for bit in reversed(range(32)):
         has = largest and number >> bit & 1 != 0
-        if (yield from bar_red_or(thread_index_y(), scheduler.machine.threads, has)):
+        if (yield from bar_red_or(group, threads, has)):
             found |= 1 << bit
             largest = has
     return found

@@ -453,12 +453,10 @@ def explore(
 
     The finding carries the last steps of its schedule.
     """
-    gc.freeze()  # schedules leave cycles; the collector looks through these only
-    try:
-        with np.errstate(all="ignore"):  # as in the simulator's threads
-            return _explore(scenario, make, schedules)
-    finally:
-        gc.unfreeze()
+    gc.collect()  # what earlier schedules have left
+    gc.freeze()  # from now on, the collector looks through what schedules leave only
+    with np.errstate(all="ignore"):  # as in the simulator's threads
+        return _explore(scenario, make, schedules)
 
 
 def _explore(

@@ -8,7 +8,6 @@ from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
 from explore.source import device_code
 from explore.test_failures import IMPATIENT
 
-IN_ORDER = "in_rank_order(rank, low, high, spare)"
 BROKEN = {
     "one set": within("block_exchange", "set", "2 * ws.depth - 1", "0"),
     "half as many sets": within(

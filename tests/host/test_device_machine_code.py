@@ -33,6 +33,7 @@ from tests.ranks.memory import test_device_counting as counting
 from tests.ranks.memory import test_device_debug as debugging
 from tests.ranks.memory import test_device_elements as elements
 from tests.test_mpirun import ROOT
+from tests.whole import WHOLE
 
 WORDS = types.Array(types.int64, 1, "C")
 TABLE = types.Array(types.int64, 2, "C")
@@ -384,7 +385,7 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", EXAMPLES if WHOLE else ["conjugate_gradient.solve"])
 def test_the_examples_threads_have_enough_registers(name):
     """A thread block of more than that cannot be launched."""
     file, _, kernel = name.partition(".")

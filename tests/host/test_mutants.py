@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,6 +135,16 @@ def test_what_becomes_of_mutants(tree, monkeypatch):
     assert found[2].why == "no test ends"
     assert found[3].why.startswith("pytest ends with -")
     assert (tree.tree / BELOW.file).read_text() == (ROOT / BELOW.file).read_text()
+
+
+def test_what_fails_behind_others_only_kills_and_what_fails_once_does_not():
+    passes = trees.Run({"a": "passed", "b": "passed"}, {}, {}, 0, False, 1.0, "")
+    fails = passes._replace(outcomes={"a": "passed", "b": "failed"}, ended=1)
+    for last in (fails, passes):
+        runs = iter([fails, passes, last])
+        tree = SimpleNamespace(run=lambda *_, runs=runs, **__: next(runs))
+        run = mutants._run(tree, "plain", ["a", "b"], every=False)
+        assert run.failed == last.failed
 
 
 def test_results_are_read_as_they_were_written_and_compared(tmp_path):

@@ -93,9 +93,13 @@ def _run(tree: Tree, kind: str, tests: list[str], every: bool) -> Run:
             return _run(tree, kind, there, every) if there else run._replace(ended=0)
     if run.failed:
         again = tree.run(kind, run.failed, *options, limit=LIMIT)
+        spent = run.spent + again.spent
+        if not _killer(again):  # alone; it may need what earlier tests have left
+            again = tree.run(kind, tests, *options, limit=LIMIT)
+            spent += again.spent
         if not _killer(again):
             print(f"passed the second time: {run.failed}", flush=True)
-            return again._replace(spent=run.spent + again.spent)
+            return again._replace(spent=spent)
     return run
 
 

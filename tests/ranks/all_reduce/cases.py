@@ -5,11 +5,8 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from numba_symm.collectives.kernels.direct import BLOCKS, LOADS
 from numba_symm.collectives.operations import ALL_REDUCE
-from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
-from numba_symm.collectives.protocols.workspace import CHUNKED, THREADS
-from tests.algorithms import ONE_SHOTS, PROTOCOLS, takes, those
+from tests.algorithms import takes, those
 from tests.ranks.helpers import (
     Window,
     bits,
@@ -27,7 +24,6 @@ LL = those("all_reduce", lambda made: made.transport == "ll")
 FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
 DTYPES = tuple(np.dtype(dtype) for dtype in (*FLOATS, np.int32, np.int64))
 OPS = ("sum", "prod", "min", "max")
-PLACES = ("new", "out", "in place")
 
 
 def named(item):
@@ -38,28 +34,6 @@ def a_dtype(algorithm, number):
     """Return one of the dtypes that an algorithm is for."""
     kinds = [dtype for dtype in DTYPES if takes("all_reduce", algorithm, dtype)]
     return kinds[number % len(kinds)]
-
-
-def edges_of(algorithm, dtype, comm):
-    """Return the counts at which an algorithm needs another block, tile or epoch.
-
-    Those of a block, of a tile of the whole grid, of an epoch, and of two epochs.
-    """
-    lanes, size, blocks = 16 // dtype.itemsize, comm.size, comm._calls.end.max_blocks
-    made = ALGORITHMS[algorithm]
-    if made.transport:
-        protocol = PROTOCOLS[made.region]
-        blocks = min(blocks // TRANSPORTS[made.transport].weight, protocol.blocks)
-        block, tiles = THREADS, protocol.tiles(size)
-    elif made.handshake:
-        blocks = min(blocks, BLOCKS)
-        block, tiles = THREADS, max(1, LOADS // size)
-    else:  # copies are in more chunks there in the simulator
-        blocks = min(blocks, CHUNKED.blocks)
-        block, tiles = CHUNKED.tiles(size) * THREADS, 1
-    edges = [block, blocks * block, blocks * block * tiles, 2 * blocks * block * tiles]
-    shards = 1 if made.region in ONE_SHOTS else size
-    return sorted({lanes * shards * edge for edge in edges})
 
 
 @dataclass
@@ -84,17 +58,6 @@ class Case:
             values([self.seed, rank], self.count, self.dtype, self.special)
             for rank in range(size)
         ]
-
-
-def let_be_direct(case, lot):
-    """Give a call with a handshake the arrays that it is for; rarely other ones."""
-    handshake = case.algorithm and ALGORITHMS[case.algorithm].handshake
-    if handshake and lot.random() < 0.8:
-        case.place = lot.choice(["out", "in place"])
-        case.symmetric = case.symmetric_out = True
-        vector = 16 // case.dtype.itemsize
-        case.offset, case.offset_out = lot.choice([0, vector]), lot.choice([0, vector])
-    return case
 
 
 class Call:

@@ -14,7 +14,6 @@ import numba_symm as ns
 from numba_symm.bench import tune
 from numba_symm.collectives import kernel_set, tuned
 from numba_symm.collectives.islands import construction
-from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.command import cli
 from numba_symm.engines import mpi
 from numba_symm.environment import SIMULATED
@@ -23,7 +22,6 @@ from numba_symm.launch.devices import divide
 from numba_symm.memory import backends
 from tests import operators
 from tests.descriptors import open_fds
-from tests.drivers.calls import wanted
 from tests.ranks.helpers import (
     array_of,
     check_works,
@@ -74,74 +72,6 @@ def islands(world, request):
         pytest.skip("on two ranks, the same as of_one")
     with request.param(world) as comm:
         yield comm
-
-
-KINDS = {
-    "float32": "sum",
-    "float16": "sum",
-    "bfloat16": "avg",
-    "float8_e4m3fn": "min",
-    "int8": "avg",
-    "int64": "prod",
-    "complex64": "sum",
-}
-COUNTS = (1, 37, 877)  # by one exchange; in shards; in several chunks and a rest
-
-
-def call(comm, name, x, op, root, out):
-    operation, given = OPERATIONS[name], {}
-    if operation.reduces:
-        given["op"] = op
-    if operation.rooted:
-        given["root"] = root
-    if not operation.in_place:
-        given["out"] = out
-    return getattr(comm, name)(x, **given)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operations(islands, name):
-    comm, operation = islands, OPERATIONS[name]
-    kinds = KINDS if operation.reduces else ["int16"]
-    for number, kind in enumerate(kinds):
-        op = KINDS.get(kind)
-        if op in operation.without:
-            op = "sum"
-        count = COUNTS[number % 3] if operation.reduces else COUNTS[1]
-        root = number % comm.size
-        inputs = [
-            operators.random(kind, count * operation.shards(comm.size), [number, rank])
-            for rank in range(comm.size)
-        ]
-        mine = inputs[comm.rank]
-        expectation = wanted(comm, name, inputs, op, root)
-        for in_place in (False, True):
-            x = array_of(comm, mine, symmetric=in_place)
-            out = None
-            if in_place and expectation is not None and expectation.size == x.size:
-                out = x
-            found = call(comm, name, x, op, root, out)
-            comm.synchronize()
-            if expectation is None:
-                assert found is None
-            else:
-                assert operators.same(get(found).ravel(), expectation).all(), kind
-
-
-@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast"])
-def test_large_moves(islands, name):
-    comm, operation = islands, OPERATIONS[name]
-    count = 1251 if SIMULATED else 5001  # several chunks, where that is possible
-    inputs = [
-        operators.random("int64", count * operation.shards(comm.size), [7, rank])
-        for rank in range(comm.size)
-    ]
-    x = array_of(comm, inputs[comm.rank], symmetric=True)
-    out = x if name == "all_to_all" else None
-    found = call(comm, name, x, None, comm.size - 1, out)
-    comm.synchronize()
-    expectation = wanted(comm, name, inputs, None, comm.size - 1)
-    assert operators.same(get(found).ravel(), expectation).all()
 
 
 def test_a_function_is_applied_within_islands_and_then_between_them(islands):

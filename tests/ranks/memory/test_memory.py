@@ -267,6 +267,7 @@ def count_in_channels(ctx, found):
     symm.barrier(ctx, block)
     if cuda.threadIdx.x == 0:
         found[block] = symm.signal_read(ctx, ctx.size - 1, block)
+    symm.barrier(ctx, block)  # all have read before a rank's next launch adds
 
 
 @pytest.mark.parametrize("channels", [1, 200])

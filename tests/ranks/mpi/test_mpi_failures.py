@@ -24,8 +24,10 @@ from numba_symm.sharing import sent
 from tests.interrupts import interrupted
 from tests.orders import orders
 from tests.ranks.helpers import needs_peers, of_one_island
+from tests.whole import WHOLE
 
 pytestmark = of_one_island  # of messages of device arrays
+ROUNDS, TURNS = (100, 400) if WHOLE else (25, 200)
 
 
 def array(*values):
@@ -199,7 +201,7 @@ def test_threads_that_send_and_receive_at_a_time(comm, own):
     def play(tag):
         comm = comms[tag - 1]
         out, found = array(-1), []
-        for number in range(100):
+        for number in range(ROUNDS):
             sent = comm.Issend(array(number), right, tag)
             comm.Recv(out, left, tag)
             sent.Wait()
@@ -208,7 +210,7 @@ def test_threads_that_send_and_receive_at_a_time(comm, own):
 
     with ThreadPoolExecutor(3) as threads:
         for found in threads.map(play, (1, 2, 3)):
-            assert found == list(range(100))
+            assert found == list(range(ROUNDS))
     comm.Barrier()
     for each in comms if own else ():
         each.Free()
@@ -313,7 +315,7 @@ def test_an_interrupted_call_spoils_no_message(apart, monkeypatch, limit):
         received.extend(set(tags))
 
     call()
-    assert interrupted(call, take_what_was_left, turns=400)
+    assert interrupted(call, take_what_was_left, turns=-(-TURNS // made.size))
     monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "5")
     made.Free()
 

@@ -63,7 +63,7 @@ def test_requests_stay_active_until_all_are_done(comm):
     requests.append(Together(comm.Irecv(outs[2], left, 4), matched))
     for x, tag in ((array(1), 0), (array(4, 4), 4), (np.ones(1, "i4"), 0)):
         comm.Send(x, right, tag)
-    comm.Probe(left, 3)  # a probe matches an Issend
+    comm.Probe(left, 3)  # which matches no Issend
     statuses = []
     while not all(requests[index].Get_status() for index in (0, 2)):
         assert not MPI.Request.Testall(requests, statuses)
