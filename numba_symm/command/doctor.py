@@ -372,7 +372,7 @@ def check_drawable(file: str) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise SymmError(
-            'doctor: --plot needs matplotlib; pip install "numba-symm[bench]"'
+            "doctor: --plot needs matplotlib; pip install matplotlib"
         ) from error
     if not os.access(Path(file).resolve().parent, os.W_OK):
         raise SymmError(f"doctor: --plot={file}: its folder cannot be written")
