@@ -457,7 +457,8 @@ FASTER = {
 
 The bytes are those of a shard, if a rank has several. They were measured on two H200,
 where NCCL used sockets of the loopback interface: see
-bench/results/2026-11-23-h200-2-islands-own.txt. Over NVLink, the engine's is faster at almost every size.
+bench/results/2026-11-23-h200-2-islands-own.txt. Over NVLink, the engine's is faster at
+almost every size.
 """
 
 INTEGERS = {"int8", "uint8", "int32", "uint32", "int64", "uint64"}
