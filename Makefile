@@ -3,7 +3,8 @@
 # make test     the tests of CI, under mpirun where a test needs ranks
 # make mutants  which changes of the product tests notice; K=heap: those named so
 # make check    lint, format, types
-# make nightly  the rest: every kernel's machine code, whole packages with their tests
+# make nightly  the rest: every kernel's machine code, whole packages with their tests,
+#               the oldest and newest dependencies on each Python
 # make gpu      tests and times on one or two GPUs, in ten minutes, against NCCL's
 # make pages    what the pages show of programs, recorded runs and the code
 # make docs     the site, into build/site; it begins at docs/index.html
@@ -51,7 +52,8 @@ test: $(VENV)/test.installed
 quick: $(VENV)/test.installed
 	$(PYTEST) -q $(QUICK)
 
-nightly: $(VENV)/test.installed
+nightly: $(VENV)/dev.installed
+	$(BIN)/python -m tox run
 	NUMBA_SYMM_TEST_WHOLE=1 $(PYTEST) $(NIGHTLY)
 	NUMBA_SYMM_TEST_WHOLE=1 NUMBA_SYMM_TEST_RANKS=2,4 $(PYTEST) tests/test_mpirun.py
 

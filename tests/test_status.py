@@ -190,7 +190,7 @@ def test_failures_and_differences_are_shown(two):
     assert after[-1]["failure"] == "Aborted: rank 0 aborted the communicator"
     assert lines[0] == live[0] == 0
     assert "failure: Aborted: rank 0 aborted" in live[1]
-    assert "its calls are not recorded (NUMBA_SYMM_RECORD=0)" in first[1]
+    assert "no record of calls: NUMBA_SYMM_RECORD=0, or not made yet" in first[1]
     assert "calls differ from number: 1" in first[1]
     assert "step 3" in first[1]
     assert "failure" not in first[1]

@@ -456,8 +456,9 @@ FASTER = {
 """By operation, up to and from how many bytes the engine's collective is faster.
 
 The bytes are those of a shard, if a rank has several. They were measured on two H200,
-where NCCL used sockets of the loopback interface: see bench/results/README.md,
-"islands of one by NCCL". Over NVLink, the engine's is faster at almost every size.
+where NCCL used sockets of the loopback interface: see
+bench/results/2026-11-23-h200-2-islands-own.txt. Over NVLink, the engine's is faster at
+almost every size.
 """
 
 INTEGERS = {"int8", "uint8", "int32", "uint32", "int64", "uint64"}

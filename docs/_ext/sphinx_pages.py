@@ -1,4 +1,4 @@
-"""What the site has beyond the pages: whole docstrings, and contents at the side."""
+"""What the site has beyond the pages: docstrings, contents, and what a search finds."""
 
 import re
 
@@ -11,7 +11,18 @@ CONTENTS = "<!-- contents -->"
 def read(app, docname, source):
     """Put whole docstrings in the place of lists of names, and add the contents."""
     text = pages.BLOCK.sub(_documented, source[0])
+    text = _VARIABLES.sub(_indexed, text)
     source[0] = text + "".join(_toctrees(text.partition(CONTENTS)[2]))
+
+
+_VARIABLES = re.compile(r"^\| variable \|.*\n(?:\|.*\n)+", re.M)
+
+
+def _indexed(table):
+    """Name each variable in the index, of which a search shows the entries first."""
+    names = re.findall(r"^\| `(?:NUMBA_SYMM_)?(\w+)`", table[0], re.M)
+    words = ", ".join(f"! {name.replace('_', ' ').lower()}" for name in names)
+    return f"```{{index}} {words}\n```\n\n{table[0]}"
 
 
 def _documented(block):
@@ -22,22 +33,37 @@ def _documented(block):
     home = "numba_symm"
     lines = [f".. currentmodule:: {home}"]
     if kind == "methods":
-        listed = {"Communicator": []}
+        parts = [_block([*lines, *_shown("Communicator")])]
         for group, names in pages.grouped().items():
-            lines += ["", f".. rubric:: {group}", *_summary(names)]
-            listed["Communicator"] += [name.rpartition(".")[2] for name in names]
-    else:
-        listed = pages.members_of(arguments)
-        if len(listed) > 1:
-            lines += _summary(listed)
+            whole = [line for name in names for line in _shown(name)]
+            parts += [f"## {group}", _block([*lines, *_summary(names), *whole])]
+        return "\n\n".join(parts)
+    listed = pages.members_of(arguments)
+    if len(listed) > 1:
+        lines += _summary(listed)
     for name, members in listed.items():
-        found = pages.found(name)
-        kind = "exception" if pages.is_error(found) else "function"
-        kind = "class" if isinstance(found, type) and kind == "function" else kind
-        lines += ["", f".. auto{kind}:: {home}.{name}"]
+        lines += _shown(name)
         if members:
             lines += [f"   :members: {', '.join(members)}", "   :inherited-members:"]
+    return _block(lines)
+
+
+def _block(lines):
     return "\n".join(["```{eval-rst}", *lines, "```"])
+
+
+def _shown(name):
+    """Return the directive that shows a name's whole docstring."""
+    found = pages.found(name)
+    if pages.is_error(found):
+        kind = "exception"
+    elif isinstance(found, type):
+        kind = "class"
+    elif isinstance(found, property):
+        kind = "property"
+    else:
+        kind = "method" if name.startswith("Communicator.") else "function"
+    return ["", f".. auto{kind}:: numba_symm.{name}"]
 
 
 def _summary(names):

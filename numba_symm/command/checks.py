@@ -219,7 +219,7 @@ def gpus(facts: Mapping[str, Any]) -> Iterator[Finding]:
             WRONG,
             f"the toolkit is of CUDA {wanted[0]}, and the driver ({facts['driver']}) "
             "supports an older one",
-            "install the extra of the driver's CUDA: pip install 'numba-symm[cu12]'; "
+            "install the extra of the driver's CUDA: pip install 'numba-cuda[cu12]'; "
             "or update the driver",
         )
     shared = [gpu for gpu in whole if gpu.mps]

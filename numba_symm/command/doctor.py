@@ -372,7 +372,7 @@ def check_drawable(file: str) -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise SymmError(
-            'doctor: --plot needs matplotlib; pip install "numba-symm[bench]"'
+            "doctor: --plot needs matplotlib; pip install matplotlib"
         ) from error
     if not os.access(Path(file).resolve().parent, os.W_OK):
         raise SymmError(f"doctor: --plot={file}: its folder cannot be written")
@@ -648,12 +648,12 @@ def shown(boards: Sequence[dict[str, Any]]) -> Iterator[Any]:
     """Yield what to print: for each communicator a table, and lines below it."""
     for number, board in enumerate(boards):
         title = f"communicator {number}: {board['size']} ranks of this node"
-        job = "; job {pid}: {program}, since {began}".format(**board["job"])
+        job = "; job {pid}: {program:.72}, since {began}".format(**board["job"])
         if board["others"]:
             title += f"; others: {board['others']}"
         yield Text(title + job, style="bold")
         if not board["ranks"]:
-            yield Text("its calls are not recorded (NUMBA_SYMM_RECORD=0)")
+            yield Text("no record of calls: NUMBA_SYMM_RECORD=0, or not made yet")
         else:
             yield _table(board["ranks"])
         for name in ("failure", "differs", "loading", "waits"):

@@ -40,7 +40,7 @@ their marks. So no later call posts or stores anything, in this kernel or in the
 one.
 
 Later kernels continue with the epochs and the mailboxes. For that, a kernel's stores
-must be visible to the stream's later kernels: ``starts_see`` in docs/architecture.md.
+must be visible to the stream's later kernels: ``starts_see`` in docs/protocols.md.
 
 The memory of collectives within kernels, and the context that kernels take.
 

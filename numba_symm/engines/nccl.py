@@ -25,8 +25,8 @@ from numba_symm.launch.waiting import Wait
 from numba_symm.launch.watchdog import Questions
 
 CURE = (
-    'pip install "numba-symm[nccl]" nvidia-nccl-cu13 (or nvidia-nccl-cu12 with a '
-    "driver for CUDA 12)"
+    "pip install nccl4py nvidia-nccl-cu13 (or nvidia-nccl-cu12 with a driver for "
+    "CUDA 12)"
 )
 
 _SUCCESS, _REMOTE_ERROR, _IN_PROGRESS = 0, 6, 7  # ncclResult_t

@@ -33,7 +33,6 @@ def __getattr__(name: str) -> Any:
         if error.name != "greenlet":
             raise
         raise SymmError(
-            "explore: expected the package greenlet, got none; install "
-            "numba-symm[explore]"
+            "explore: expected the package greenlet, got none; pip install greenlet"
         ) from None
     return getattr(exploration, name)

@@ -24,7 +24,7 @@ NONE = Installation("", f"nccl4py cannot be imported: {CURE}")
         (None, [NEW, NONE, NEW], False, "ranks 0, 2 have NCCL 2.28.9, rank 1 has no"),
         (None, [NEW, OLD], False, "has NCCL 2.21.5; install the same version every"),
         ("nccl", [OLD, NEW], False, "of one version, because of NUMBA_SYMM_ENGINE=n"),
-        ("nccl", [NONE, NONE], False, 'pip install "numba-symm[nccl]" nvidia-nccl'),
+        ("nccl", [NONE, NONE], False, "pip install nccl4py nvidia-nccl"),
     ],
 )
 def test_the_engine_is_what_all_ranks_have(asked, founds, shared, wanted):

@@ -261,7 +261,7 @@ def test_arguments_reach_the_program(tmp_path):
     assert cli.main(["explore", str(path), "--", "-v", "--"]) == 0
 
 
-def test_without_greenlet_the_error_names_the_extra():
+def test_without_greenlet_the_error_has_the_command():
     code = (
         "import sys; sys.modules['greenlet'] = None\n"
         "from numba_symm.command import cli\n"
@@ -269,4 +269,4 @@ def test_without_greenlet_the_error_names_the_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "expected the package greenlet, got none" in done.stderr
+    assert "got none; pip install greenlet" in done.stderr

@@ -33,13 +33,18 @@ def test_workflows_make_what_ci_makes():
 
 
 def test_workflows_test_each_python_that_the_project_names():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = settings["project"]
     words = "Programming Language :: Python :: "
     named = [c.removeprefix(words) for c in project["classifiers"] if words in c]
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     tested = re.search(r"python: \[(.+)\]", workflow)[1]
     assert [each.strip('" ') for each in tested.split(",")] == named[1:]
     assert project["requires-python"] == f">={named[1]}"
+    environments = settings["tool"]["tox"]["env_list"]
+    assert environments == ["oldest", *named[1:]]
+    nightly = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert set(re.findall(r"^ +(3\.\d+)$", nightly, re.M)) == set(named[1:])
 
 
 def test_a_report_of_a_bug_has_the_nodes_facts():

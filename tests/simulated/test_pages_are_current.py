@@ -3,6 +3,7 @@
 import ast
 import re
 import runpy
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,23 @@ def test_every_page_is_in_the_contents():
         links = re.findall(r"\]\(([\w-]+)\.md\)", PAGES[f"{folder}/index.md"])
         files = {page.stem for page in (ROOT / folder).glob("*.md")} - {"index"}
         assert files - set(links) == set(), f"{folder}/index.md lacks these"
+
+
+def test_the_site_has_whole_docstrings_by_group_and_each_variable_in_its_index(
+    monkeypatch,
+):
+    monkeypatch.setitem(sys.modules, "pages", SimpleNamespace(**MAKER))
+    site = runpy.run_path(str(ROOT / "docs/_ext/sphinx_pages.py"))
+    read = {}
+    for name in "commands", "communicator":
+        read[name] = source = [PAGES[f"docs/api/{name}.md"]]
+        site["read"](None, f"docs/api/{name}", source)
+    assert "```{index} ! timeout, ! setup timeout, " in read["commands"][0]
+    for group, names in MAKER["grouped"]().items():
+        shown = read["communicator"][0].partition(f"\n## {group}\n")[2]
+        shown = shown.partition("\n## ")[0]
+        found = re.findall(r"^\.\. auto\w+:: numba_symm\.(\S+)", shown, re.M)
+        assert found == names
 
 
 def test_a_page_has_one_name():
