@@ -115,8 +115,8 @@ _MUTANTS = [
     Mutant(
         "enqueueing.step_left_out",
         "collectives/enqueueing.py",
-        "status = call.enqueue(stream, entry.FIRST + step + 1)",
-        "status = call.enqueue(stream, entry.FIRST + step + 2)",
+        "status = self.enqueue(stream, entry.FIRST + step + 1)",
+        "status = self.enqueue(stream, entry.FIRST + step + 2)",
     ),
     Mutant(
         "record.chain_of_one_call",
