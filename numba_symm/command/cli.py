@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         "[mpirun's flags --] [-m] program ...",
         description="Start a Python program on several ranks of this node. Without "
         "GPUs, or with --simulate, kernels run in Numba's CUDA simulator. An error "
-        "that several ranks raise is printed once.",
+        "that several ranks raise at the same line is printed once.",
         epilog="Pass flags for mpirun before `--`: "
         "numba-symm run -n 4 --bind-to core -- program.py",
         allow_abbrev=False,
