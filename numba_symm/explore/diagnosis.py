@@ -315,9 +315,9 @@ def _call(op: Strong) -> str:
 
 
 def waiting(fault: Fault, machine: Machine) -> list[tuple[str, CodePlace]]:
-    """Return who waits for what, each text once; hosts only if no kernel waits."""
+    """Return who waits for what, each text once; hosts only if nothing else waits."""
     given = fault.details.get("waiting", ())
-    kernels = [each for each in given if each[0].block is not None]
+    kernels = [each for each in given if each[0].block is not None or each[0].thread]
     found: dict[tuple[str, str, CodePlace], list[str]] = {}
     for name, what, site, op, polling in kernels or given:
         ops = [each for each, _, _ in polling] or ([op] if op is not None else [])

@@ -31,9 +31,12 @@ import numpy as np
 
 import numba_symm
 from numba_symm import environment, errors
+from numba_symm.collectives.plans import Plan
+from numba_symm.collectives.requests import Request
 from numba_symm.errors import ArgumentError
 from numba_symm.explore import diagnosis, standins
-from numba_symm.explore.host import AllRanks, ExploredCommunicator, Host, make_mpi
+from numba_symm.explore.calls import ExploredCommunicator
+from numba_symm.explore.host import AllRanks, Host, make_mpi
 from numba_symm.explore.machine import (
     Chooser,
     Fiber,
@@ -60,7 +63,10 @@ from numba_symm.explore.report import Coverage, ExploreReport, FaultPlace, Found
 from numba_symm.explore.standins import Modules, Source, StandIn, make_cuda, make_numba
 from numba_symm.explore.threads import unsupported
 
-_REFUSED = ("torch", "cupy", "jax", "multiprocessing", "threading", "concurrent")
+_REFUSED = (
+    *("torch", "cupy", "jax", "multiprocessing", "threading", "concurrent"),
+    *("numba", "numba_symm", "mpi4py"),  # what of them has no stand-in
+)
 
 
 class Program:
@@ -102,9 +108,10 @@ class Program:
         return self._codes[name]
 
     def _find(self, name: str) -> Source | None:
-        if name.partition(".")[0] in _REFUSED:
+        source = self._source(name)
+        if source is None and name.partition(".")[0] in _REFUSED:
             raise unsupported(f"the module {name}")
-        return self._source(name)
+        return source
 
     def _modules(self, machine: Machine) -> Modules:
         device = standins.device().known
@@ -117,7 +124,7 @@ class Program:
         simulated = StandIn("numba_symm.environment", SIMULATED=True)
         package = StandIn(
             "numba_symm", Communicator=ExploredCommunicator, device=symm, errors=errors,
-            Context=symm.Context, environment=simulated,
+            Context=symm.Context, Plan=Plan, Request=Request, environment=simulated,
             allow_overlapping_devices=environment.allow_overlapping_devices, **names,
         )  # fmt: skip
         known: dict[str, Any] = {
@@ -154,6 +161,7 @@ class Program:
 
     def _run(self, machine: Machine) -> None:
         self._modules(machine).execute("__main__", (self._main, False))
+        machine.me().local.drain()
 
     def run(self, machine: Machine) -> None:
         """Run an execution to its end.

@@ -17,7 +17,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -101,7 +101,6 @@ class Observer:
         self.number = machine.numbers.number(name)
         self.clock = clock
         self.known, self.past = clock
-        machine.observers[self.number] = self
         self.fenced: Any = None
         self.fenced_local: Any = None
         self.unfenced: list[Any] = []
@@ -140,7 +139,7 @@ class Fiber(Observer):
         super().__init__(machine, name, clock)
         self._body = body
         self._greenlet = greenlet(self._run, machine.main)
-        self.started = self.done = False
+        self.done = False
         self.op: Strong | None = None
         self.state: tuple[str, CodePlace] = ("has not started", NOWHERE)
         self.seen: dict[Any, int] = {}
@@ -154,7 +153,7 @@ class Fiber(Observer):
         self.result: Any = None
         self.local: Any = None
 
-    def _run(self) -> None:
+    def _run(self, _: Any) -> None:
         machine = self.machine
         try:
             with np.errstate(all="ignore"):  # integers overflow as on a GPU
@@ -170,15 +169,11 @@ class Fiber(Observer):
 
     def switch(self, value: Any = None) -> None:
         """Run the thread until it stops for something."""
-        self._greenlet.switch(value) if self.started else self._start()
-
-    def _start(self) -> None:
-        self.started = True
-        self._greenlet.switch()
+        self._greenlet.switch(value)
 
     def stop(self) -> None:
         """End the thread."""
-        if self.started and not self._greenlet.dead:
+        if self._greenlet:  # it has started and not ended
             with contextlib.suppress(Exception):
                 self._greenlet.throw(Ended)
         self._body = None
@@ -236,7 +231,6 @@ class Machine:
         current: the thread that runs.
         steps: the strong accesses so far.
         deadline: when the exploration's time is over, of ``time.monotonic``.
-        observers: all threads that there were, by number, the last of each.
         futile: by a thread's state at a load, values with which it comes back to this
             state without a change, as earlier executions have shown.
         learned: more of these.
@@ -254,14 +248,13 @@ class Machine:
         self.memory = MemoryModel()
         self.main = getcurrent()
         self.threads: dict[int, Fiber] = {}
-        self.observers: dict[int, Observer] = {}
         self.current: Fiber | None = None
         self.error: BaseException | None = None
         self.steps = 0
         self.deadline = math.inf
         self.closed = False
         self.traced: Callable[[Fiber, Strong, int, Any], None] | None = None
-        self.met: Callable[[Sequence[Fiber], Any], None] | None = None
+        self.unmet: Callable[[], list[tuple[Name, str, CodePlace]]] = list
         self.ready: dict[int, Fiber] = {}
         self.last: Fiber | None = None
         self._runnable: deque[tuple[Fiber, Any]] = deque()
@@ -560,8 +553,6 @@ class Machine:
             return self.main.switch()  # type: ignore[no-any-return]
         del self._groups[key]
         group.sort(key=lambda each: each[0].number)
-        if self.met is not None:
-            self.met([each for each, _ in group], key)
         parts = slice(None) if orders else slice(1, None)
         clock = np.maximum.reduce([each.clock[parts] for each, _ in group])
         found = [value for _, value in group]
@@ -589,6 +580,7 @@ class Machine:
             (thread.name, *thread.state, thread.op, list(thread.polling))
             for thread in self.threads.values()
         ]
+        waiting += [(*each, None, []) for each in self.unmet()]
         at_barriers = [group for group in self._groups.values() if group]
         kernels = [
             each for each in self.threads.values() if each.name.block is not None

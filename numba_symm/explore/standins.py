@@ -16,6 +16,7 @@ import builtins
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
@@ -32,7 +33,9 @@ from numba_symm.explore.memory import (
     LOAD,
     RELAXED,
     STORE,
+    SYSTEM,
     UPDATE,
+    Area,
     CodePlace,
     Fault,
     Strong,
@@ -40,10 +43,8 @@ from numba_symm.explore.memory import (
 from numba_symm.explore.threads import (
     Array,
     Grid,
-    changed,
     me,
     unsupported,
-    update_element,
 )
 from numba_symm.launch.failures import TABLE
 
@@ -133,31 +134,22 @@ class _Index:
     z = property(lambda self: self._read()[2])
 
 
-def _of_dimensions(found: tuple[int, ...], ndim: int) -> Any:
-    return found[0] if ndim == 1 else found[:ndim]
+def _per_axis(value: Callable[..., int]) -> Callable[[int], Any]:
+    """Return ``cuda.grid`` or the like: a number, or one for each axis."""
 
+    def found(ndim: int) -> Any:
+        mine = me()
+        parts = zip(mine.at, mine.grid.dim, mine.grid.block, mine.thread, strict=True)
+        each = tuple(value(*part) for part in parts)[:ndim]
+        return each if ndim > 1 else each[0]
 
-def grid(ndim: int) -> Any:
-    """Stand in for ``cuda.grid``."""
-    mine = me()
-    parts = zip(mine.at, mine.grid.block, mine.thread, strict=True)
-    return _of_dimensions(tuple(b * size + t for b, size, t in parts), ndim)
-
-
-def gridsize(ndim: int) -> Any:
-    """Stand in for ``cuda.gridsize``."""
-    launch = me().grid
-    parts = zip(launch.dim, launch.block, strict=True)
-    return _of_dimensions(tuple(b * size for b, size in parts), ndim)
+    return found
 
 
 def _atomic(verb: str) -> Any:
-    def atomic(array: Any, index: Any, *values: Any) -> Any:
-        if not isinstance(array, Array):
-            raise unsupported(f"cuda.atomic.{verb} of {type(array).__name__}")
-        return update_element(array, index, verb, RELAXED, values, GPU)
-
-    return atomic
+    return lambda array, index, *values: _of_element(
+        verb, array, index, values, RELAXED, GPU
+    )
 
 
 def _warp(mask: int, value: Any) -> list[Any]:
@@ -214,14 +206,6 @@ def _device_array_like(array: Any, stream: Any = 0) -> Any:
     return _host().new(array.shape, array.dtype, unset=True)
 
 
-class _NoContext:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-
 def make_cuda() -> StandIn:
     """Return the stand-in for ``numba.cuda``."""
     sync = threads.sync
@@ -255,8 +239,8 @@ def make_cuda() -> StandIn:
         blockIdx=_Index(lambda: me().at),
         blockDim=_Index(lambda: me().grid.block),
         gridDim=_Index(lambda: me().grid.dim),
-        grid=grid,
-        gridsize=gridsize,
+        grid=_per_axis(lambda at, dim, block, thread: at * block + thread),
+        gridsize=_per_axis(lambda at, dim, block, thread: dim * block),
         warpsize=threads.WARP,
         syncthreads=threads.syncthreads,
         syncthreads_or=lambda value: int(any(sync(bool(value)))),
@@ -280,7 +264,7 @@ def make_cuda() -> StandIn:
         device_array_like=_device_array_like,
         synchronize=lambda: _host().drain(),
         default_stream=lambda: 0,
-        defer_cleanup=_NoContext,
+        defer_cleanup=nullcontext,
         is_available=lambda: True,
         popc=lambda value: int(value).bit_count(),
         fma=lambda a, b, c: a * b + c,
@@ -397,110 +381,101 @@ def word_of(bits: int) -> int:
     return ((int(bits) & 0xFFFFFFFFFFFFFFFF) ^ 1 << 63) - (1 << 63)
 
 
-def op_at(kind: str, address: int, nbytes: int, order: str) -> Strong:
-    """Return a strong access to the word at an address."""
-    execution = running()
-    region, offset = execution.memory.at(int(address), nbytes)
-    _check_aligned(address, nbytes)
-    return Strong(kind, region, offset, nbytes, order, execution.site())
-
-
-def _check_aligned(address: int, nbytes: int) -> None:
+def located(address: int, nbytes: int) -> tuple[Area, int]:
+    """Return the region of a word, and its offset there."""
     if address % nbytes:
         raise Fault(
             "access",
             f"an access of {nbytes} bytes, {address % nbytes} bytes after a multiple "
             f"of {nbytes}",
         )
+    return running().memory.at(int(address), nbytes)
 
 
-def _weak_load(nbytes: int) -> Callable[[int], int]:
-    def load(address: int) -> int:
-        execution = running()
-        region, offset = execution.memory.at(int(address), nbytes)
-        _check_aligned(address, nbytes)
-        execution.weak(region, offset, nbytes, None)
-        return region.bits(offset, nbytes)
-
-    return load
+def op_at(kind: str, address: int, nbytes: int, order: str) -> Strong:
+    """Return a strong access to the word at an address."""
+    place = located(address, nbytes)
+    return Strong(kind, *place, nbytes, order, running().site())
 
 
-def _weak_store(nbytes: int) -> Callable[[int, int], None]:
-    def store(address: int, value: int) -> None:
-        execution = running()
-        region, offset = execution.memory.at(int(address), nbytes)
-        _check_aligned(address, nbytes)
-        bits = int(value) & (1 << 8 * nbytes) - 1
-        stored = bits.to_bytes(nbytes, "little")
-        execution.weak(region, offset, nbytes, lambda: stored)
-        region.put_bits(offset, nbytes, bits)
-
-    return store
+def _shown(bits: int, nbytes: int) -> int:
+    """Return what device functions get of bits."""
+    return word_of(bits) if nbytes == 8 else int(bits)
 
 
-def _strong_load(nbytes: int, order: str) -> Callable[[int], int]:
-    def load(address: int) -> int:
-        thread = running().me()
-        if thread.peek is not None:  # of a wait's predicate
-            _check_aligned(address, nbytes)
-            place = running().memory.at(int(address), nbytes)
-            thread.probed = *place, nbytes, order
-            return thread.peek
-        state = threads.state(running().files)
-        return int(running().access(op_at(LOAD, address, nbytes, order), state))
-
-    return load
+def _weak(nbytes: int, address: int, value: int | None = None) -> int:
+    """Load, or store, the word at an address."""
+    region, offset = located(address, nbytes)
+    if value is None:
+        running().weak(region, offset, nbytes, None)
+    else:
+        stored = (int(value) & (1 << 8 * nbytes) - 1).to_bytes(nbytes, "little")
+        running().weak(region, offset, nbytes, lambda: stored)
+        region.put_bits(offset, nbytes, value)
+    return _shown(region.bits(offset, nbytes), nbytes)
 
 
-def _strong_store(nbytes: int, order: str) -> Callable[[int, int], None]:
-    def store(address: int, value: int) -> None:
-        op = op_at(STORE, address, nbytes, order)
-        op.bits = int(value)
-        running().access(op, None)
+def _load(nbytes: int, order: str, address: int) -> int:
+    """Make a strong load."""
+    thread = running().me()
+    if thread.peek is not None:  # of a wait's predicate
+        thread.probed = *located(address, nbytes), nbytes, order
+        return _shown(thread.peek, nbytes)
+    op, state = op_at(LOAD, address, nbytes, order), threads.state(running().files)
+    return _shown(running().access(op, state), nbytes)
 
-    return store
+
+def _store(nbytes: int, order: str, address: int, value: int) -> None:
+    """Make a strong store."""
+    op = op_at(STORE, address, nbytes, order)
+    op.bits = int(value)
+    running().access(op, None)
 
 
-def _signed(load: Callable[[int], int]) -> Callable[[int], int]:
-    return lambda address: word_of(load(address))
+def _updated(
+    verb: str, dtype: np.dtype[Any], order: str, scope: str, address: int, *values: Any
+) -> Any:
+    """Make an atomic operation on the element at an address; return the old one."""
+    op = op_at(UPDATE, address, dtype.itemsize, order)
+    op.scope, op.change = scope, threads.changed(verb, dtype, values)
+    old = running().access(op, threads.state(running().files))
+    return threads.of_bits(dtype, old)
 
 
 def _update(verb: str, kind: str, order: str) -> Callable[..., Any]:
     """Return an atomic operation on the word at an address."""
-    dtype = np.dtype(kind.replace("s", "i").replace("32", "4").replace("64", "8"))
 
     def update(address: int, *values: Any) -> Any:
-        op = op_at(UPDATE, address, dtype.itemsize, order)
-        op.change = changed(verb, dtype, values)
-        old = running().access(op, threads.state(running().files))
-        if dtype.kind == "f":
-            return np.frombuffer(int(old).to_bytes(dtype.itemsize, "little"), dtype)[0]
-        return word_of(old) if dtype.itemsize == 8 else int(old)
+        old = _updated(verb, _dtype(kind), order, SYSTEM, address, *values).item()
+        return word_of(old) if kind == "u64" else old
 
     return update
 
 
+def _of_element(
+    verb: str, array: Any, index: Any, values: Any, order: str, scope: str
+) -> Any:
+    """Make an atomic operation on an array's element."""
+    known = {_dtype(kind) for kind in ATOMICS.get(verb, ())}
+    if not isinstance(array, Array) or (scope == SYSTEM and array.dtype not in known):
+        what = getattr(array, "dtype", type(array).__name__)
+        raise unsupported(
+            f"an atomic {verb} of {what}", "pass a device array of such a dtype"
+        )
+    if order not in ATOMIC_ORDERS:
+        raise unsupported(f"an atomic {verb} with order={order!r}")
+    address = array.address_of(index)
+    return _updated(verb, array.dtype, order, scope, address, *values)
+
+
 def _device_atomic(verb: str) -> Callable[..., Any]:
     """Return an atomic operation on an array's element."""
-    name = f"atomic_{verb}"
-
-    def atomic(array: Any, index: Any, values: Any, order: str) -> Any:
-        known = {_dtype(kind) for kind in ATOMICS[verb]}
-        if not isinstance(array, Array) or array.dtype not in known:
-            what = getattr(array, "dtype", type(array).__name__)
-            raise unsupported(
-                f"{name} of {what}", "pass a device array of such a dtype"
-            )
-        if order not in ATOMIC_ORDERS:
-            raise unsupported(f"{name} with order={order!r}")
-        return update_element(array, index, verb, order, values)
-
     if verb == "cas":
-        return lambda array, index, old, value, order=RELAXED: atomic(
-            array, index, (old, value), order
+        return lambda array, index, old, value, order=RELAXED: _of_element(
+            verb, array, index, (old, value), order, SYSTEM
         )
-    return lambda array, index, value, order=RELAXED: atomic(
-        array, index, (value,), order
+    return lambda array, index, value, order=RELAXED: _of_element(
+        verb, array, index, (value,), order, SYSTEM
     )
 
 
@@ -584,7 +559,7 @@ def fail(guard: Any, record: int) -> None:
 
 
 def _array_at(address: int, shape: Any, dtype: Any) -> Array:
-    region, offset = running().memory.at(int(address), 1)
+    region, offset = located(int(address), 1)
     return Array.of(region, shape, dtype, offset)
 
 
@@ -597,27 +572,25 @@ def _instructions() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, nbytes in (("u8", 1), ("u16", 2), ("u32", 4), ("u64", 8)):
         for infix in ("", "any_"):
-            load = _weak_load(nbytes)
-            found[f"ld_{infix}{name}"] = _signed(load) if nbytes == 8 else load
-            found[f"st_{infix}{name}"] = _weak_store(nbytes)
+            found[f"ld_{infix}{name}"] = functools.partial(_weak, nbytes)
+            found[f"st_{infix}{name}"] = functools.partial(_weak, nbytes)
     for name, nbytes in (("u32", 4), ("u64", 8)):
         for order in ATOMIC_ORDERS:
-            load, store = _strong_load(nbytes, order), _strong_store(nbytes, order)
-            load = _signed(load) if nbytes == 8 else load
+            load = functools.partial(_load, nbytes, order)
+            store = functools.partial(_store, nbytes, order)
             found[f"ld_{order}_sys_{name}"] = load
             found[f"st_{order}_sys_{name}"] = store
-    whole, put_whole = _weak_load(16), _weak_store(16)
 
     def ld_v2(address: int) -> tuple[int, int]:
-        bits = whole(address)
+        bits = _weak(16, address)
         return word_of(bits), word_of(bits >> 64)
 
     def st_v2(address: int, words: tuple[int, int]) -> None:
         low, high = (int(word) & 0xFFFFFFFFFFFFFFFF for word in words)
-        put_whole(address, high << 64 | low)
+        _weak(16, address, high << 64 | low)
 
     def ld_v4(address: int) -> tuple[int, ...]:
-        bits = whole(address)
+        bits = _weak(16, address)
         return tuple(bits >> at & 0xFFFFFFFF for at in (0, 32, 64, 96))
 
     load, store = found["ld_relaxed_sys_u64"], found["st_relaxed_sys_u64"]

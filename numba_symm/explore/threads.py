@@ -13,13 +13,11 @@ import numpy as np
 from numba_symm.explore import machine
 from numba_symm.explore.machine import Fiber, Name, running
 from numba_symm.explore.memory import (
-    SYSTEM,
-    UPDATE,
     Area,
     Fault,
     Files,
-    Strong,
     Unsupported,
+    frame_of,
 )
 
 Index = Any
@@ -82,6 +80,12 @@ class Array(np.ndarray[Any, Any]):
         for place, length, stride in zip(places, self.shape, self.strides, strict=True):
             offset += (int(place) + length * (place < 0)) * stride
         return offset
+
+    def address_of(self, index: Index) -> int:
+        """Return the address of an element."""
+        self._part(index)  # checks it
+        assert self.region is not None
+        return self.region.base + self.offset_of(index)
 
     def _part(self, index: Index) -> Any:
         for place in index if isinstance(index, tuple) else (index,):
@@ -348,9 +352,7 @@ def lane() -> int:
 
 def caller(files: Files) -> tuple[CodeType, int]:
     """Return the place in the program that calls a stand-in."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename not in files:
-        frame = frame.f_back
+    frame = frame_of(files)
     assert frame is not None
     return frame.f_code, frame.f_lasti
 
@@ -467,19 +469,3 @@ def changed(verb: str, dtype: np.dtype[Any], values: Any) -> Callable[[int], int
         return int.from_bytes(new.tobytes(), "little")
 
     return change
-
-
-def update_element(
-    array: Array, index: Any, verb: str, order: str, values: Any, scope: str = SYSTEM
-) -> Any:
-    """Update an element of an array; return the old one."""
-    execution = running()
-    array._part(index)  # checks it
-    dtype = array.dtype
-    assert array.region is not None
-    offset = array.offset_of(index)
-    op = Strong(UPDATE, array.region, offset, dtype.itemsize, order, execution.site())
-    op.scope = scope
-    op.change = changed(verb, dtype, values)
-    old = execution.access(op, state(execution.files))
-    return of_bits(dtype, old)

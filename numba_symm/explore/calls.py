@@ -1,0 +1,580 @@
+"""The communicator of explored programs: the library's own, until a call is enqueued.
+
+The methods, with the checks of their arguments, groups, plans and requests, are the
+library's. Only what they would launch is replaced: a call is a *work* of the rank's
+stream here, which copies and reduces by NumPy.
+"""
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from numba_symm import dtypes
+from numba_symm.collectives.calls import BARRIER, Calls
+from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.composed import ExactSum, leaves_of
+from numba_symm.collectives.enqueueing import Enqueuer
+from numba_symm.collectives.invocation import (
+    UNKNOWN,
+    Invocation,
+    check_length,
+    check_type,
+)
+from numba_symm.collectives.messages import IRECV, ISEND, requests_of
+from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.collectives.protocols.exchanges import Output
+from numba_symm.collectives.requests import Request
+from numba_symm.collectives.staging import BoundCall, matched
+from numba_symm.device.arithmetic import NORM, SUM
+from numba_symm.device.signals import CHANNELS
+from numba_symm.dtypes import UserOperator
+from numba_symm.explore.host import (
+    HOSTS,
+    REQUESTS,
+    AllRanks,
+    Host,
+    RankStream,
+    Share,
+    Work,
+    host,
+)
+from numba_symm.explore.machine import running
+from numba_symm.explore.memory import Area, Fault
+from numba_symm.explore.standins import DEVICE, ExploredKernel, StandIn, device
+from numba_symm.explore.threads import Array, unsupported
+from numba_symm.gpu import arrays, entry
+from numba_symm.gpu.arrays import ArrayView
+from numba_symm.memory import allocator, pads
+from numba_symm.memory.symmetric import SymmetricMemory
+
+
+def _fields(array: Any, what: str) -> arrays.Fields:
+    if not array.flags.c_contiguous:
+        raise unsupported(f"{what} of an array that is not in C order")
+    return array.address, array.shape, array.dtype, "C", False
+
+
+arrays.KINDS[Array] = arrays._ArrayClass(_fields, None, lambda array: array.strides)
+
+
+def _at(address: int, count: int, dtype: Any = np.uint8) -> Array:
+    """Return the elements at an address."""
+    region, offset = running().memory.at(address, count * np.dtype(dtype).itemsize)
+    return Array.of(region, count, dtype, offset)
+
+
+class Packed:
+    """A call that was checked.
+
+    Attributes:
+        parts: one after another on the stream, what returns a rank's shares in it.
+    """
+
+    about = SimpleNamespace(words="")
+
+    def __init__(self, calls: "ExploredCalls", *parts: Callable[[], list[Share]]):
+        self._calls, self.parts = calls, parts
+
+    def enqueue(self, stream: int) -> int:
+        """Enqueue the call; return what the compiled function of the library does."""
+        if self._calls.enqueuer.group is not None:
+            return entry.SLOW
+        mine = host()
+        for part in self.parts:
+            mine.stream.enqueue(Work(mine.world, part()))
+        return entry.DONE
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+class _Enqueuer(Enqueuer):
+    """Enqueues works, and has the calls of an open group."""
+
+    give_up = _nothing
+
+    def __init__(self, calls: "ExploredCalls"):
+        self._calls, self.group = calls, None
+        self.gate: Any = SimpleNamespace(slow=0, thread=0)
+        self.record = self.marks = None
+
+    def pack(self, about: Any, launch: Any) -> Any:
+        return Packed(self._calls, *launch.calls)
+
+    def go_on(self, status: int, call: Any, stream: int, *keep: Any) -> None:
+        call.enqueue(stream)
+
+
+class ExploredCalls(Calls):
+    """A rank's calls of a communicator: the library's, but for what they launch.
+
+    Args:
+        mine: the rank's host.
+        number: which communicator of the program it is.
+    """
+
+    def __init__(self, mine: Host, number: int):
+        self.rank, self.size = mine.rank, mine.world.size
+        self._host, self._number = mine, number
+        make: Any = functools.partial(StandIn, "numba_symm.Communicator")
+        self.enqueuer = _Enqueuer(self)
+        # One thread makes all calls. None is remembered, staged, or compared.
+        claim = functools.partial(int, entry.SLOW)
+        self.thread = make(
+            alone=nullcontext, claim=claim, begin=_nothing, finish=_nothing
+        )
+        self.staging = make(apart=nullcontext)
+        self.memory = make(get=lambda _: UNKNOWN, put=_nothing, young={})
+        self.agreement = make(
+            debug=False,
+            made=lambda what, function, *args: function(*args),
+            checked=lambda what, words, prepare, given, compare: prepare(given),
+        )
+        self.members = make(
+            check=_nothing, check_open=_nothing, parts=[[]], closed=False
+        )
+        self.streams = make(of=self._stream, handle=self._stream, default=self._stream)
+        self.descriptions = make(of=_nothing)
+        self.heap = make(array=self._symmetric)
+
+    def _stream(self, stream: Any, *_: Any) -> int:
+        self._host.check_stream(stream)
+        return 0
+
+    def set_up(self, what: str, value: Any = None) -> list[Any]:
+        """Wait for all ranks; return what each of them has given."""
+        return self._host.meet(what, value, ("set-up", self._number))
+
+    def _symmetric(self, shape: Any, dtype: Any, what: str, like: Any) -> Array:
+        if like is not None:
+            raise unsupported(f"{what} with like")
+        unset = what == "empty"
+        found = self._host.new(shape, dtype, unset=unset, what="a symmetric array")
+        check_equal(what, self.set_up(what, found.nbytes))
+        return found
+
+    def new(
+        self, x: Any, like: ArrayView, shape: tuple[int, ...], handle: int, what: str
+    ) -> Any:
+        """Return a new array."""
+        return self._host.new(shape, like.dtype, unset=True)
+
+    def usable(self, view: ArrayView, what: str, written: bool = False) -> ArrayView:
+        """Return an array's view."""
+        return view
+
+    def remembered(self, work_out: Any, given: Any) -> Any:
+        """Work it out."""
+        return work_out(self, given)
+
+    def prepared(self, given: Invocation[Any]) -> Any:
+        """Check a call."""
+        kind = given.operation
+        if isinstance(kind, ExactSum):
+            return self._exact_sum(given)
+        if kind is BARRIER:
+            self._stream(given.stream)
+            return BoundCall(self._packed(BARRIER.name, [], range(self.size)), 0, (), 0)
+        if getattr(kind, "on_gpu", False):
+            raise unsupported(f"{kind.name} with counts on the GPU")
+        return super().prepared(given)
+
+    def _packed(
+        self, what: str, reads: list[Array], sources: Sequence[int], *stores: Any
+    ) -> Any:
+        """Return a collective."""
+
+        def share() -> list[Share]:
+            key = "calls", self._number, self._host.count(("calls", self._number))
+            return [Share(key, self.size, what, self.rank, reads, sources, *stores)]
+
+        return Packed(self, share)
+
+    def packed(self, given: Any, source: Any, target: Any) -> Any:
+        """Return a call of an operation."""
+        kind, root, view = given.operation, given.root or 0, ArrayView(*source)
+        for option in ("wire", "epilogue", "row_sum"):
+            if getattr(given, option) is not None:
+                raise unsupported(f"{kind.name} with {option}")
+        output, size, rank = kind.exchange.output, self.size, self.rank
+        op, element = dtypes.reduction(given.op, kind.name), None
+        if kind.reduces:
+            kind.check(op)
+            if op in dtypes.LOCATED:
+                raise unsupported(f"{kind.name} with op={op!r}")
+            element = dtypes.element(view.dtype, kind.name)
+            dtypes.check(op, element, kind.name)
+        leaves, first = leaves_of(given, source) if given.leaves else (1, source)
+        out: list[Array] = []
+        if target is not None:
+            kind.check_output(ArrayView(*first), ArrayView(*target), rank, size)
+            out.append(_at(target[0], ArrayView(*target).size, target[2]))
+        if (output is Output.OF_ROOT and rank == root) or not view.size:
+            out.clear()
+        used = output.used(rank, size, root)
+
+        def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
+            if not out or (not used and isinstance(op, UserOperator)):
+                return []
+            rows = [row for r in used for row in loaded[r][0].reshape(leaves, -1)]
+            if kind.exchange.sends_shards:
+                rows = [row.reshape(size, -1)[rank] for row in rows]
+            if not kind.reduces:
+                values = np.concatenate(rows)
+            elif rows:
+                values = _folded(element, op, rows, used.start)
+            else:  # the first rank of an exscan
+                values = np.full(out[0].shape, dtypes.identity(op, view.dtype))
+            return [(out[0], values)]
+
+        what = f"{kind.name} of {view.size} {view.dtype.name}"
+        what += f", op {op}" * kind.reduces + f", root {root}" * kind.rooted
+        x = _at(view.address, view.size, view.dtype)
+        return self._packed(what, [x], used if out else [], stores)
+
+    def _exact_sum(self, given: Invocation[ExactSum]) -> BoundCall:
+        """Return a call of ``sum``, ``dot`` or ``norm``."""
+        what, size = given.operation.name, self.size
+        views = [arrays.view(each, what) for each in (given.x, *given.args)]
+        given.operation._check(views)
+        dtype, handle = views[0].dtype, self._stream(given.stream)
+        like = ArrayView(0, (), np.promote_types(dtype, np.float32), "C", False)
+        out = self.new(0, like, (), 0, what) if given.out is None else given.out
+        written = arrays.view(out, f"{what}: out")
+        check_length(written, 1, f"{what}: out", "the sum")
+        check_type(written, like, what)
+
+        def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
+            x, y = (
+                np.concatenate([loaded[r][k] for r in range(size)]).astype(np.float64)
+                for k in (0, -1)
+            )
+            total = _exactly(what, x, np.ones_like(x) if what == SUM else y)
+            return [(_at(written.address, 1, written.dtype), [total])]
+
+        reads = [_at(view.address, view.size, view.dtype) for view in views]
+        call = self._packed(f"{what} of {dtype.name}", reads, range(size), stores)
+        return BoundCall(call, handle, (), out)
+
+    def packed_messages(self, what: str, call: Any) -> Any:
+        """Return messages, which are side by side."""
+        sent = call.transfers
+        copies, fills = matched(sent.own[0], sent.own[1], what)
+
+        def shares() -> list[Share]:
+            found = [self.message(each, False) for each in sent.sends]
+            found += [self.message(each, True) for each in sent.receives]
+            copy = self._host.copy
+            for target, source, nbytes in (*sent.copies, *copies):
+                found.append(copy(_at(target, nbytes), _at(source, nbytes)))
+            for address, number in (*sent.fills, *fills):
+                found.append(copy(_at(address, 1, np.int64), number))
+            return found
+
+        return Packed(self, shares)
+
+    def message(self, given: Any, receives: bool, kind: str = "message") -> Share:
+        """Return an end of a message."""
+        ends = (given.peer, self.rank) if receives else (self.rank, given.peer)
+        what = f"a {kind} from rank {ends[0]} to rank {ends[1]}"
+        key = what, self._number, self._host.count((what, self._number, receives))
+        data = _at(given.address, given.nbytes)
+        if not receives:
+            return Share(key, 2, what, self.rank, [data])
+
+        def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
+            found = loaded[given.peer][0]
+            number, rest = divmod(len(found), given.itemsize)
+            fits = len(found) <= given.nbytes and not rest
+            if not (fits if given.count_at else len(found) == given.nbytes):
+                raise Fault(
+                    "error",
+                    f"rank {given.peer} sends {len(found)} bytes, and rank {self.rank} "
+                    f"expects {given.nbytes}",
+                    sites=[(f"rank {self.rank}", share.site)],
+                )
+            stored = [(data[: len(found)], found)]
+            if given.count_at:
+                stored.append((_at(given.count_at, 1, np.int64), [number]))
+            return stored
+
+        share = Share(key, 2, what, self.rank, [], [given.peer], stores)
+        return share
+
+    def request(self, given: Invocation[Any]) -> Request:
+        """Start a message on a stream of its own."""
+        what, mine = given.operation.name, self._host
+        call = self.prepared(given)
+        requests_of(self, what)
+        self.enqueuer.refuse_in_group(what)
+        side = RankStream(running(), mine.rank, REQUESTS + mine.count("requests"))
+        mine.order(mine.stream, side)
+        sends, receives = call.transfers.sends, call.transfers.receives
+        shares = [self.message(each, False, "request") for each in sends]
+        shares += [self.message(each, True, "request") for each in receives]
+        side.enqueue(Work(mine.world, shares))
+        done = _Done(mine, side)
+        return Request(self.members, what, done, call.result, 0, _nothing)
+
+
+class _Done:
+    """The end of a request."""
+
+    def __init__(self, mine: Host, side: RankStream):
+        self._host, self._side = mine, side
+
+    def query(self) -> bool:
+        raise unsupported("a test of a request, which may return True or False")
+
+    def wait(self, stream: Any = None) -> None:
+        self._host.order(self._side, self._host.stream)
+
+    def synchronize(self) -> None:
+        aside = RankStream(running(), self._host.rank, HOSTS)
+        self._host.order(self._side, aside)
+        self._host.wait_for(aside)
+
+
+def _folded(element: Any, op: Any, rows: list[Any], first: int) -> Any:
+    """Reduce arrays, as the simulator's kernels do."""
+    lanes, nbytes = device().known[f"{DEVICE}.lanes"], rows[0].nbytes
+    vectors = [
+        np.frombuffer(row.tobytes() + bytes(-nbytes % 16), lanes.VECTOR) for row in rows
+    ]
+    with np.errstate(all="ignore"):
+        found = lanes.fold(element, op, first + len(rows), vectors, first)
+    return np.frombuffer(found.tobytes()[:nbytes], rows[0].dtype)
+
+
+def _exactly(what: str, x: Any, y: Any) -> float:
+    """Return a sum of products, or its root, rounded once to float64."""
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        total = float((x * y).sum())
+        return math.sqrt(total) if what == NORM else total
+    exact = sum(map(operator.mul, map(Fraction, x), map(Fraction, y)), Fraction(0))
+    if what == NORM:
+        root = math.isqrt(exact.numerator * 4**1200 // exact.denominator)
+        exact = Fraction(root, 2**1200)
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+
+
+class _OfLibrary:
+    """A class of the library, of which some names have a stand-in."""
+
+    _public: frozenset[str]
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and name not in self._public:
+            kind = type(self).__bases__[1].__name__
+            raise unsupported(f"{kind}.{name}")
+        return super().__getattribute__(name)
+
+
+_PLANNED = (
+    *(*OPERATIONS, "reduce_scatter_v", "sum", "dot", "norm", "gather", "gather_v"),
+    *("scatter", "scatter_v", "all_gather_v", "all_to_all_v", "neighbor_all_gather"),
+    *("neighbor_all_to_all", "send", "recv", "sendrecv", "group"),
+)
+
+
+class ExploredCommunicator(_OfLibrary, Communicator):
+    """Stand-in for ``numba_symm.Communicator``."""
+
+    _public = frozenset(
+        (
+            *("rank", "size", "barrier", "isend", "irecv", "empty", "zeros"),
+            *("rendezvous", "device_workspace", "launch_limit", "prepare", "check"),
+            *("synchronize", "tag", "close", *_PLANNED),
+            *(f"{name}_init" for name in _PLANNED),
+        )
+    )
+    __repr__ = object.__repr__
+
+    def __init__(self, *args: Any, **options: Any):
+        bound = inspect.signature(Communicator.__init__).bind(self, *args, **options)
+        given, mine = bound.arguments, host()
+        mine.check_stream(given.get("stream"))
+        self._host = mine
+        self._calls: Any = ExploredCalls(mine, mine.count("communicators"))
+        self._calls.requests = given.get("requests") or None
+        self.rank, self.size = mine.rank, mine.world.size
+        self._calls.set_up("Communicator")
+
+    def __enter__(self) -> "ExploredCommunicator":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self.close()
+
+    def close(self) -> None:
+        """Wait for the stream and for all ranks."""
+        self._host.drain()
+        self._calls.set_up("close")
+
+    def rendezvous(
+        self, array: Any, *, channels: int | None = None
+    ) -> "ExploredMemory":
+        """Return all ranks' addresses of an array."""
+        mine, region = self._host, array.region
+        number = CHANNELS if channels is None else channels
+        found = self._calls.set_up("rendezvous", (array.address, region, channels))
+        check_equal("rendezvous", [each for _, _, each in found])
+        made = [_pad(mine.world, one, r, number) for r, (_, one, _) in enumerate(found)]
+        modules = self._host.world.device
+        guard = modules["polling"].Guard(
+            self._host.world.board.base, mine.rank, self.size, 0
+        )
+        buffers = tuple(address for address, _, _ in found)
+        ctx = modules["signals"].Context(
+            mine.rank, self.size, buffers, tuple(pad.base for pad in made), guard
+        )
+        ctx.buffer_size = region.nbytes - array.start()
+        ctx.channels = made[mine.rank].nbytes // pads.pad_nbytes(self.size, 1)
+        if number > ctx.channels:
+            raise Fault(
+                "error",
+                f"rendezvous: expected at most {ctx.channels} channels of the "
+                f"allocation's signal pad, got {number}; pass the most that a kernel "
+                "needs in the allocation's first rendezvous",
+            )
+        return ExploredMemory(mine, ctx)
+
+    def device_workspace(
+        self, blocks: int, threads: int, bytes: int, depth: int = 1
+    ) -> Any:
+        """Return the memory of collectives in kernels."""
+        mine, module = self._host, self._host.world.device["block_exchange"]
+        sizes = allocator.checked(blocks, threads, bytes, depth)
+        blocks, threads, bytes, depth = sizes
+        vectors = allocator.vectors(threads, bytes)
+        threads = allocator.warps(threads)
+        region = running().memory.allocate(
+            f"the device workspace of rank {mine.rank}",
+            module.nbytes(self.size, blocks, threads, vectors, depth),
+            4,
+        )
+        found = self._calls.set_up("device_workspace", (region.base, sizes))
+        check_equal("device_workspace", [each for _, each in found])
+        ring = tuple(
+            found[(mine.rank + 1 + k) % self.size][0] for k in range(self.size)
+        )
+        guard = self._host.world.device["polling"].Guard(
+            self._host.world.board.base, mine.rank, self.size, 0
+        )
+        given = mine.rank, self.size, ring, guard, blocks, threads, vectors, depth
+        return SimpleNamespace(ctx=module.WorkspaceContext(*given))
+
+    def launch_limit(self, kernel: Any, threads: int) -> int:
+        """Return how many blocks may wait: as many as channels."""
+        return CHANNELS
+
+    def synchronize(self, stream: Any = None) -> None:
+        """Wait for the stream."""
+        self._host.check_stream(stream)
+        self._host.drain()
+
+    def prepare(self, *calls: Any, **options: Any) -> None:
+        """Do nothing: an exploration loads no kernels."""
+
+    def isend(self, x: Any, *, dst: Any, stream: Any = None) -> Any:
+        """Start to send a message."""
+        return self._calls.request(
+            Invocation(ISEND, x, None, stream, peers=(dst, None))
+        )
+
+    def irecv(
+        self, out: Any, *, src: Any, count: Any = None, stream: Any = None
+    ) -> Any:
+        """Start to receive a message."""
+        return self._calls.request(
+            Invocation(IRECV, None, out, stream, peers=(None, src), count=count)
+        )
+
+
+def check_equal(what: str, sizes: list[Any]) -> None:
+    if len(set(sizes)) > 1:
+        raise Fault("error", f"{what}: the ranks pass sizes {sizes}; pass equal ones")
+
+
+def _pad(world: AllRanks, region: Area, rank: int, channels: int) -> Area:
+    """Return the signal pad of an allocation."""
+    pad = world.pads.get(region)
+    if pad is None:
+        pad = world.machine.memory.allocate(
+            f"the signal pad of rank {rank}", pads.pad_nbytes(world.size, channels), 4
+        )
+        pad.rank = rank
+        pad.slots = functools.partial(_slot, world.size)
+        world.pads[region] = pad
+    return pad
+
+
+def _slot(size: int, offset: int) -> tuple[str, int, int]:
+    """Return what a pad has at an offset, the channel and the source."""
+    channel, place = divmod(offset, pads.pad_nbytes(size, 1))
+    if place < 16:
+        return "grid barrier", channel, -1
+    if place < 16 + 8 * size:
+        return "word", channel, (place - 16) // 8
+    return "signal", channel, (place - 16 - 8 * size) // 4
+
+
+class ExploredMemory(_OfLibrary, SymmetricMemory):
+    """Stand-in for ``numba_symm.SymmetricMemory``."""
+
+    _public = frozenset(
+        (
+            *("rank", "world_size", "buffer_size", "channels", "signal_pad_size"),
+            *("buffer_ptrs", "signal_pad_ptrs", "ctx", "get_buffer", "put", "get"),
+            *("barrier", "put_signal", "wait_signal"),
+        )
+    )
+
+    def __init__(self, mine: Host, ctx: Any):
+        self._host, self._users_ctx = mine, ctx
+        self.rank, self.world_size, self.buffer_ptrs, self.signal_pad_ptrs, _ = ctx
+        self.buffer_size, self.channels = ctx.buffer_size, ctx.channels
+        self.signal_pad_size = pads.pad_nbytes(self.world_size, self.channels)
+        self._check_mapped: Any = _nothing
+        self._island: Any = StandIn("SymmetricMemory", check=_nothing, note="")
+
+    def get_buffer(
+        self, rank: int, shape: Any, dtype: Any, storage_offset: int = 0
+    ) -> Array:
+        """Return a rank's buffer as an array."""
+        dtype = np.dtype(dtype)
+        shape, start = self._place(rank, shape, dtype, storage_offset, "get_buffer")
+        region, offset = running().memory.at(self.buffer_ptrs[rank] + start, 0)
+        return Array.of(region, shape, dtype, offset)
+
+    def _contiguous(self, array: Any, what: str) -> ArrayView:
+        return arrays.view(array, what)
+
+    def _new_array(self, shape: Any, dtype: Any, stream: Any) -> Any:
+        return self._host.new(shape, dtype, unset=True)
+
+    def _copy(
+        self, target: int, source: int, nbytes: int, stream: Any, what: str
+    ) -> None:
+        self._host.check_stream(stream)
+        copy = self._host.copy(_at(target, nbytes), _at(source, nbytes))
+        self._host.stream.enqueue(Work(self._host.world, [copy]))
+
+    def _launch(self, what: str, kernel: Any, stream: Any, *args: int) -> None:
+        self._host.check_stream(stream)
+        call = getattr(device().known[DEVICE], what)
+        threads = 32 if what == "barrier" else 1
+        ExploredKernel(lambda: call(self._users_ctx, *args))[1, threads]()
