@@ -42,8 +42,8 @@ from numba_symm.explore.host import (
     AllRanks,
     Host,
     RankStream,
-    Share,
-    Work,
+    RankPart,
+    StreamWork,
     host,
 )
 from numba_symm.explore.machine import running
@@ -71,7 +71,7 @@ def _at(address: int, count: int, dtype: Any = np.uint8) -> Array:
     return Array.of(region, count, dtype, offset)
 
 
-class Packed:
+class ExploredCall:
     """A call that was checked.
 
     Attributes:
@@ -80,7 +80,7 @@ class Packed:
 
     about = SimpleNamespace(words="")
 
-    def __init__(self, calls: "ExploredCalls", *parts: Callable[[], list[Share]]):
+    def __init__(self, calls: "ExploredCalls", *parts: Callable[[], list[RankPart]]):
         self._calls, self.parts = calls, parts
 
     def enqueue(self, stream: int) -> int:
@@ -89,7 +89,7 @@ class Packed:
             return entry.SLOW
         mine = host()
         for part in self.parts:
-            mine.stream.enqueue(Work(mine.world, part()))
+            mine.stream.enqueue(StreamWork(mine.world, part()))
         return entry.DONE
 
 
@@ -108,7 +108,7 @@ class _Enqueuer(Enqueuer):
         self.record = self.marks = None
 
     def pack(self, about: Any, launch: Any) -> Any:
-        return Packed(self._calls, *launch.calls)
+        return ExploredCall(self._calls, *launch.calls)
 
     def go_on(self, status: int, call: Any, stream: int, *keep: Any) -> None:
         call.enqueue(stream)
@@ -173,7 +173,7 @@ class ExploredCalls(Calls):
         return view
 
     def remembered(self, work_out: Any, given: Any) -> Any:
-        """Work it out."""
+        """StreamWork it out."""
         return work_out(self, given)
 
     def prepared(self, given: Invocation[Any]) -> Any:
@@ -193,11 +193,11 @@ class ExploredCalls(Calls):
     ) -> Any:
         """Return a collective."""
 
-        def share() -> list[Share]:
+        def share() -> list[RankPart]:
             key = "calls", self._number, self._host.count(("calls", self._number))
-            return [Share(key, self.size, what, self.rank, reads, sources, *stores)]
+            return [RankPart(key, self.size, what, self.rank, reads, sources, *stores)]
 
-        return Packed(self, share)
+        return ExploredCall(self, share)
 
     def packed(self, given: Any, source: Any, target: Any) -> Any:
         """Return a call of an operation."""
@@ -270,7 +270,7 @@ class ExploredCalls(Calls):
         sent = call.transfers
         copies, fills = matched(sent.own[0], sent.own[1], what)
 
-        def shares() -> list[Share]:
+        def shares() -> list[RankPart]:
             found = [self.message(each, False) for each in sent.sends]
             found += [self.message(each, True) for each in sent.receives]
             copy = self._host.copy
@@ -280,16 +280,16 @@ class ExploredCalls(Calls):
                 found.append(copy(_at(address, 1, np.int64), number))
             return found
 
-        return Packed(self, shares)
+        return ExploredCall(self, shares)
 
-    def message(self, given: Any, receives: bool, kind: str = "message") -> Share:
+    def message(self, given: Any, receives: bool, kind: str = "message") -> RankPart:
         """Return an end of a message."""
         ends = (given.peer, self.rank) if receives else (self.rank, given.peer)
         what = f"a {kind} from rank {ends[0]} to rank {ends[1]}"
         key = what, self._number, self._host.count((what, self._number, receives))
         data = _at(given.address, given.nbytes)
         if not receives:
-            return Share(key, 2, what, self.rank, [data])
+            return RankPart(key, 2, what, self.rank, [data])
 
         def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
             found = loaded[given.peer][0]
@@ -307,7 +307,7 @@ class ExploredCalls(Calls):
                 stored.append((_at(given.count_at, 1, np.int64), [number]))
             return stored
 
-        share = Share(key, 2, what, self.rank, [], [given.peer], stores)
+        share = RankPart(key, 2, what, self.rank, [], [given.peer], stores)
         return share
 
     def request(self, given: Invocation[Any]) -> Request:
@@ -321,7 +321,7 @@ class ExploredCalls(Calls):
         sends, receives = call.transfers.sends, call.transfers.receives
         shares = [self.message(each, False, "request") for each in sends]
         shares += [self.message(each, True, "request") for each in receives]
-        side.enqueue(Work(mine.world, shares))
+        side.enqueue(StreamWork(mine.world, shares))
         done = _Done(mine, side)
         return Request(self.members, what, done, call.result, 0, _nothing)
 
@@ -571,7 +571,7 @@ class ExploredMemory(_OfLibrary, SymmetricMemory):
     ) -> None:
         self._host.check_stream(stream)
         copy = self._host.copy(_at(target, nbytes), _at(source, nbytes))
-        self._host.stream.enqueue(Work(self._host.world, [copy]))
+        self._host.stream.enqueue(StreamWork(self._host.world, [copy]))
 
     def _launch(self, what: str, kernel: Any, stream: Any, *args: int) -> None:
         self._host.check_stream(stream)

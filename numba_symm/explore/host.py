@@ -74,10 +74,10 @@ class AllRanks:
         self.machine, self.size, self.device = machine, size, device
         self.board = machine.memory.allocate("the status board", 8 * size, 8)
         self.pads: dict[Area, Area] = {}
-        self._shares: dict[Any, list[Share]] = {}
+        self._shares: dict[Any, list[RankPart]] = {}
         machine.unmet = self._unmet
 
-    def reached(self, share: "Share") -> None:
+    def reached(self, share: "RankPart") -> None:
         """Note that a stream has reached a share; do the whole after the last one."""
         shares = self._shares.setdefault(share.key, [])
         shares.append(share)
@@ -87,7 +87,7 @@ class AllRanks:
             del self._shares[share.key]
             self._run(shares)
 
-    def _run(self, shares: list["Share"]) -> None:
+    def _run(self, shares: list["RankPart"]) -> None:
         observers, loaded = [], {}
         for share in shares:
             clocks = [
@@ -141,7 +141,7 @@ def _nothing(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
     return []
 
 
-class Share:
+class RankPart:
     """A rank's part in what several ranks, or streams, do together.
 
     Attributes:
@@ -156,7 +156,7 @@ class Share:
         work: the work of which it is a part, at ``place``.
     """
 
-    work: "Work"
+    work: "StreamWork"
     place = 0
 
     def __init__(
@@ -179,12 +179,12 @@ class Share:
         return Name(self.rank, None, 1 + number, f"the stream of rank {self.rank}")
 
 
-class Work:
+class StreamWork:
     """Parts of a rank that start together, on a stream."""
 
     stream: RankStream
 
-    def __init__(self, world: AllRanks, shares: list[Share]):
+    def __init__(self, world: AllRanks, shares: list[RankPart]):
         self._world, self._shares = world, shares
         self.clock, self._left = running().me().clock.copy(), 1 + len(shares)
         for place, share in enumerate(shares):
@@ -240,8 +240,8 @@ class Host:
         """Order the work of a stream so far before later work of another one."""
         key, rank = ("order", self.rank, self.count("order")), self.rank
         for stream, sources in ((earlier, []), (later, [rank])):
-            share = Share(key, 2, "an order of streams", rank, [], sources)
-            stream.enqueue(Work(self.world, [share]))
+            share = RankPart(key, 2, "an order of streams", rank, [], sources)
+            stream.enqueue(StreamWork(self.world, [share]))
 
     def copy_in(self, target: Array, values: Any) -> None:
         """Copy into a device array, on the stream.
@@ -250,16 +250,16 @@ class Host:
         before the GPU has stored it. So only work of the stream follows the copy.
         """
         self.drain()
-        self.stream.enqueue(Work(self.world, [self.copy(target, values)]))
+        self.stream.enqueue(StreamWork(self.world, [self.copy(target, values)]))
 
-    def copy(self, target: Array, source: Any) -> Share:
+    def copy(self, target: Array, source: Any) -> RankPart:
         """Return a copy within this rank, of an array or of values."""
 
         def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
             return [(target, loaded[self.rank][0])]
 
         key = "copy", self.rank, self.count("copy")
-        return Share(key, 1, "a copy", self.rank, [source], (), stores)
+        return RankPart(key, 1, "a copy", self.rank, [source], (), stores)
 
     def meet(self, what: str, value: Any = None, comm: Any = "MPI") -> list[Any]:
         """Wait until all ranks make a call; return the values of all."""
@@ -271,9 +271,9 @@ class Host:
             return []
 
         key = comm, self.count(comm)
-        share = Share(key, world.size, what, self.rank, [(value,)], every, stores)
+        share = RankPart(key, world.size, what, self.rank, [(value,)], every, stores)
         aside = RankStream(world.machine, self.rank, HOSTS)
-        aside.enqueue(Work(world, [share]))
+        aside.enqueue(StreamWork(world, [share]))
         self.wait_for(aside, what)
         return found
 
