@@ -41,8 +41,8 @@ from numba_symm.explore.host import (
     REQUESTS,
     AllRanks,
     Host,
-    RankStream,
     RankPart,
+    RankStream,
     StreamWork,
     host,
 )
