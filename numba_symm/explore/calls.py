@@ -34,12 +34,12 @@ from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.requests import Request
 from numba_symm.collectives.staging import BoundCall, matched
 from numba_symm.device.arithmetic import NORM, SUM
-from numba_symm.device.signals import CHANNELS
+from numba_symm.device.polling import Guard
+from numba_symm.device.signals import CHANNELS, Context
 from numba_symm.dtypes import UserOperator
 from numba_symm.explore.host import (
     HOSTS,
     REQUESTS,
-    AllRanks,
     Host,
     RankPart,
     RankStream,
@@ -47,12 +47,12 @@ from numba_symm.explore.host import (
     host,
 )
 from numba_symm.explore.machine import running
-from numba_symm.explore.memory import Area, Fault
-from numba_symm.explore.standins import DEVICE, ExploredKernel, StandIn, device
+from numba_symm.explore.memory import Fault
+from numba_symm.explore.standins import ExploredKernel, StandIn, device_module
 from numba_symm.explore.threads import Array, unsupported
 from numba_symm.gpu import arrays, entry
 from numba_symm.gpu.arrays import ArrayView
-from numba_symm.memory import allocator, pads
+from numba_symm.memory import pads
 from numba_symm.memory.symmetric import SymmetricMemory
 
 
@@ -139,12 +139,17 @@ class ExploredCalls(Calls):
             made=lambda what, function, *args: function(*args),
             checked=lambda what, words, prepare, given, compare: prepare(given),
         )
-        self.members = make(
-            check=_nothing, check_open=_nothing, parts=[[]], closed=False
+        agreed = make(
+            agreed=nullcontext,
+            agree_equal=lambda fact, what: self.set_up(f"{what} of {fact}"),
         )
+        self.members = make(
+            check=_nothing, check_open=_nothing, set_up=nullcontext, closed=False,
+            parts=[range(self.size)], exchange=agreed,
+        )  # fmt: skip
         self.streams = make(of=self._stream, handle=self._stream, default=self._stream)
         self.descriptions = make(of=_nothing)
-        self.heap = make(array=self._symmetric)
+        self.heap = make(array=self._symmetric, rendezvous=self._rendezvous)
 
     def _stream(self, stream: Any, *_: Any) -> int:
         self._host.check_stream(stream)
@@ -154,13 +159,41 @@ class ExploredCalls(Calls):
         """Wait for all ranks; return what each of them has given."""
         return self._host.meet(what, value, ("set-up", self._number))
 
-    def _symmetric(self, shape: Any, dtype: Any, what: str, like: Any) -> Array:
+    def _symmetric(self, shape: Any, dtype: Any, what: str, like: Any = None) -> Array:
         if like is not None:
             raise unsupported(f"{what} with like")
         unset = what == "empty"
-        found = self._host.new(shape, dtype, unset=unset, what="a symmetric array")
-        check_equal(what, self.set_up(what, found.nbytes))
+        name = "a symmetric array" if what in ("empty", "zeros") else f"the {what}"
+        found = self._host.new(shape, dtype, unset=unset, what=name)
+        self.set_up(f"{what} of {found.nbytes} bytes")
         return found
+
+    def _rendezvous(
+        self, address: int, array: Any, channels: int | None = None
+    ) -> "ExploredMemory":
+        region, nbytes = array.region, functools.partial(pads.pad_nbytes, self.size)
+        number = CHANNELS if channels is None else channels
+        if region.pad is None:
+            name = f"the signal pad of rank {self.rank}"
+            region.pad = running().memory.allocate(name, nbytes(number), 4)
+            region.pad.rank = self.rank
+            region.pad.slots = functools.partial(_slot, self.size)
+        what = f"rendezvous at byte {array.start()} with channels={channels}"
+        found = self.set_up(what, (address, region.pad.base))
+        buffers, signal_pads = zip(*found, strict=True)
+        board = self._host.world.board.base
+        guard = Guard(board, self.rank, self.size, 0)
+        ctx = Context(self.rank, self.size, buffers, signal_pads, guard)
+        ctx.buffer_size = region.nbytes - array.start()
+        ctx.channels = region.pad.nbytes // nbytes(1)
+        if number > ctx.channels:
+            raise Fault(
+                "error",
+                f"rendezvous: expected at most {ctx.channels} channels of the "
+                f"allocation's signal pad, got {number}; pass the most that a kernel "
+                "needs in the allocation's first rendezvous",
+            )
+        return ExploredMemory(self._host, ctx)
 
     def new(
         self, x: Any, like: ArrayView, shape: tuple[int, ...], handle: int, what: str
@@ -346,7 +379,7 @@ class _Done:
 
 def _folded(element: Any, op: Any, rows: list[Any], first: int) -> Any:
     """Reduce arrays, as the simulator's kernels do."""
-    lanes, nbytes = device().known[f"{DEVICE}.lanes"], rows[0].nbytes
+    lanes, nbytes = device_module("lanes"), rows[0].nbytes
     vectors = [
         np.frombuffer(row.tobytes() + bytes(-nbytes % 16), lanes.VECTOR) for row in rows
     ]
@@ -412,9 +445,6 @@ class ExploredCommunicator(_OfLibrary, Communicator):
         self.rank, self.size = mine.rank, mine.world.size
         self._calls.set_up("Communicator")
 
-    def __enter__(self) -> "ExploredCommunicator":
-        return self
-
     def __exit__(self, kind: Any, *_: Any) -> None:
         if kind is None:
             self.close()
@@ -424,58 +454,9 @@ class ExploredCommunicator(_OfLibrary, Communicator):
         self._host.drain()
         self._calls.set_up("close")
 
-    def rendezvous(
-        self, array: Any, *, channels: int | None = None
-    ) -> "ExploredMemory":
+    def rendezvous(self, array: Any, *, channels: int | None = None) -> Any:
         """Return all ranks' addresses of an array."""
-        mine, region = self._host, array.region
-        number = CHANNELS if channels is None else channels
-        found = self._calls.set_up("rendezvous", (array.address, region, channels))
-        check_equal("rendezvous", [each for _, _, each in found])
-        made = [_pad(mine.world, one, r, number) for r, (_, one, _) in enumerate(found)]
-        modules = self._host.world.device
-        guard = modules["polling"].Guard(
-            self._host.world.board.base, mine.rank, self.size, 0
-        )
-        buffers = tuple(address for address, _, _ in found)
-        ctx = modules["signals"].Context(
-            mine.rank, self.size, buffers, tuple(pad.base for pad in made), guard
-        )
-        ctx.buffer_size = region.nbytes - array.start()
-        ctx.channels = made[mine.rank].nbytes // pads.pad_nbytes(self.size, 1)
-        if number > ctx.channels:
-            raise Fault(
-                "error",
-                f"rendezvous: expected at most {ctx.channels} channels of the "
-                f"allocation's signal pad, got {number}; pass the most that a kernel "
-                "needs in the allocation's first rendezvous",
-            )
-        return ExploredMemory(mine, ctx)
-
-    def device_workspace(
-        self, blocks: int, threads: int, bytes: int, depth: int = 1
-    ) -> Any:
-        """Return the memory of collectives in kernels."""
-        mine, module = self._host, self._host.world.device["block_exchange"]
-        sizes = allocator.checked(blocks, threads, bytes, depth)
-        blocks, threads, bytes, depth = sizes
-        vectors = allocator.vectors(threads, bytes)
-        threads = allocator.warps(threads)
-        region = running().memory.allocate(
-            f"the device workspace of rank {mine.rank}",
-            module.nbytes(self.size, blocks, threads, vectors, depth),
-            4,
-        )
-        found = self._calls.set_up("device_workspace", (region.base, sizes))
-        check_equal("device_workspace", [each for _, each in found])
-        ring = tuple(
-            found[(mine.rank + 1 + k) % self.size][0] for k in range(self.size)
-        )
-        guard = self._host.world.device["polling"].Guard(
-            self._host.world.board.base, mine.rank, self.size, 0
-        )
-        given = mine.rank, self.size, ring, guard, blocks, threads, vectors, depth
-        return SimpleNamespace(ctx=module.WorkspaceContext(*given))
+        return self._calls.heap.rendezvous(array.address, array, channels)
 
     def launch_limit(self, kernel: Any, threads: int) -> int:
         """Return how many blocks may wait: as many as channels."""
@@ -502,24 +483,6 @@ class ExploredCommunicator(_OfLibrary, Communicator):
         return self._calls.request(
             Invocation(IRECV, None, out, stream, peers=(None, src), count=count)
         )
-
-
-def check_equal(what: str, sizes: list[Any]) -> None:
-    if len(set(sizes)) > 1:
-        raise Fault("error", f"{what}: the ranks pass sizes {sizes}; pass equal ones")
-
-
-def _pad(world: AllRanks, region: Area, rank: int, channels: int) -> Area:
-    """Return the signal pad of an allocation."""
-    pad = world.pads.get(region)
-    if pad is None:
-        pad = world.machine.memory.allocate(
-            f"the signal pad of rank {rank}", pads.pad_nbytes(world.size, channels), 4
-        )
-        pad.rank = rank
-        pad.slots = functools.partial(_slot, world.size)
-        world.pads[region] = pad
-    return pad
 
 
 def _slot(size: int, offset: int) -> tuple[str, int, int]:
@@ -575,6 +538,6 @@ class ExploredMemory(_OfLibrary, SymmetricMemory):
 
     def _launch(self, what: str, kernel: Any, stream: Any, *args: int) -> None:
         self._host.check_stream(stream)
-        call = getattr(device().known[DEVICE], what)
+        call = getattr(device_module(), what)
         threads = 32 if what == "barrier" else 1
         ExploredKernel(lambda: call(self._users_ctx, *args))[1, threads]()

@@ -114,8 +114,7 @@ class Program:
         return source
 
     def _modules(self, machine: Machine) -> Modules:
-        device = standins.device().known
-        symm = device[standins.DEVICE]
+        device, symm = standins.device().known, standins.device_module()
         names = {
             name: getattr(errors, name)
             for name in numba_symm.__all__
@@ -137,7 +136,7 @@ class Program:
             if name.startswith(standins.DEVICE)
         }
         known |= {"numba_symm.errors": errors}
-        known |= make_numba(make_cuda()) | make_mpi(device)
+        known |= make_numba(make_cuda()) | make_mpi()
         return Modules(known, self._find, {"print": lambda *_, **__: None})
 
     def execute(self, chooser: Chooser, futile: dict[Any, set[int]]) -> Machine:
@@ -147,12 +146,7 @@ class Program:
             Full: the program has more threads than the numbers have room for.
         """
         machine = Machine(chooser, self.files, self.numbers, futile)
-        prefix = standins.DEVICE + "."
-        device = {
-            name.removeprefix(prefix): module
-            for name, module in standins.device().known.items()
-        }
-        world = AllRanks(machine, self.ranks, device)
+        world = AllRanks(machine, self.ranks)
         for rank in range(self.ranks):
             name = Name(rank, None, 0, f"the host of rank {rank}")
             thread = machine.start(name, machine.clock(), lambda: self._run(machine))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from numba_symm.explore.machine import Machine, Name, Observer, running
-from numba_symm.explore.memory import Area, CodePlace, Fault
+from numba_symm.explore.memory import CodePlace, Fault
 from numba_symm.explore.standins import StandIn
 from numba_symm.explore.threads import Array, allocated, unsupported
 
@@ -70,10 +70,9 @@ class AllRanks:
         board: the memory of records of failures, which nobody stores.
     """
 
-    def __init__(self, machine: Machine, size: int, device: Any):
-        self.machine, self.size, self.device = machine, size, device
+    def __init__(self, machine: Machine, size: int):
+        self.machine, self.size = machine, size
         self.board = machine.memory.allocate("the status board", 8 * size, 8)
-        self.pads: dict[Area, Area] = {}
         self._shares: dict[Any, list[RankPart]] = {}
         machine.unmet = self._unmet
 
@@ -381,7 +380,7 @@ def _of_host(array: Any) -> Any:
 IN_PLACE = object()
 
 
-def make_mpi(device_modules: Any) -> dict[str, Any]:
+def make_mpi() -> dict[str, Any]:
     """Return the stand-ins for ``mpi4py``, by name."""
     operators = {name.upper(): name for name in OPERATORS}
     mpi = StandIn(

@@ -227,6 +227,7 @@ class Area:
         unset: which bytes were never stored; None: all have a value.
         rank: its rank.
         shape: of the program's array there, with ``dtype``; None: not an array.
+        pad: its signal pad.
         slots: for a pad, the function that describes an offset.
     """
 
@@ -243,6 +244,7 @@ class Area:
         self.dtype: Any = None
         self.made: Any = None
         self.slots: Callable[[int], Any] | None = None
+        self.pad: Area | None = None
         self.cells: dict[int, Cell] = {}
         self.places: dict[int, Word] = {}
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from numba_symm import environment
+from numba_symm.device import Context, WorkspaceContext
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.explore import threads
 from numba_symm.explore.machine import running
@@ -66,9 +67,9 @@ class StandIn(ModuleType):
 
 def _check_awaited(args: Any, site: CodePlace) -> None:
     """Refuse a kernel that has started a collective and has not awaited it."""
-    module = device().known[f"{DEVICE}.block_exchange"]
+    module = device_module("block_exchange")
     for ws in args:
-        if isinstance(ws, module.WorkspaceContext):
+        if isinstance(ws, WorkspaceContext):
             first = ws.ring[-1] + module.epoch_of(ws, 0, 0)
             region, offset = running().memory.at(first, 1)
             nbytes = module.EPOCHS * ws.threads * ws.blocks
@@ -152,21 +153,16 @@ def _atomic(verb: str) -> Any:
     )
 
 
-def _warp(mask: int, value: Any) -> list[Any]:
-    """Exchange values within a warp, which orders no accesses."""
-    _check_mask(mask)
-    return threads.warp(value, orders=False)
-
-
-def _check_mask(mask: int) -> None:
+def _warp(mask: int, value: Any = None, *, orders: bool = False) -> Any:
+    """Exchange values within a warp."""
     if int(mask) & 0xFFFFFFFF != 0xFFFFFFFF:
         raise unsupported(f"the mask {mask:#x} of a warp", "pass 0xFFFFFFFF")
+    return threads.warp(value, orders=orders)
 
 
 def syncwarp(mask: int = 0xFFFFFFFF) -> None:
     """Stand in for ``cuda.syncwarp``."""
-    _check_mask(mask)
-    threads.warp()
+    _warp(mask, orders=True)
 
 
 def _shuffle(place: Any) -> Any:
@@ -683,7 +679,13 @@ def device() -> Modules:
     modules = Modules(known, _source, {})
     replaced = _instructions()
     replaced |= {"make_wait": make_wait, "fail": fail, "make_poll": make_poll}
-    replaced["_receive"] = _receive
+    replaced |= {"_receive": _receive, "Context": Context}
+    replaced["WorkspaceContext"] = WorkspaceContext
     modules.prepare = functools.partial(_replace, replaced)
     modules.load(DEVICE)
     return modules
+
+
+def device_module(name: str = "") -> Any:
+    """Return one of these modules; ``""``: the package."""
+    return device().known[f"{DEVICE}.{name}".rstrip(".")]

@@ -136,18 +136,18 @@ class Array(np.ndarray[Any, Any]):
     def __contains__(self, item: Any) -> bool:
         raise unsupported("`in` a device array")
 
-    def store(self, values: Any, by: Any = None, site: Any = None) -> None:
-        """Store all elements, as one copy that an observer makes; None: a thread."""
+    def store(self, values: Any, by: Any, site: Any) -> None:
+        """Store all elements, as one copy that an observer makes."""
         self._touch(True, by, site)
         self.memory[...] = np.asarray(values).reshape(self.shape)
 
-    def load(self, by: Any = None, site: Any = None) -> Any:
+    def load(self, by: Any, site: Any) -> Any:
         """Return all elements, as one copy."""
         self._touch(False, by, site)
         return np.array(self.memory)
 
     def _touch(self, write: bool, by: Any, site: Any) -> None:
-        execution, region = machine.running(), self.region
+        memory, region = machine.running().memory, self.region
         stored = bytes if write else None  # what it stores differs from what is there
         assert region is not None
         spans = [(self.start(), self.nbytes)]
@@ -155,15 +155,13 @@ class Array(np.ndarray[Any, Any]):
             places = np.ndindex(self.shape)
             spans = [(self.offset_of(place), self.itemsize) for place in places]
         for offset, nbytes in spans:
-            if by is None:
-                execution.weak(region, offset, nbytes, stored)
-            else:
-                execution.memory.weak(by, region, offset, nbytes, stored, site)
+            memory.weak(by, region, offset, nbytes, stored, site)
 
     def copy_to_host(self, ary: Any = None, stream: Any = 0) -> Any:
         """Wait for the stream, and return a copy of the elements."""
-        machine.running().me().local.drain()
-        found = self.load()
+        execution = machine.running()
+        execution.me().local.drain()
+        found = self.load(execution.me(), execution.site())
         if ary is None:
             return found
         ary[...] = found
@@ -317,11 +315,16 @@ def me() -> KernelThread:
     return local
 
 
-def sync(value: Any = None) -> list[Any]:
-    """Wait for the block's threads; return the values of all."""
+def _meet(place: Any, count: int, value: Any, what: str, orders: bool = True) -> Any:
+    """Wait for threads of the block at one of its barriers; return all values."""
     mine = me()
-    key = id(mine.grid), mine.block_index, "block"
-    return running().meet(key, mine.grid.threads, value, "syncthreads")
+    key = id(mine.grid), mine.block_index, place
+    return running().meet(key, count, value, what, orders=orders)
+
+
+def sync(value: Any = None) -> Any:
+    """Wait for the block's threads; return the values of all."""
+    return _meet("block", me().grid.threads, value, "syncthreads")
 
 
 def syncthreads() -> None:
@@ -329,20 +332,17 @@ def syncthreads() -> None:
     sync()
 
 
-def bar_sync(bar: int, count: int, value: Any = None) -> list[Any]:
+def bar_sync(bar: int, count: int, value: Any = None) -> Any:
     """Wait for some of the block's threads."""
-    mine = me()
-    key = id(mine.grid), mine.block_index, int(bar)
-    return running().meet(key, int(count), value, f"barrier {bar}")
+    return _meet(int(bar), int(count), value, f"barrier {bar}")
 
 
-def warp(value: Any = None, *, orders: bool = True) -> list[Any]:
+def warp(value: Any = None, *, orders: bool = True) -> Any:
     """Wait for the threads of the warp; return the values of all."""
     mine = me()
     number = mine.index // WARP
     width = min(WARP, mine.grid.threads - WARP * number)
-    key = id(mine.grid), mine.block_index, "warp", number
-    return running().meet(key, width, value, "syncwarp", orders=orders)
+    return _meet(("warp", number), width, value, "syncwarp", orders)
 
 
 def lane() -> int:

@@ -50,7 +50,7 @@ def test_a_method_has_the_parameters_of_the_librarys(product, standin):
 
 
 def test_some_methods_and_atomics_are_compared():
-    assert len(METHODS) >= 8
+    assert len(METHODS) >= 7
     assert len(ATOMICS) == 8
 
 
@@ -108,16 +108,12 @@ def test_a_workspace_holds_as_many_bytes_as_the_librarys(tmp_path, threads):
         ("0, 32, 64", "device_workspace: expected blocks to be an integer from 1 to"),
         ("1, 1025, 64", "threads to be an integer from 1 to 1024, got 1025"),
         ("1, 32, 0.5", r"bytes to be an integer from 1 to .*, got 0.5"),
-        (
-            "1, 32, 64 + comm.rank",
-            r"pass .*\(1, 32, 64, 1\), \(1, 32, 65, 1\).*; pass equal",
-        ),
         ("1, 32, 64, 3", "expected depth to be a power of two, got 3; pass 4"),
     ],
 )
 def test_sizes_of_a_workspace_that_the_library_refuses(tmp_path, sizes, text):
     report = explored(tmp_path, f"comm.device_workspace({sizes})")
-    assert report.fault.kind == "error"
+    assert report.fault.kind == "error", str(report)
     assert re.search(text, str(report)), str(report)
 
 
@@ -262,6 +258,9 @@ FAULTS = {
     ),
     "comm.all_reduce(x) if r else comm.all_reduce(x, op='max')": (
         "divergence", "all_reduce of 2 int64, op max"
+    ),
+    "comm.device_workspace(1, 32, 64 + comm.rank)": (
+        "divergence", "of 1 blocks of 32 threads, 65 bytes"
     ),
     "comm.send(np.zeros(1), dst=1)": ("error", "expected a device array, got ndarray"),
     "comm.isend(x, dst=right)": ("error", "pass requests=True to Communicator"),

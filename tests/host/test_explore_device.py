@@ -204,7 +204,11 @@ CHANNELS = """
         (129, "", None),
         (130, "", "of channels 0 to 129"),
         (0, "comm.rendezvous(other, channels=131)", "at most 130 channels"),
-        (0, "comm.rendezvous(x, channels=128 + comm.rank)", "the ranks pass sizes"),
+        (
+            0,
+            "comm.rendezvous(x, channels=128 + comm.rank)",
+            "calls rendezvous at byte 0 with channels=129",
+        ),
     ],
 )
 def test_a_pad_has_as_many_channels_as_asked_for(tmp_path, channel, more, text):
