@@ -20,20 +20,15 @@ import numpy as np
 from numba_symm import dtypes
 from numba_symm.collectives.calls import BARRIER, Calls
 from numba_symm.collectives.communicator import Communicator
-from numba_symm.collectives.composed import ExactSum, leaves_of
+from numba_symm.collectives.composed import leaves_of
 from numba_symm.collectives.enqueueing import Enqueuer
-from numba_symm.collectives.invocation import (
-    UNKNOWN,
-    Invocation,
-    check_length,
-    check_type,
-)
+from numba_symm.collectives.invocation import UNKNOWN, Invocation
 from numba_symm.collectives.messages import IRECV, ISEND, requests_of
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.requests import Request
-from numba_symm.collectives.staging import BoundCall, matched
-from numba_symm.device.arithmetic import NORM, SUM
+from numba_symm.collectives.staging import matched
+from numba_symm.device.arithmetic import DOT, NORM, SUM
 from numba_symm.device.polling import Guard
 from numba_symm.device.signals import CHANNELS, Context
 from numba_symm.dtypes import UserOperator
@@ -63,12 +58,6 @@ def _fields(array: Any, what: str) -> arrays.Fields:
 
 
 arrays.KINDS[Array] = arrays._ArrayClass(_fields, None, lambda array: array.strides)
-
-
-def _at(address: int, count: int, dtype: Any = np.uint8) -> Array:
-    """Return the elements at an address."""
-    region, offset = running().memory.at(address, count * np.dtype(dtype).itemsize)
-    return Array.of(region, count, dtype, offset)
 
 
 class ExploredCall:
@@ -133,7 +122,7 @@ class ExploredCalls(Calls):
             alone=nullcontext, claim=claim, begin=_nothing, finish=_nothing
         )
         self.staging = make(apart=nullcontext)
-        self.memory = make(get=lambda _: UNKNOWN, put=_nothing, young={})
+        self.memory = make(get=self._made, put=_nothing, young={})
         self.agreement = make(
             debug=False,
             made=lambda what, function, *args: function(*args),
@@ -147,13 +136,10 @@ class ExploredCalls(Calls):
             check=_nothing, check_open=_nothing, set_up=nullcontext, closed=False,
             parts=[range(self.size)], exchange=agreed,
         )  # fmt: skip
-        self.streams = make(of=self._stream, handle=self._stream, default=self._stream)
+        stream = mine.check_stream
+        self.streams = make(of=stream, handle=stream, default=stream)
         self.descriptions = make(of=_nothing)
         self.heap = make(array=self._symmetric, rendezvous=self._rendezvous)
-
-    def _stream(self, stream: Any, *_: Any) -> int:
-        self._host.check_stream(stream)
-        return 0
 
     def set_up(self, what: str, value: Any = None) -> list[Any]:
         """Wait for all ranks; return what each of them has given."""
@@ -211,15 +197,29 @@ class ExploredCalls(Calls):
 
     def prepared(self, given: Invocation[Any]) -> Any:
         """Check a call."""
-        kind = given.operation
-        if isinstance(kind, ExactSum):
-            return self._exact_sum(given)
-        if kind is BARRIER:
-            self._stream(given.stream)
-            return BoundCall(self._packed(BARRIER.name, [], range(self.size)), 0, (), 0)
-        if getattr(kind, "on_gpu", False):
-            raise unsupported(f"{kind.name} with counts on the GPU")
+        if getattr(given.operation, "on_gpu", False):
+            raise unsupported(f"{given.operation.name} with counts on the GPU")
         return super().prepared(given)
+
+    def _made(self, key: Any) -> Any:
+        """Return the call of a barrier or an exact sum, as if it was made before."""
+        if key == BARRIER.name:
+            return self._packed(key, [], range(self.size))
+        if not isinstance(key, tuple) or key[0] not in (SUM, DOT, NORM):
+            return UNKNOWN
+        what, *views, out = key
+
+        def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
+            x, y = (
+                np.concatenate([each[k] for each in loaded.values()], dtype=np.float64)
+                for k in (0, -1)
+            )
+            total = _exactly(what, x, np.ones_like(x) if what == SUM else y)
+            return [(Array.at(out.address, 1, out.dtype), [total])]
+
+        reads = [Array.at(view.address, view.size, view.dtype) for view in views]
+        name = f"{what} of {views[0].dtype.name}"
+        return self._packed(name, reads, range(self.size), stores)
 
     def _packed(
         self, what: str, reads: list[Array], sources: Sequence[int], *stores: Any
@@ -250,7 +250,7 @@ class ExploredCalls(Calls):
         out: list[Array] = []
         if target is not None:
             kind.check_output(ArrayView(*first), ArrayView(*target), rank, size)
-            out.append(_at(target[0], ArrayView(*target).size, target[2]))
+            out.append(Array.at(target[0], ArrayView(*target).size, target[2]))
         if (output is Output.OF_ROOT and rank == root) or not view.size:
             out.clear()
         used = output.used(rank, size, root)
@@ -271,32 +271,8 @@ class ExploredCalls(Calls):
 
         what = f"{kind.name} of {view.size} {view.dtype.name}"
         what += f", op {op}" * kind.reduces + f", root {root}" * kind.rooted
-        x = _at(view.address, view.size, view.dtype)
+        x = Array.at(view.address, view.size, view.dtype)
         return self._packed(what, [x], used if out else [], stores)
-
-    def _exact_sum(self, given: Invocation[ExactSum]) -> BoundCall:
-        """Return a call of ``sum``, ``dot`` or ``norm``."""
-        what, size = given.operation.name, self.size
-        views = [arrays.view(each, what) for each in (given.x, *given.args)]
-        given.operation._check(views)
-        dtype, handle = views[0].dtype, self._stream(given.stream)
-        like = ArrayView(0, (), np.promote_types(dtype, np.float32), "C", False)
-        out = self.new(0, like, (), 0, what) if given.out is None else given.out
-        written = arrays.view(out, f"{what}: out")
-        check_length(written, 1, f"{what}: out", "the sum")
-        check_type(written, like, what)
-
-        def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
-            x, y = (
-                np.concatenate([loaded[r][k] for r in range(size)]).astype(np.float64)
-                for k in (0, -1)
-            )
-            total = _exactly(what, x, np.ones_like(x) if what == SUM else y)
-            return [(_at(written.address, 1, written.dtype), [total])]
-
-        reads = [_at(view.address, view.size, view.dtype) for view in views]
-        call = self._packed(f"{what} of {dtype.name}", reads, range(size), stores)
-        return BoundCall(call, handle, (), out)
 
     def packed_messages(self, what: str, call: Any) -> Any:
         """Return messages, which are side by side."""
@@ -308,9 +284,14 @@ class ExploredCalls(Calls):
             found += [self.message(each, True) for each in sent.receives]
             copy = self._host.copy
             for target, source, nbytes in (*sent.copies, *copies):
-                found.append(copy(_at(target, nbytes), _at(source, nbytes)))
+                found.append(
+                    copy(
+                        Array.at(target, nbytes, np.uint8),
+                        Array.at(source, nbytes, np.uint8),
+                    )
+                )
             for address, number in (*sent.fills, *fills):
-                found.append(copy(_at(address, 1, np.int64), number))
+                found.append(copy(Array.at(address, 1, np.int64), number))
             return found
 
         return ExploredCall(self, shares)
@@ -320,7 +301,7 @@ class ExploredCalls(Calls):
         ends = (given.peer, self.rank) if receives else (self.rank, given.peer)
         what = f"a {kind} from rank {ends[0]} to rank {ends[1]}"
         key = what, self._number, self._host.count((what, self._number, receives))
-        data = _at(given.address, given.nbytes)
+        data = Array.at(given.address, given.nbytes, np.uint8)
         if not receives:
             return RankPart(key, 2, what, self.rank, [data])
 
@@ -337,7 +318,7 @@ class ExploredCalls(Calls):
                 )
             stored = [(data[: len(found)], found)]
             if given.count_at:
-                stored.append((_at(given.count_at, 1, np.int64), [number]))
+                stored.append((Array.at(given.count_at, 1, np.int64), [number]))
             return stored
 
         share = RankPart(key, 2, what, self.rank, [], [given.peer], stores)
@@ -520,8 +501,7 @@ class ExploredMemory(_OfLibrary, SymmetricMemory):
         """Return a rank's buffer as an array."""
         dtype = np.dtype(dtype)
         shape, start = self._place(rank, shape, dtype, storage_offset, "get_buffer")
-        region, offset = running().memory.at(self.buffer_ptrs[rank] + start, 0)
-        return Array.of(region, shape, dtype, offset)
+        return Array.at(self.buffer_ptrs[rank] + start, shape, dtype)
 
     def _contiguous(self, array: Any, what: str) -> ArrayView:
         return arrays.view(array, what)
@@ -533,7 +513,9 @@ class ExploredMemory(_OfLibrary, SymmetricMemory):
         self, target: int, source: int, nbytes: int, stream: Any, what: str
     ) -> None:
         self._host.check_stream(stream)
-        copy = self._host.copy(_at(target, nbytes), _at(source, nbytes))
+        copy = self._host.copy(
+            Array.at(target, nbytes, np.uint8), Array.at(source, nbytes, np.uint8)
+        )
         self._host.stream.enqueue(StreamWork(self._host.world, [copy]))
 
     def _launch(self, what: str, kernel: Any, stream: Any, *args: int) -> None:

@@ -4,6 +4,7 @@ The execution that has found the fault is repeated with its choices, and observe
 """
 
 import re
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from numba_symm.explore.memory import (
     CHANGES,
     LATE,
     LOAD,
+    NOWHERE,
     STORE,
     Access,
     Area,
@@ -124,8 +126,7 @@ def element_name(
     """Return what the program calls an element: ``mine[1, 0] (x of rank 1)``."""
     whole = _whole_name(region, files)
     if frame is not None:
-        lines = files[frame.f_code.co_filename]
-        code = lines[frame.f_lineno - 1] if frame.f_lineno <= len(lines) else ""
+        code = code_at(CodePlace(frame.f_code.co_filename, frame.f_lineno), files)
         for name, value in frame.f_locals.items():
             if not isinstance(value, Array) or value.region is not region:
                 continue
@@ -162,13 +163,9 @@ def _index_in(array: Array, offset: int) -> str | None:
 
 def _whole_name(region: Area, files: Files) -> str:
     """Return an allocation's name: the variable to which the program assigned it."""
-    made = region.made
-    if made is not None and made.file in files:
-        line = files[made.file][made.line - 1]
-        target = re.match(r"\s*(?:self\.)?(\w+)\s*=[^=]", line)
-        if target:
-            return f"{target[1]} of rank {region.rank}"
-    return region.name
+    line = code_at(region.made or NOWHERE, files)
+    target = re.match(r"\s*(?:self\.)?(\w+)\s*=[^=]", line)
+    return f"{target[1]} of rank {region.rank}" if target else region.name
 
 
 def code_at(site: CodePlace, files: Files) -> str:
@@ -208,44 +205,41 @@ class _Race:
         ]
         self.since = observed.at.get((first.thread, first.time), 0)
 
+    def _by_mates(self, name: Name, other: Name, phase: Any) -> Iterator[TracedStep]:
+        """Return the steps of threads in one access's block, in the same phase."""
+        for step in reversed(self._observed.steps[self.since :]):
+            by = self._names[step.thread]
+            mates = _are_mates(by, name) and not _are_mates(by, other)
+            if mates and step.phase == phase:
+                yield step
+
     def by_other_thread(self) -> str:
         """Another thread of the first one's block has signalled."""
         second = self._second.thread, self._second.time
         known = self._observed.known.get(second)
-        for step in reversed(self._observed.steps[self.since :]):
-            name = self._names[step.thread]
-            if not _are_mates(name, self.a) or _are_mates(name, self.b):
-                continue
-            if step.phase != self.phases[0]:
-                continue
+        for step in self._by_mates(self.a, self.b, self.phases[0]):
             released = step.stored is not None and step.stored.release is not None
             if released and known is not None and step.time <= known[step.thread]:
-                line, other = step.op.site.line, f"thread {name.thread}"
+                line, other = step.op.site.line, self._names[step.thread].thread
                 return (
-                    f"The {_call(step.op)} of {other} at line {line}, which "
-                    f"{self.b.text} knows of, follows {other}'s own accesses. But "
-                    f"nothing orders thread {self.a.thread}'s before it: is a "
+                    f"The {_call(step.op)} of thread {other} at line {line}, which "
+                    f"{self.b.text} knows of, follows thread {other}'s own accesses. "
+                    f"But nothing orders thread {self.a.thread}'s before it: is a "
                     f"syncthreads missing before line {line}?"
                 )
         return ""
 
     def to_other_thread(self) -> str:
         """Another thread of the second one's block knows."""
-        for step in reversed(self._observed.steps[self.since :]):
-            name = self._names[step.thread]
-            knows = step.known[self._first.thread]
-            if not _are_mates(name, self.b) or _are_mates(name, self.a):
-                continue
-            if step.phase != self.phases[1]:
-                continue
-            acquired = step.read is not None and step.op.order == ACQUIRE
-            if acquired and knows >= self._first.time:
+        for step in self._by_mates(self.b, self.a, self.phases[1]):
+            knows = step.known[self._first.thread] >= self._first.time
+            if knows and step.read is not None and step.op.order == ACQUIRE:
                 line = step.op.site.line
                 return (
-                    f"Thread {name.thread} of that block knows of it, by its "
-                    f"{_call(step.op)} at line {line}. But nothing orders the access "
-                    f"of thread {self.b.thread} after that: is a syncthreads missing "
-                    f"after line {line}?"
+                    f"Thread {self._names[step.thread].thread} of that block knows of "
+                    f"it, by its {_call(step.op)} at line {line}. But nothing orders "
+                    f"the access of thread {self.b.thread} after that: is a "
+                    f"syncthreads missing after line {line}?"
                 )
         return ""
 

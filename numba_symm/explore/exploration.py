@@ -17,6 +17,7 @@ explored. The search is dynamic partial-order reduction with source sets and sle
 """
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -25,6 +26,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,6 @@ from numba_symm.explore import diagnosis, standins
 from numba_symm.explore.calls import ExploredCommunicator
 from numba_symm.explore.host import AllRanks, Host, make_mpi
 from numba_symm.explore.machine import (
-    Chooser,
     Fiber,
     Full,
     Machine,
@@ -60,7 +61,13 @@ from numba_symm.explore.memory import (
     teaches_less,
 )
 from numba_symm.explore.report import Coverage, ExploreReport, FaultPlace, FoundFault
-from numba_symm.explore.standins import Modules, Source, StandIn, make_cuda, make_numba
+from numba_symm.explore.standins import (
+    Modules,
+    StandIn,
+    make_cuda,
+    make_numba,
+    module_path,
+)
 from numba_symm.explore.threads import unsupported
 
 _REFUSED = (
@@ -83,35 +90,26 @@ class Program:
         self.path, self.ranks, self.arguments = path, ranks, list(arguments)
         self.files: dict[str, list[str]] = {}
         self.numbers = Numbers()
-        self._codes: dict[str, Source | None] = {}
+        self._compiled = functools.cache(self._code)
         try:
-            self._main = self._code(path)
+            self._compiled(path)
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise ArgumentError(
                 f"explore: expected a Python program, got {path}: {error}"
             ) from None
 
-    def _code(self, path: Path) -> Any:
+    def _code(self, path: Path) -> CodeType:
         text = path.read_text()
         code = compile(text, str(path), "exec")
         self.files[str(path)] = text.splitlines()
         return code
 
-    def _source(self, name: str) -> Source | None:
-        """Return the source of a module beside the program."""
-        if name not in self._codes:
-            place = self.path.parent.joinpath(*name.split("."))
-            package = (place / "__init__.py").is_file()
-            path = place / "__init__.py" if package else place.with_suffix(".py")
-            found = path.is_file() and path != self.path
-            self._codes[name] = (self._code(path), package) if found else None
-        return self._codes[name]
-
-    def _find(self, name: str) -> Source | None:
-        source = self._source(name)
-        if source is None and name.partition(".")[0] in _REFUSED:
+    def _find(self, name: str) -> Path | None:
+        """Return the file of a module beside the program."""
+        path = module_path(self.path.parent, name)
+        if path is None and name.partition(".")[0] in _REFUSED:
             raise unsupported(f"the module {name}")
-        return source
+        return path if path != self.path else None
 
     def _modules(self, machine: Machine) -> Modules:
         device, symm = standins.device().known, standins.device_module()
@@ -137,9 +135,11 @@ class Program:
         }
         known |= {"numba_symm.errors": errors}
         known |= make_numba(make_cuda()) | make_mpi()
-        return Modules(known, self._find, {"print": lambda *_, **__: None})
+        return Modules(
+            known, self._find, self._compiled, {"print": lambda *_, **__: None}
+        )
 
-    def execute(self, chooser: Chooser, futile: dict[Any, set[int]]) -> Machine:
+    def execute(self, chooser: Any, futile: dict[Any, set[int]]) -> Machine:
         """Return a new execution, which has not begun.
 
         Raises:
@@ -154,7 +154,7 @@ class Program:
         return machine
 
     def _run(self, machine: Machine) -> None:
-        self._modules(machine).execute("__main__", (self._main, False))
+        self._modules(machine).execute("__main__", self.path)
         machine.me().local.drain()
 
     def run(self, machine: Machine) -> None:

@@ -221,10 +221,11 @@ class Host:
         self._counts[what] = number + 1
         return number
 
-    def check_stream(self, stream: Any) -> None:
-        """Refuse other streams than the default one."""
+    def check_stream(self, stream: Any, *_: Any) -> int:
+        """Refuse other streams than the default one, and return its handle."""
         if stream is not None and stream != 0:
             raise unsupported("a stream", "use the default stream")
+        return 0
 
     def drain(self) -> None:
         """Wait for the default stream."""
@@ -329,14 +330,7 @@ class MPIComm:
 
     rank = property(lambda self: host().rank)
     size = property(lambda self: host().world.size)
-
-    def Get_rank(self) -> int:
-        """Return the rank."""
-        return host().rank
-
-    def Get_size(self) -> int:
-        """Return the number of ranks."""
-        return host().world.size
+    Get_rank, Get_size = rank.fget, size.fget
 
     def __getattr__(self, name: str) -> Any:
         if name in OF_MPI or name == "Barrier":

@@ -18,7 +18,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from greenlet import getcurrent, greenlet
@@ -114,11 +114,6 @@ class Observer:
         """Learn what another clock knows."""
         np.maximum(self.clock, clock, out=self.clock)
 
-    def rank_of(self, number: int) -> int:
-        """Return the rank of the thread with a number."""
-        names: list[Name] = self.machine.numbers.names
-        return names[number].rank
-
 
 class Fiber(Observer):
     """A thread of a kernel or of a host.
@@ -150,7 +145,6 @@ class Fiber(Observer):
         self.again = 0
         self.peek: int | None = None
         self.probed: Any = None
-        self.result: Any = None
         self.local: Any = None
 
     def _run(self, _: Any) -> None:
@@ -197,21 +191,6 @@ class OutOfTime(Exception):
     """The exploration's time is over."""
 
 
-class Chooser(Protocol):
-    """What decides how an execution goes on."""
-
-    def choose(self, machine: "Machine") -> tuple["Fiber", int]:
-        """Return the thread whose access is next, and the index of its value."""
-
-    def executed(
-        self, machine: "Machine", thread: "Fiber", op: Strong, index: int
-    ) -> None:
-        """Note an executed access."""
-
-    def repeats(self) -> None:
-        """Note that a thread polls again, although it could have seen more."""
-
-
 _running: list["Machine"] = []
 
 
@@ -224,7 +203,9 @@ class Machine:
     """An execution.
 
     Attributes:
-        chooser: decides how it goes on.
+        chooser: decides how it goes on: ``choose`` returns the thread whose access is
+            next, and the index of its value; ``executed`` notes that; ``repeats`` notes
+            that a thread polls again, although it could have seen more.
         files: the program's files.
         memory: all memory.
         threads: the threads that have not ended.
@@ -238,7 +219,7 @@ class Machine:
 
     def __init__(
         self,
-        chooser: Chooser,
+        chooser: Any,
         files: Files,
         numbers: Numbers,
         futile: dict[Any, set[int]],

@@ -406,14 +406,12 @@ class MemoryModel:
                 part[:] = False
             elif part.any() and thread.name.block is not None and not site.called:
                 # Copies of the host and of the library may contain unused parts.
-                self._unset(region, offset, me)
-
-    def _unset(self, region: Area, offset: int, me: Access) -> None:
-        text = (
-            "a load of memory that was not stored before; no order makes a store come "
-            "first"
-        )
-        raise Fault("access", text, region=region, offset=offset, second=me)
+                raise Fault(
+                    "access",
+                    "a load of memory that was not stored before; no order makes a "
+                    "store come first",
+                    region=region, offset=offset, second=me,
+                )  # fmt: skip
 
     def _check(
         self,
@@ -566,7 +564,8 @@ class MemoryModel:
         for number, other in others.items():
             narrow = GPU in (me.scope, other.scope)
             unknown = other.time > thread.known[number]
-            if narrow and unknown and thread.rank_of(number) != thread.rank:
+            rank = thread.machine.numbers.names[number].rank
+            if narrow and unknown and rank != thread.rank:
                 self._race(region, offset, other, me)
 
 

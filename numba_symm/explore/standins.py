@@ -174,8 +174,8 @@ def _shuffle(place: Any) -> Any:
     return shuffle
 
 
-def _ballot(mask: int, value: Any) -> int:
-    return sum(bool(each) << i for i, each in enumerate(_warp(mask, value)))
+def _bits(values: list[Any]) -> int:
+    return sum(bool(each) << i for i, each in enumerate(values))
 
 
 def _host() -> Any:
@@ -247,7 +247,7 @@ def make_cuda() -> StandIn:
         shfl_up_sync=_shuffle(lambda lane, by: lane - by),
         shfl_down_sync=_shuffle(lambda lane, by: lane + by),
         shfl_xor_sync=_shuffle(lambda lane, by: lane ^ by),
-        ballot_sync=_ballot,
+        ballot_sync=lambda mask, value: _bits(_warp(mask, value)),
         any_sync=lambda mask, value: int(any(_warp(mask, value))),
         all_sync=lambda mask, value: int(all(_warp(mask, value))),
         threadfence=lambda: running().fence(local=True),
@@ -292,8 +292,14 @@ def make_numba(cuda: StandIn) -> dict[str, Any]:
 
 PACKAGE = Path(__file__).parents[1]
 
-Source = tuple[CodeType, bool]
-"""A module's code, and whether it is a package."""
+
+def module_path(folder: Path, name: str) -> Path | None:
+    """Return the file of a module or package in a folder."""
+    place = folder.joinpath(*name.split("."))
+    for path in (place / "__init__.py", place.with_suffix(".py")):
+        if path.is_file():
+            return path
+    return None
 
 
 class Modules:
@@ -301,7 +307,8 @@ class Modules:
 
     Attributes:
         known: the modules so far, by name.
-        find: returns the source of a module, or None: it is imported as usual.
+        find: returns the file of a module, or None: it is imported as usual.
+        compiled: returns the code of a file.
         names: more names that modules have as built-in ones.
         prepare: is called with each executed module.
     """
@@ -309,10 +316,11 @@ class Modules:
     def __init__(
         self,
         known: Mapping[str, Any],
-        find: Callable[[str], Source | None],
+        find: Callable[[str], Path | None],
+        compiled: Callable[[Path], CodeType],
         names: Mapping[str, Any],
     ):
-        self.known, self._find = dict(known), find
+        self.known, self._find, self._compiled = dict(known), find, compiled
         self._builtins = {
             **vars(builtins),
             "__import__": self._import,
@@ -320,30 +328,29 @@ class Modules:
         }
         self.prepare: Callable[[ModuleType], None] | None = None
 
-    def execute(self, name: str, source: Source, run_as: str | None = None) -> Any:
+    def execute(self, name: str, path: Path) -> Any:
         """Execute a module, and return it."""
-        code, package = source
-        module = ModuleType(run_as or name)
+        module = ModuleType(name)
         module.__dict__["__builtins__"] = self._builtins
-        module.__file__ = code.co_filename
+        module.__file__, package = str(path), path.stem == "__init__"
         module.__package__ = name if package else name.rpartition(".")[0]
         self.known[name] = module
-        exec(code, module.__dict__)
+        exec(self._compiled(path), module.__dict__)
         if self.prepare is not None:
             self.prepare(module)
         return module
 
     def load(self, name: str) -> Any:
-        """Return a module that is known or has a source; None: there is none."""
+        """Return a module that is known or has a file; None: there is none."""
         if name in self.known:
             return self.known[name]
         parent, _, last = name.rpartition(".")
         if parent and parent.partition(".")[0] in self.known:
             self.load(parent)
-        source = self._find(name)
-        if source is None:
+        path = self._find(name)
+        if path is None:
             return None
-        module = self.execute(name, source)
+        module = self.execute(name, path)
         if parent in self.known and isinstance(self.known[parent], ModuleType):
             setattr(self.known[parent], last, module)
         return module
@@ -370,6 +377,7 @@ class Modules:
 
 
 DEVICE = "numba_symm.device"
+_INSIDE = f"{DEVICE}."
 
 
 def word_of(bits: int) -> int:
@@ -554,11 +562,6 @@ def fail(guard: Any, record: int) -> None:
     raise Fault("result", f"rank {rank} reports a failure: {words}, of rank {peer}")
 
 
-def _array_at(address: int, shape: Any, dtype: Any) -> Array:
-    region, offset = located(int(address), 1)
-    return Array.of(region, shape, dtype, offset)
-
-
 def _no_clock() -> int:
     raise unsupported("globaltimer", "an exploration has no time")
 
@@ -603,7 +606,7 @@ def _instructions() -> dict[str, Any]:
     found |= {"ld_relaxed_sys_v2_u64": ld_pair, "st_relaxed_sys_v2_u64": st_pair}
     return found | {
         "sliced": lambda form: lambda function: function,
-        "array_at": _array_at,
+        "array_at": Array.at,
         "fence_acq_rel_sys": lambda: running().fence(),
         "globaltimer": _no_clock,
         "poll_pause": lambda polls: None,
@@ -614,10 +617,7 @@ def _instructions() -> dict[str, Any]:
             threads.bar_sync(bar, count, bool(condition))
         ),
         "warp_or": lambda condition: any(threads.warp(bool(condition))),
-        "votes": lambda condition: sum(
-            bool(each) << i
-            for i, each in enumerate(threads.warp(condition, orders=False))
-        ),
+        "votes": lambda condition: _bits(threads.warp(condition, orders=False)),
         "thread_index": lambda: threads.me().index,
         "thread_index_x": lambda: threads.me().thread[0],
         "thread_index_y": lambda: threads.me().thread[1],
@@ -648,17 +648,11 @@ def _atomics() -> ModuleType:
     return module
 
 
-def _source(name: str) -> Source | None:
-    if name != DEVICE and not name.startswith(f"{DEVICE}."):
-        return None
-    path = PACKAGE.parent.joinpath(*name.split("."))
-    package = path.is_dir()
-    path = path / "__init__.py" if package else path.with_suffix(".py")
-    return (_code(path), package) if path.is_file() else None
+def _find(name: str) -> Path | None:
+    return module_path(PACKAGE.parent, name) if f"{name}.".startswith(_INSIDE) else None
 
 
-@functools.cache
-def _code(path: Path) -> Any:
+def _compiled(path: Path) -> CodeType:
     return compile(path.read_text(), str(path), "exec")
 
 
@@ -676,7 +670,7 @@ def device() -> Modules:
         "numba": numba,
         "numba.cuda": numba.cuda,
     }
-    modules = Modules(known, _source, {})
+    modules = Modules(known, _find, _compiled, {})
     replaced = _instructions()
     replaced |= {"make_wait": make_wait, "fail": fail, "make_poll": make_poll}
     replaced |= {"_receive": _receive, "Context": Context}

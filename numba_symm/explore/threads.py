@@ -31,6 +31,12 @@ class Array(np.ndarray[Any, Any]):
     _start: int | None = None
 
     @classmethod
+    def at(cls, address: int, shape: Any, dtype: Any) -> "Array":
+        """Return the C-contiguous array at an address."""
+        region, offset = machine.running().memory.at(int(address), 0)
+        return cls.of(region, shape, dtype, offset)
+
+    @classmethod
     def of(cls, region: Area, shape: Any, dtype: Any, offset: int = 0) -> "Array":
         """Return the C-contiguous array at an offset of a region."""
         dtype = np.dtype(dtype)
@@ -202,14 +208,10 @@ def _tuple(shape: Any) -> tuple[int, ...]:
     return tuple(shape) if isinstance(shape, tuple | list) else (int(shape),)
 
 
-def converted(dtype: Any, value: Any) -> Any:
+def converted(dtype: np.dtype[Any], value: Any) -> Any:
     """Return a value as a GPU stores it: integers wrap around."""
-    if dtype.kind in "iu" and isinstance(value, int) and not isinstance(value, bool):
-        bits = 8 * dtype.itemsize
-        value &= (1 << bits) - 1
-        if dtype.kind == "i" and value >> (bits - 1):
-            value -= 1 << bits
-    return value
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return element(dtype, value) if whole and dtype.kind in "iu" else value
 
 
 def unsupported(what: str, instead: str = "") -> Unsupported:
