@@ -211,7 +211,7 @@ class ExploredCalls(Calls):
 
         def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
             x, y = (
-                np.concatenate([each[k] for each in loaded.values()], dtype=np.float64)
+                np.concatenate([each[k] for each in loaded.values()]).astype(np.float64)
                 for k in (0, -1)
             )
             total = _exactly(what, x, np.ones_like(x) if what == SUM else y)
@@ -274,14 +274,14 @@ class ExploredCalls(Calls):
         x = Array.at(view.address, view.size, view.dtype)
         return self._packed(what, [x], used if out else [], stores)
 
-    def packed_messages(self, what: str, call: Any) -> Any:
+    def packed_messages(self, what: str, call: Any, kind: str = "message") -> Any:
         """Return messages, which are side by side."""
         sent = call.transfers
         copies, fills = matched(sent.own[0], sent.own[1], what)
 
         def shares() -> list[RankPart]:
-            found = [self.message(each, False) for each in sent.sends]
-            found += [self.message(each, True) for each in sent.receives]
+            found = [self._message(each, False, kind) for each in sent.sends]
+            found += [self._message(each, True, kind) for each in sent.receives]
             copy = self._host.copy
             for target, source, nbytes in (*sent.copies, *copies):
                 found.append(
@@ -296,7 +296,7 @@ class ExploredCalls(Calls):
 
         return ExploredCall(self, shares)
 
-    def message(self, given: Any, receives: bool, kind: str = "message") -> RankPart:
+    def _message(self, given: Any, receives: bool, kind: str) -> RankPart:
         """Return an end of a message."""
         ends = (given.peer, self.rank) if receives else (self.rank, given.peer)
         what = f"a {kind} from rank {ends[0]} to rank {ends[1]}"
@@ -332,10 +332,8 @@ class ExploredCalls(Calls):
         self.enqueuer.refuse_in_group(what)
         side = RankStream(running(), mine.rank, REQUESTS + mine.count("requests"))
         mine.order(mine.stream, side)
-        sends, receives = call.transfers.sends, call.transfers.receives
-        shares = [self.message(each, False, "request") for each in sends]
-        shares += [self.message(each, True, "request") for each in receives]
-        side.enqueue(StreamWork(mine.world, shares))
+        for part in self.packed_messages(what, call, "request").parts:
+            side.enqueue(StreamWork(mine.world, part()))
         done = _Done(mine, side)
         return Request(self.members, what, done, call.result, 0, _nothing)
 

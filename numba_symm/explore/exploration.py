@@ -384,12 +384,7 @@ class Search:
         new: Value = place.values[-1]
         holds = load.op.holds
         assert holds is not None
-        before, machine.current = machine.current, load.by
-        try:
-            ends = holds(new.bits)
-        finally:
-            machine.current = before
-        return not ends or load.op.used or not teaches_less(old, new)
+        return not holds(new.bits) or load.op.used or not teaches_less(old, new)
 
     def _reverse(self, depth: int, step: _Executed, thread: Fiber) -> None:
         """Explore executions in which a step comes before the access of a node."""
@@ -403,27 +398,18 @@ class Search:
         for k in after:
             begins.setdefault(self._steps[k].thread, k)
 
-        def leads(k: int) -> bool:
-            past = self._steps[k].past
-            return not any(past[self._steps[j].thread] > j for j in after if j < k)
+        def leads(past: Any, end: int) -> bool:
+            return not any(past[self._steps[j].thread] > j for j in after if j < end)
 
-        def step_leads() -> bool:
-            return not any(thread.past[self._steps[j].thread] > j for j in after)
-
-        for number in node.todo:
-            if number in begins:
-                if leads(begins[number]):
-                    return
-            elif number == thread.number and step_leads():
-                return
+        paths = {number: (self._steps[k].past, k) for number, k in begins.items()}
+        paths.setdefault(thread.number, (thread.past, len(self._steps)))
+        known = set(node.todo)
         for (number, index), (kind, _) in node.sleep.items():
-            if number in begins:
-                k = begins[number]
-                same = kind in CHANGES or self._steps[k].index == index
-                if same and leads(k):
-                    return
-            elif number == thread.number and kind in CHANGES and step_leads():
-                return
+            same = number in begins and self._steps[begins[number]].index == index
+            if kind in CHANGES or same:
+                known.add(number)
+        if any(leads(*paths[number]) for number in known & paths.keys()):
+            return
         for k in after:
             if thread.past[self._steps[k].thread] > k:
                 node.todo.add(self._steps[k].thread)
@@ -479,17 +465,15 @@ def _depends(asleep: tuple[str, int], index: int, op: Strong) -> bool:
 class Random:
     """Explores random executions: any thread, or the one of the highest priority.
 
-    Priorities are random and change a few times: this is probabilistic concurrency
-    testing, which delays one thread for very long.
+    Priorities are random. They change at each step; or a few times, which delays one
+    thread for very long (probabilistic concurrency testing).
     """
 
     def __init__(self, seed: int, steps: int):
         self._random = random.Random(seed)
-        self._priorities: dict[int, float] | None = None
-        if self._random.random() < 0.5:
-            self._priorities = {}
+        self._keeps = self._random.random() < 0.5
+        self._priorities: dict[int, float] = {}
         self._falls = {self._random.randrange(max(1, steps)) for _ in range(3)}
-        self._lowest = 0.0
         self.choices: list[tuple[int, int]] = []
 
     def choose(self, machine: Machine) -> tuple[Fiber, int]:
@@ -504,16 +488,14 @@ class Random:
         return thread, value
 
     def _thread(self, ready: list[int]) -> int:
-        if self._priorities is None:
-            return self._random.choice(ready)
-        priorities = self._priorities
+        if not self._keeps:
+            self._priorities.clear()
         for number in ready:
-            priorities.setdefault(number, self._random.random())
-        best = max(ready, key=priorities.__getitem__)
+            self._priorities.setdefault(number, self._random.random())
+        best = max(ready, key=self._priorities.__getitem__)
         if len(self.choices) in self._falls:
-            self._lowest -= 1
-            priorities[best] = self._lowest
-            best = max(ready, key=priorities.__getitem__)
+            self._priorities[best] = -len(self.choices)
+            best = max(ready, key=self._priorities.__getitem__)
         return best
 
     def executed(self, machine: Machine, thread: Fiber, op: Strong, index: int) -> None:
@@ -688,10 +670,8 @@ def _described(
     places = [
         _access(observed, details[k]) for k in ("first", "second") if k in details
     ]
-    for text, site in details.get("sites", ()):
+    for text, site in (*details.get("sites", ()), *diagnosis.waiting(fault, machine)):
         places.append(_place(text or "the program", site, files))
-    for text, site in diagnosis.waiting(fault, machine):
-        places.append(_place(text, site, files))
     hints = []
     if "first" in details:
         hints = [diagnosis.nearest_order(observed, details["first"], details["second"])]

@@ -119,6 +119,7 @@ class Fiber(Observer):
     """A thread of a kernel or of a host.
 
     Attributes:
+        switch: runs the thread until it stops for something.
         op: the strong access that it wants to make.
         state: what it does, for reports: a text and where.
         seen: how long the list of its reads was, by its state at a load.
@@ -134,6 +135,7 @@ class Fiber(Observer):
         super().__init__(machine, name, clock)
         self._body = body
         self._greenlet = greenlet(self._run, machine.main)
+        self.switch = self._greenlet.switch
         self.done = False
         self.op: Strong | None = None
         self.state: tuple[str, CodePlace] = ("has not started", NOWHERE)
@@ -160,10 +162,6 @@ class Fiber(Observer):
                 self.done = True
             else:
                 machine.error = machine.error or error
-
-    def switch(self, value: Any = None) -> None:
-        """Run the thread until it stops for something."""
-        self._greenlet.switch(value)
 
     def stop(self) -> None:
         """End the thread."""
@@ -316,9 +314,7 @@ class Machine:
         self.last = thread
         op = thread.op
         assert op is not None
-        self.current = thread
         value = self.memory.execute(thread, op, index, self.steps - 1)
-        self.current = None
         if self.traced is not None:
             self.traced(thread, op, index, value)
         self.chooser.executed(self, thread, op, index)
@@ -360,11 +356,7 @@ class Machine:
     def options(self, thread: Fiber) -> list[int]:
         """Return the values with which a thread's access can be executed now."""
         assert thread.op is not None
-        self.current, before = thread, self.current
-        try:
-            return self.memory.options(thread, thread.op)
-        finally:
-            self.current = before
+        return self.memory.options(thread, thread.op)
 
     # What threads call.
 
@@ -434,9 +426,7 @@ class Machine:
 
     def _perform(self, thread: Fiber, op: Strong) -> Any:
         thread.op = op
-        thread.state = ("accesses", op.site)
-        if op.kind is AWAIT:
-            thread.state = ("waits", op.site)
+        thread.state = ("waits" if op.kind is AWAIT else "accesses", op.site)
         self._post(thread)
         return self.main.switch()
 
@@ -467,29 +457,25 @@ class Machine:
         The predicate is called by the waiting thread, for each value that it might see.
         """
         thread = self.me()
-        thread.peek = 0
-        try:
-            predicate()
-        finally:
-            thread.peek = None
-        region, offset, nbytes, order = thread.probed
-        op = Strong(AWAIT, region, offset, nbytes, order, self.site())
 
         def holds(value: int) -> bool:
-            thread.peek = value
+            before, self.current, thread.peek = self.current, thread, value
             try:
                 return bool(predicate())
             finally:
-                thread.peek = None
+                self.current, thread.peek = before, None
 
-        op.holds, op.used = holds, False
-        self._perform(thread, op)
-        thread.changed()
+        holds(0)  # tells which word it loads
+        region, offset, nbytes, order = thread.probed
+        op = Strong(AWAIT, region, offset, nbytes, order, self.site())
+        self.await_word(op, holds, used=False)
 
-    def await_word(self, op: Strong, holds: Callable[[int], bool]) -> int:
+    def await_word(
+        self, op: Strong, holds: Callable[[int], bool], used: bool = True
+    ) -> int:
         """Wait until a word's value satisfies a predicate; return the value."""
         thread = self.me()
-        op.holds = holds
+        op.holds, op.used = holds, used
         value = self._perform(thread, op)
         thread.changed()
         return int(value)

@@ -100,10 +100,9 @@ class ExploredKernel:
             host = running().me().local
             host.check_stream(stream)
             clock = running().me().clock.copy()
-            launched = Grid(self.py_func, (grid, block), args, int(dynamic), clock)
             check = functools.partial(_check_awaited, args, running().site())
-            launched.at_end = check
-            host.stream.enqueue(launched)
+            given = (grid, block), args, int(dynamic), clock, check
+            host.stream.enqueue(Grid(self.py_func, *given))
 
         return enqueue
 

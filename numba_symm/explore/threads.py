@@ -228,25 +228,30 @@ MOST_THREADS = 1024
 
 
 class Grid:
-    """A launch of a kernel on a stream.
+    """A launch of a kernel on a stream; ``at_end`` is called after the last thread.
 
     Attributes:
         dim, block: the numbers of blocks and of a block's threads, in 3 dimensions.
         blocks, threads: all of them.
         shared: the shared arrays, by block and place in the program.
         number: which launch of the stream it is, from 1 on.
-        at_end: is called after the last thread's end.
     """
 
-    at_end: Callable[[], None] = staticmethod(lambda: None)
-
-    def __init__(self, function: Any, launch: Any, args: Any, dynamic: int, clock: Any):
+    def __init__(
+        self,
+        function: Any,
+        launch: Any,
+        args: Any,
+        dynamic: int,
+        clock: Any,
+        at_end: Callable[[], None],
+    ):
         self._function, self._args, self._clock = function, args, clock
         self.dim, self.block = (_three(each) for each in launch)
         self.blocks, self.threads = math.prod(self.dim), math.prod(self.block)
         self.dynamic = dynamic
         self.shared: dict[Any, Area] = {}
-        self.number = 0
+        self.number, self._at_end = 0, at_end
         self._left = self.blocks * self.threads
         if not 0 < self.threads <= MOST_THREADS or not self.blocks:
             raise Fault(
@@ -275,7 +280,7 @@ class Grid:
         self._left -= 1
         self._stream.learn(thread.clock)
         if not self._left:
-            self.at_end()
+            self._at_end()
             self._stream.finish()
 
 
