@@ -117,9 +117,8 @@ class ExploredCalls(Calls):
         make: Any = functools.partial(StandIn, "numba_symm.Communicator")
         self.enqueuer = _Enqueuer(self)
         # One thread makes all calls. None is remembered, staged, or compared.
-        claim = functools.partial(int, entry.SLOW)
         self.thread = make(
-            alone=nullcontext, claim=claim, begin=_nothing, finish=_nothing
+            alone=nullcontext, claim=lambda: entry.SLOW, begin=_nothing, finish=_nothing
         )
         self.staging = make(apart=nullcontext)
         self.memory = make(get=self._made, put=_nothing, young={})
@@ -148,9 +147,8 @@ class ExploredCalls(Calls):
     def _symmetric(self, shape: Any, dtype: Any, what: str, like: Any = None) -> Array:
         if like is not None:
             raise unsupported(f"{what} with like")
-        unset = what == "empty"
         name = "a symmetric array" if what in ("empty", "zeros") else f"the {what}"
-        found = self._host.new(shape, dtype, unset=unset, what=name)
+        found = self._host.new(shape, dtype, unset=what == "empty", what=name)
         self.set_up(f"{what} of {found.nbytes} bytes")
         return found
 
@@ -167,8 +165,7 @@ class ExploredCalls(Calls):
         what = f"rendezvous at byte {array.start()} with channels={channels}"
         found = self.set_up(what, (address, region.pad.base))
         buffers, signal_pads = zip(*found, strict=True)
-        board = self._host.world.board.base
-        guard = Guard(board, self.rank, self.size, 0)
+        guard = Guard(self._host.world.board.base, self.rank, self.size, 0)
         ctx = Context(self.rank, self.size, buffers, signal_pads, guard)
         ctx.buffer_size = region.nbytes - array.start()
         ctx.channels = region.pad.nbytes // nbytes(1)
@@ -370,8 +367,7 @@ def _folded(element: Any, op: Any, rows: list[Any], first: int) -> Any:
 def _exactly(what: str, x: Any, y: Any) -> float:
     """Return a sum of products, or its root, rounded once to float64."""
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        total = float((x * y).sum())
-        return math.sqrt(total) if what == NORM else total
+        return float((x * y).sum())
     exact = sum(map(operator.mul, map(Fraction, x), map(Fraction, y)), Fraction(0))
     if what == NORM:
         root = math.isqrt(exact.numerator * 4**1200 // exact.denominator)

@@ -12,8 +12,6 @@ from numba_symm.explore.machine import Fiber, Machine, Name
 from numba_symm.explore.memory import (
     ACQUIRE,
     AWAIT,
-    CHANGES,
-    LATE,
     LOAD,
     NOWHERE,
     STORE,
@@ -58,22 +56,18 @@ class Observed:
 
     Attributes:
         steps: its strong accesses.
-        names: by thread and time, what the program calls the element that it accessed.
-        at: by thread and time, how many steps came before an access of the element.
-        known: by thread and time, what its thread knew.
         ends: how many steps came before the fault; None: all.
-        phases: by thread and time, the number of the launch and of barriers before.
+        seen: by thread and time, of an access of the element: what the program calls
+            it, how many steps came before, what the thread knew, and the number of the
+            launch and of barriers before.
     """
 
     def __init__(self, machine: Machine, fault: Fault):
         self.machine = machine
         self.steps: list[TracedStep] = []
-        self.names: dict[tuple[int, int], str] = {}
         self.ends: int | None = None
         self._last: Access | None = fault.details.get("second")
-        self.at: dict[tuple[int, int], int] = {}
-        self.known: dict[tuple[int, int], Any] = {}
-        self.phases: dict[tuple[int, int], tuple[int, int]] = {}
+        self.seen: dict[tuple[int, int], tuple[str, int, Any, tuple[int, int]]] = {}
         self._watched: Area | None = fault.details.get("region")
         self._offset: int = fault.details.get("offset", -1)
         machine.traced = self._trace
@@ -81,20 +75,23 @@ class Observed:
         machine.memory.forgives = fault.kind == "race"
 
     def _trace(self, thread: Fiber, op: Strong, index: int, value: Any) -> None:
-        place = op.region.places[op.offset]
-        stored = place.values[-1] if op.kind in CHANGES else None
-        if stored is not None and stored.step != self.machine.steps - 1:
-            stored = None
-        read = None
-        if op.kind is not STORE:
-            last = place.values[-2 if stored is not None else -1]
-            read = last if op.kind in CHANGES or index == LATE else place.values[index]
+        values, stored = op.region.places[op.offset].values, None
+        if values[-1].step == self.machine.steps - 1:
+            stored = values[-1]
+        read = values[index if stored is None else -2]
         shown = stored.bits if op.kind is STORE and stored is not None else value
         time = int(thread.known[thread.number])
         known = thread.known.copy()
         self.steps.append(
             TracedStep(
-                thread.number, time, op, shown, read, stored, known, _phase_of(thread)
+                thread.number,
+                time,
+                op,
+                shown,
+                None if op.kind is STORE else read,
+                stored,
+                known,
+                _phase_of(thread),
             )
         )
 
@@ -107,12 +104,14 @@ class Observed:
         if offset <= self._offset < offset + nbytes or offset == self._offset:
             frame = None if access.scope else frame_of(self.machine.files)
             name = element_name(region, offset, frame, self.machine.files)
-            key = access.thread, access.time
-            self.names[key], self.at[key] = name, len(self.steps)
             if access == self._last:
                 self.ends = len(self.steps)
-            self.known[key] = thread.known.copy()
-            self.phases[key] = _phase_of(thread)
+            seen = name, len(self.steps), thread.known.copy(), _phase_of(thread)
+            self.seen[access.thread, access.time] = seen
+
+    def of(self, access: Access) -> tuple[str, int, Any, tuple[int, int]]:
+        """Return what was seen of an access."""
+        return self.seen.get((access.thread, access.time), ("", 0, None, (0, 0)))
 
 
 def _phase_of(thread: Any) -> tuple[int, int]:
@@ -199,11 +198,9 @@ class _Race:
         self._machine = observed.machine
         self._names = observed.machine.numbers.names
         self.a, self.b = self._names[first.thread], self._names[second.thread]
-        self.phases = [
-            observed.phases.get((each.thread, each.time), (0, 0))
-            for each in (first, second)
-        ]
-        self.since = observed.at.get((first.thread, first.time), 0)
+        _, self.since, _, phase = observed.of(first)
+        _, _, self._known, last = observed.of(second)
+        self.phases = [phase, last]
 
     def _by_mates(self, name: Name, other: Name, phase: Any) -> Iterator[TracedStep]:
         """Return the steps of threads in one access's block, in the same phase."""
@@ -215,8 +212,7 @@ class _Race:
 
     def by_other_thread(self) -> str:
         """Another thread of the first one's block has signalled."""
-        second = self._second.thread, self._second.time
-        known = self._observed.known.get(second)
+        known = self._known
         for step in self._by_mates(self.a, self.b, self.phases[0]):
             released = step.stored is not None and step.stored.release is not None
             if released and known is not None and step.time <= known[step.thread]:
@@ -363,9 +359,8 @@ def trace(observed: Observed) -> list[dict[str, Any]]:
     for number, step in enumerate(observed.steps[: observed.ends]):
         op = step.op
         element = element_name(op.region, op.offset, None, machine.files)
-        does = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}.get(
-            op.kind, "updates"
-        )
+        verbs = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}
+        does = verbs.get(op.kind, "updates")
         if step.value is None:
             does = "looks too late at"
         found.append(

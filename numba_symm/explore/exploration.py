@@ -564,28 +564,22 @@ def run(
         Unsupported: the program uses something that has no stand-in; the text names it
             and the line.
     """
-    numbers = _checked_ranks([ranks] if isinstance(ranks, int) else list(ranks))
+    numbers: list[Any] = [ranks] if isinstance(ranks, int) else list(ranks)
+    known = all(type(each) is int and 0 < each <= MOST_RANKS for each in numbers)
+    if not numbers or not known:
+        raise ArgumentError(
+            f"explore: expected numbers of ranks from 1 to {MOST_RANKS}, got {numbers}"
+        )
     if not seconds > 0:
         raise ArgumentError(f"explore: expected seconds above 0, got {seconds!r}")
     ends, coverage = time.monotonic() + seconds, list[Coverage]()
     for k, number in enumerate(numbers):
         explored = _Exploration(Program(Path(program), number, arguments))
-        share = (ends - time.monotonic()) / (len(numbers) - k)
-        explored.run(max(share, 0.1))
+        explored.run(max((ends - time.monotonic()) / (len(numbers) - k), 0.1))
         coverage.append(explored.coverage)
         if explored.found is not None:
             break
     return ExploreReport(str(program), list(arguments), coverage, explored.found)
-
-
-def _checked_ranks(numbers: list[Any]) -> list[int]:
-    if not numbers or not all(
-        type(each) is int and 0 < each <= MOST_RANKS for each in numbers
-    ):
-        raise ArgumentError(
-            f"explore: expected numbers of ranks from 1 to {MOST_RANKS}, got {numbers}"
-        )
-    return numbers
 
 
 class _Exploration:
@@ -686,7 +680,7 @@ def _access(observed: diagnosis.Observed, access: Any) -> FaultPlace:
     machine = observed.machine
     name = machine.numbers.names[access.thread].text
     place = _place(f"{access.does} by {name}", access.site, machine.files)
-    place.element = observed.names.get((access.thread, access.time), "")
+    place.element = observed.of(access)[0]
     return place
 
 

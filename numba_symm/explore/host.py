@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from numba_symm.dtypes import REDUCTIONS
 from numba_symm.explore.machine import Machine, Name, Observer, running
 from numba_symm.explore.memory import CodePlace, Fault
 from numba_symm.explore.standins import StandIn
@@ -87,27 +88,29 @@ class AllRanks:
             self._run(shares)
 
     def _run(self, shares: list["RankPart"]) -> None:
-        observers, loaded = [], {}
-        for share in shares:
-            clocks = [
-                each.work.clock
-                for each in shares
-                if each is share or each.rank in share.sources
-            ]
-            clock = np.maximum.reduce(clocks)
-            observers.append(Observer(self.machine, share.name(), clock))
-        for share, me in zip(shares, observers, strict=True):
+        loaded = {}
+        observers = [
+            Observer(self.machine, each.name(), each.work.clock.copy())
+            for each in shares
+        ]
+        both = list(zip(shares, observers, strict=True))
+        receives = [  # whom a source has learned from is a source, too
+            (me, other)
+            for share, me in both
+            for each, other in both
+            if each.rank in share.sources
+        ]
+        for me, other in receives:
+            me.learn(other.clock)
+        for share, me in both:
             if share.reads:
                 loaded[share.rank] = [
                     x.load(me, share.site) if isinstance(x, Array) else x
                     for x in share.reads
                 ]
-        # Each rank stores after all that it receives from have loaded.
-        for share, me in zip(shares, observers, strict=True):
-            for each, other in zip(shares, observers, strict=True):
-                if each.rank in share.sources:
-                    me.learn(other.clock)
-        for share, me in zip(shares, observers, strict=True):
+        for me, other in receives:  # a rank stores after its sources have loaded
+            me.learn(other.clock)
+        for share, me in both:
             for array, values in share.stores(loaded):
                 array.store(values, me, share.site)
             share.work.stream.learn(me.clock)
@@ -295,18 +298,8 @@ def host() -> Host:
     return local
 
 
-OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": lambda a, b: a + b,
-    "prod": lambda a, b: a * b,
-    "min": np.minimum,
-    "max": np.maximum,
-    "land": np.logical_and,
-    "lor": np.logical_or,
-}
-
-
 def _reduced(given: Sequence[Any], op: str) -> Any:
-    return functools.reduce(OPERATORS[op], given)
+    return functools.reduce(REDUCTIONS[op], given)
 
 
 OF_MPI: dict[str, Callable[..., Any]] = {
@@ -376,7 +369,7 @@ IN_PLACE = object()
 
 def make_mpi() -> dict[str, Any]:
     """Return the stand-ins for ``mpi4py``, by name."""
-    operators = {name.upper(): name for name in OPERATORS}
+    operators = {name.upper(): name for name in REDUCTIONS}
     mpi = StandIn(
         "mpi4py.MPI", COMM_WORLD=MPIComm(), IN_PLACE=IN_PLACE, PROC_NULL=-1,
         Comm=MPIComm, Intracomm=MPIComm, **operators,

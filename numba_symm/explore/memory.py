@@ -349,7 +349,7 @@ class MemoryModel:
         place = bisect.bisect(self._bases, address) - 1
         region = self.regions[place] if place >= 0 else None
         if region is None or address + nbytes > region.base + region.nbytes:
-            near = f", behind {region.name}" if region is not None else ""
+            near = "" if region is None else f", behind {region.name}"
             raise Fault("access", f"an access to memory outside of all arrays{near}")
         return region, address - region.base
 
@@ -496,11 +496,9 @@ class MemoryModel:
             found.release,
             found.local if found.rank == thread.rank else None,
         ):
-            if clock is None:
-                continue
-            if op.order == ACQUIRE:
+            if clock is not None and op.order == ACQUIRE:
                 np.maximum(thread.known, clock, out=thread.known)
-            else:
+            elif clock is not None:
                 thread.unfenced.append(clock)
         if op.kind is UPDATE:
             assert op.change is not None

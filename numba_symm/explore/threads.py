@@ -396,8 +396,6 @@ _CONSTANT += (ModuleType, BuiltinFunctionType, functools.partial)
 
 def _frozen(value: Any, depth: int) -> Any:
     """Return a value that is equal only if a variable has not changed."""
-    if isinstance(value, np.generic):
-        return value.tobytes()
     if isinstance(value, _CONSTANT):
         return value
     if isinstance(value, Array):
@@ -407,7 +405,7 @@ def _frozen(value: Any, depth: int) -> Any:
         return tuple(_frozen(each, depth + 1) for each in value)
     if isinstance(value, dict):
         return tuple((str(k), _frozen(v, depth + 1)) for k, v in value.items())
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return value.tobytes()
     return getattr(value, "__code__", object())  # of an iterator, nothing is known
 
