@@ -8,7 +8,8 @@ those that receive.
 """
 
 import functools
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,12 +32,7 @@ class RankStream:
         self.rank, self.number, self.clock = rank, number, machine.clock()
         self._queue: deque[Any] = deque()
         self._running: Any = None
-        self._launches = 0
-
-    def count(self) -> int:
-        """Count a launch; return its number."""
-        self._launches += 1
-        return self._launches
+        self.launches = itertools.count(1)
 
     def learn(self, clock: Any) -> None:
         """Order what a clock knows before later work."""
@@ -213,16 +209,15 @@ class Host:
     def __init__(self, world: AllRanks, rank: int):
         self.world, self.rank = world, rank
         self.stream = RankStream(world.machine, rank)
-        self._counts: dict[Any, int] = {}
+        self._counts = Counter[Any]()
 
     def ended(self, thread: Any) -> None:
         """Do nothing: kernels go on after their host."""
 
     def count(self, what: Any) -> int:
         """Return how often this was called before."""
-        number = self._counts.get(what, 0)
-        self._counts[what] = number + 1
-        return number
+        self._counts[what] += 1
+        return self._counts[what] - 1
 
     def check_stream(self, stream: Any, *_: Any) -> int:
         """Refuse other streams than the default one, and return its handle."""

@@ -172,9 +172,8 @@ class Fiber(Observer):
 
     def changed(self) -> None:
         """Note that the thread does not only poll."""
-        if self.loads:
-            self.seen.clear()
-            self.loads.clear()
+        self.seen.clear()
+        self.loads.clear()
 
 
 MOST_STEPS = 200_000

@@ -159,11 +159,6 @@ def _warp(mask: int, value: Any = None, *, orders: bool = False) -> Any:
     return threads.warp(value, orders=orders)
 
 
-def syncwarp(mask: int = 0xFFFFFFFF) -> None:
-    """Stand in for ``cuda.syncwarp``."""
-    _warp(mask, orders=True)
-
-
 def _shuffle(place: Any) -> Any:
     def shuffle(mask: int, value: Any, by: int) -> Any:
         found = _warp(mask, value)
@@ -197,28 +192,12 @@ def _to_device(obj: Any, stream: Any = 0, copy: bool = True, to: Any = None) -> 
     return found
 
 
-def _device_array_like(array: Any, stream: Any = 0) -> Any:
-    return _host().new(array.shape, array.dtype, unset=True)
-
-
 def make_cuda() -> StandIn:
     """Return the stand-in for ``numba.cuda``."""
     sync = threads.sync
-    verbs = (
-        "add",
-        "sub",
-        "min",
-        "max",
-        "exch",
-        "inc",
-        "dec",
-        "and",
-        "or",
-        "xor",
-        "cas",
-    )
     atomics = {
-        f"{verb}_" if verb in ("and", "or") else verb: _atomic(verb) for verb in verbs
+        f"{verb}_" if verb in ("and", "or") else verb: _atomic(verb)
+        for verb in threads.UPDATES
     }
     atomic = StandIn(
         "cuda.atomic",
@@ -237,11 +216,11 @@ def make_cuda() -> StandIn:
         grid=_per_axis(lambda at, dim, block, thread: at * block + thread),
         gridsize=_per_axis(lambda at, dim, block, thread: dim * block),
         warpsize=threads.WARP,
-        syncthreads=threads.syncthreads,
+        syncthreads=sync,
         syncthreads_or=lambda value: int(any(sync(bool(value)))),
         syncthreads_and=lambda value: int(all(sync(bool(value)))),
         syncthreads_count=lambda value: sum(sync(bool(value))),
-        syncwarp=syncwarp,
+        syncwarp=lambda mask=0xFFFFFFFF: _warp(mask, orders=True),
         shfl_sync=_shuffle(lambda lane, by: by % threads.WARP),
         shfl_up_sync=_shuffle(lambda lane, by: lane - by),
         shfl_down_sync=_shuffle(lambda lane, by: lane + by),
@@ -256,7 +235,9 @@ def make_cuda() -> StandIn:
         atomic=atomic,
         to_device=_to_device,
         device_array=_device_array,
-        device_array_like=_device_array_like,
+        device_array_like=lambda array, stream=0: _host().new(
+            array.shape, array.dtype, unset=True
+        ),
         synchronize=lambda: _host().drain(),
         default_stream=lambda: 0,
         defer_cleanup=nullcontext,
@@ -325,7 +306,7 @@ class Modules:
             "__import__": self._import,
             **names,
         }
-        self.prepare: Callable[[ModuleType], None] | None = None
+        self.prepare: Callable[[ModuleType], Any] = lambda module: None
 
     def execute(self, name: str, path: Path) -> Any:
         """Execute a module, and return it."""
@@ -335,8 +316,7 @@ class Modules:
         module.__package__ = name if package else name.rpartition(".")[0]
         self.known[name] = module
         exec(self._compiled(path), module.__dict__)
-        if self.prepare is not None:
-            self.prepare(module)
+        self.prepare(module)
         return module
 
     def load(self, name: str) -> Any:
@@ -609,7 +589,7 @@ def _instructions() -> dict[str, Any]:
         "fence_acq_rel_sys": lambda: running().fence(),
         "globaltimer": _no_clock,
         "poll_pause": lambda polls: None,
-        "syncthreads": threads.syncthreads,
+        "syncthreads": threads.sync,
         "syncthreads_or": lambda condition: any(threads.sync(bool(condition))),
         "bar_sync": threads.bar_sync,
         "bar_red_or": lambda bar, count, condition: any(

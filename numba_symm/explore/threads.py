@@ -262,7 +262,7 @@ class Grid:
 
     def start(self, stream: Any) -> None:
         """Start all threads, after what the stream and the launching host know."""
-        self._stream, self.number = stream, stream.count()
+        self._stream, self.number = stream, next(stream.launches)
         execution = running()
         clock = np.maximum(stream.clock, self._clock)
         for block in range(self.blocks):
@@ -332,11 +332,6 @@ def _meet(place: Any, count: int, value: Any, what: str, orders: bool = True) ->
 def sync(value: Any = None) -> Any:
     """Wait for the block's threads; return the values of all."""
     return _meet("block", me().grid.threads, value, "syncthreads")
-
-
-def syncthreads() -> None:
-    """Wait for the block's threads."""
-    sync()
 
 
 def bar_sync(bar: int, count: int, value: Any = None) -> Any:
@@ -437,7 +432,7 @@ def _kept(
     return Array.of(arrays[key], shape, dtype)
 
 
-_CHANGES: dict[str, Callable[..., Any]] = {
+UPDATES: dict[str, Callable[..., Any]] = {
     "add": lambda old, value: old + value,
     "sub": lambda old, value: old - value,
     "min": min,
@@ -470,7 +465,7 @@ def changed(verb: str, dtype: np.dtype[Any], values: Any) -> Callable[[int], int
 
     def change(bits: int) -> int:
         with np.errstate(all="ignore"):
-            new = dtype.type(_CHANGES[verb](of_bits(dtype, bits), *given))
+            new = dtype.type(UPDATES[verb](of_bits(dtype, bits), *given))
         return int.from_bytes(new.tobytes(), "little")
 
     return change
