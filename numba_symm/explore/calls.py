@@ -204,7 +204,8 @@ class ExploredCalls(Calls):
             return self._packed(key, [], range(self.size))
         if not isinstance(key, tuple) or key[0] not in (SUM, DOT, NORM):
             return UNKNOWN
-        what, *views, out = key
+        what, _, given, out = key
+        views = [given] if isinstance(given, ArrayView) else given
 
         def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
             x, y = (
