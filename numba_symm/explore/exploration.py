@@ -5,11 +5,14 @@ Which executions of a program are explored: all that differ, or random ones.
 Two executions are equivalent if every strong load returns the value of the same store,
 and the stores to each place have the same order. Of equivalent executions, one is
 explored. The search is dynamic partial-order reduction with source sets and sleep sets
-(Abdulla, Aronis, Jonsson and Sagonas, 2014), with two additions:
+(Abdulla, Aronis, Jonsson and Sagonas, 2014), with three additions:
 
 - A load is a choice between values, also old ones. So a load need not be moved before a
   store to return the value from before. It must be moved behind a store that comes
   later to return that store's value. Sleep sets contain loads with their values.
+- Updates of a word whose results the program drops have no order, as long as all of
+  them commute and nothing else accesses the word. If something does, the search begins
+  anew, and these updates have an order.
 - A wait is enabled if a value ends it. A wait whose value is overwritten by one that
   does not end it may also look too late.
 
@@ -308,7 +311,9 @@ class Search:
         node = self._stack[depth]
         past = thread.past
         step = _Executed(thread, op, index, place)
-        if op.kind in CHANGES:
+        if op.silent:
+            pass  # nothing depends on the order of these
+        elif op.kind in CHANGES:
             self._race_with_changes(machine, step, thread)
             for _, _, clock in place.chain:
                 np.maximum(past, clock, out=past)

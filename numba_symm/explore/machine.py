@@ -188,6 +188,9 @@ class OutOfTime(Exception):
     """The exploration's time is over."""
 
 
+MIXED = "mixed"
+"""Of a word with silent updates and other accesses: then all updates have an order."""
+
 _running: list["Machine"] = []
 
 
@@ -314,6 +317,10 @@ class Machine:
         op = thread.op
         assert op is not None
         value = self.memory.execute(thread, op, index, self.steps - 1)
+        kinds = op.region.places[op.offset].kinds
+        kinds.add(op.silent)
+        if len(kinds) > 1:
+            self.learned.append(((MIXED, op.key), 0))
         if self.traced is not None:
             self.traced(thread, op, index, value)
         self.chooser.executed(self, thread, op, index)
@@ -402,7 +409,9 @@ class Machine:
                 access is no part of a loop that polls.
         """
         thread = self.me()
-        polls = op.kind in (LOAD, UPDATE) and state is not None
+        if (MIXED, op.key) in self.futile:
+            op.silent = ""
+        polls = op.kind in (LOAD, UPDATE) and state is not None and not op.silent
         if polls:
             state = (thread.number, op.key, state)
             if state in thread.seen:

@@ -185,13 +185,15 @@ class Value(NamedTuple):
 class Word:
     """A word of strong accesses, with all its values."""
 
-    __slots__ = ("chain", "loads", "nbytes", "reads", "values")
+    __slots__ = ("chain", "kinds", "loads", "nbytes", "reads", "values")
 
     def __init__(self, bits: int, nbytes: int):
         self.nbytes = nbytes
         self.values = [Value(bits, 0, 0, None, None, -1, -1)]
         self.reads: dict[int, list[tuple[int, int]]] = {}
-        # For the search: its last changes, and its loads, by their steps.
+        # For the search: its silent updates and others, and by their steps, its last
+        # changes and its loads.
+        self.kinds: set[str] = set()
         self.chain: list[tuple[int, int, Any]] = []
         self.loads: list[int] = []
 
@@ -291,12 +293,15 @@ class Strong:
         change: for an update, the function from the old bits to the new ones.
         holds: whether the thread can go on with a value; None: with any.
         used: whether the program gets the value of an await.
+        silent: the verb of an update whose result the program drops, if such updates
+            give the same in any order. It acquires nothing, as on GPUs and CPUs that
+            have instructions for it.
         site: where in the program.
     """
 
     __slots__ = (
         "bits", "change", "holds", "key", "kind", "nbytes", "offset", "order",
-        "region", "scope", "site", "used",
+        "region", "scope", "silent", "site", "used",
     )  # fmt: skip
 
     def __init__(
@@ -314,7 +319,7 @@ class Strong:
         self.bits = 0
         self.change: Callable[[int], int] | None = None
         self.holds: Callable[[int], bool] | None = None
-        self.used = True
+        self.used, self.silent = True, ""
 
 
 class MemoryModel:
@@ -492,10 +497,8 @@ class MemoryModel:
             return None
         found = place.values[index]
         place.note(thread.number, time, index)
-        for clock in (
-            found.release,
-            found.local if found.rank == thread.rank else None,
-        ):
+        local = found.local if found.rank == thread.rank else None
+        for clock in () if op.silent else (found.release, local):
             if clock is not None and op.order == ACQUIRE:
                 np.maximum(thread.known, clock, out=thread.known)
             elif clock is not None:

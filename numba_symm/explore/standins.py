@@ -29,6 +29,7 @@ from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.explore import threads
 from numba_symm.explore.machine import running
 from numba_symm.explore.memory import (
+    ACQUIRE,
     AWAIT,
     GPU,
     LOAD,
@@ -415,12 +416,18 @@ def _store(nbytes: int, order: str, address: int, value: int) -> None:
     running().access(op, None)
 
 
+_COMMUTE = ("add", "sub", "min", "max", "and", "or", "xor")
+
+
 def _updated(
     verb: str, dtype: np.dtype[Any], order: str, scope: str, address: int, *values: Any
 ) -> Any:
     """Make an atomic operation on the element at an address; return the old one."""
     op = op_at(UPDATE, address, dtype.itemsize, order)
     op.scope, op.change = scope, threads.changed(verb, dtype, values)
+    commutes = verb in _COMMUTE and dtype.kind in "iu" and order != ACQUIRE
+    if commutes and threads.drops_result():
+        op.silent = verb
     old = running().access(op, threads.state(running().files))
     return threads.of_bits(dtype, old)
 

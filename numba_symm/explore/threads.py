@@ -1,6 +1,8 @@
 """Threads of kernels, their device arrays, and atomic updates of these."""
 
+import dis
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -357,6 +359,25 @@ def caller(files: Files) -> tuple[CodeType, int]:
     frame = frame_of(files)
     assert frame is not None
     return frame.f_code, frame.f_lasti
+
+
+def drops_result() -> bool:
+    """Return whether the function that calls a stand-in drops the result."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_STAND_INS):
+        frame = frame.f_back
+    return frame is not None and frame.f_lasti in _dropped(frame.f_code)
+
+
+@functools.cache
+def _dropped(code: CodeType) -> set[int]:
+    """Return the places of instructions, and of their caches, before a POP_TOP."""
+    return {
+        place
+        for one, other in itertools.pairwise(dis.get_instructions(code))
+        if other.opname == "POP_TOP"
+        for place in range(one.offset, other.offset, 2)
+    }
 
 
 @functools.cache
