@@ -158,12 +158,15 @@ class ExploredCalls(Calls):
         region, nbytes = array.region, functools.partial(pads.pad_nbytes, self.size)
         number = CHANNELS if channels is None else channels
         if region.pad is None:
-            name = f"the signal pad of rank {self.rank}"
-            region.pad = running().memory.allocate(name, nbytes(number), 4)
+            region.pad = running().memory.allocate(
+                f"the signal pad of rank {self.rank}", nbytes(number), 4
+            )
             region.pad.rank = self.rank
             region.pad.slots = functools.partial(_slot, self.size)
-        what = f"rendezvous at byte {array.start()} with channels={channels}"
-        found = self.set_up(what, (address, region.pad.base))
+        found = self.set_up(
+            f"rendezvous at byte {array.start()} with channels={channels}",
+            (address, region.pad.base),
+        )
         buffers, signal_pads = zip(*found, strict=True)
         guard = Guard(self._host.world.board.base, self.rank, self.size, 0)
         ctx = Context(self.rank, self.size, buffers, signal_pads, guard)
@@ -212,12 +215,12 @@ class ExploredCalls(Calls):
                 np.concatenate([each[k] for each in loaded.values()]).astype(np.float64)
                 for k in (0, -1)
             )
-            total = _exactly(what, x, np.ones_like(x) if what == SUM else y)
+            total = _exactly(key[0], x, np.ones_like(x) if key[0] == SUM else y)
             return [(Array.at(out.address, 1, out.dtype), [total])]
 
         reads = [Array.at(view.address, view.size, view.dtype) for view in views]
-        name = f"{what} of {views[0].dtype.name}"
-        return self._packed(name, reads, range(self.size), stores)
+        what = f"{what} of {views[0].dtype.name}"
+        return self._packed(what, reads, range(self.size), stores)
 
     def _packed(
         self, what: str, reads: list[Array], sources: Sequence[int], *stores: Any
@@ -267,8 +270,8 @@ class ExploredCalls(Calls):
                 values = np.full(out[0].shape, dtypes.identity(op, view.dtype))
             return [(out[0], values)]
 
-        what = f"{kind.name} of {view.size} {view.dtype.name}"
-        what += f", op {op}" * kind.reduces + f", root {root}" * kind.rooted
+        more = f", op {op}" * kind.reduces + f", root {root}" * kind.rooted
+        what = f"{kind.name} of {view.size} {view.dtype.name}{more}"
         x = Array.at(view.address, view.size, view.dtype)
         return self._packed(what, [x], used if out else [], stores)
 
@@ -332,8 +335,7 @@ class ExploredCalls(Calls):
         mine.order(mine.stream, side)
         for part in self.packed_messages(what, call, "request").parts:
             side.enqueue(StreamWork(mine.world, part()))
-        done = _Done(mine, side)
-        return Request(self.members, what, done, call.result, 0, _nothing)
+        return Request(self.members, what, _Done(mine, side), call.result, 0, _nothing)
 
 
 class _Done:
@@ -386,8 +388,7 @@ class _OfLibrary:
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("_") and name not in self._public:
-            kind = type(self).__bases__[1].__name__
-            raise unsupported(f"{kind}.{name}")
+            raise unsupported(f"{type(self).__bases__[1].__name__}.{name}")
         return super().__getattribute__(name)
 
 
@@ -412,8 +413,8 @@ class ExploredCommunicator(_OfLibrary, Communicator):
     __repr__ = object.__repr__
 
     def __init__(self, *args: Any, **options: Any):
-        bound = inspect.signature(Communicator.__init__).bind(self, *args, **options)
-        given, mine = bound.arguments, host()
+        signature, mine = inspect.signature(Communicator.__init__), host()
+        given = signature.bind(self, *args, **options).arguments
         mine.check_stream(given.get("stream"))
         self._host = mine
         self._calls: Any = ExploredCalls(mine, mine.count("communicators"))
@@ -515,6 +516,5 @@ class ExploredMemory(_OfLibrary, SymmetricMemory):
 
     def _launch(self, what: str, kernel: Any, stream: Any, *args: int) -> None:
         self._host.check_stream(stream)
-        call = getattr(device_module(), what)
-        threads = 32 if what == "barrier" else 1
-        ExploredKernel(lambda: call(self._users_ctx, *args))[1, threads]()
+        call = functools.partial(getattr(device_module(), what), self._users_ctx, *args)
+        ExploredKernel(call)[1, 32 if what == "barrier" else 1]()

@@ -212,10 +212,10 @@ class _Race:
 
     def by_other_thread(self) -> str:
         """Another thread of the first one's block has signalled."""
-        known = self._known
         for step in self._by_mates(self.a, self.b, self.phases[0]):
             released = step.stored is not None and step.stored.release is not None
-            if released and known is not None and step.time <= known[step.thread]:
+            knows = self._known is not None and step.time <= self._known[step.thread]
+            if released and knows:
                 line, other = step.op.site.line, self._names[step.thread].thread
                 return (
                     f"The {_call(step.op)} of thread {other} at line {line}, which "
@@ -267,9 +267,9 @@ class _Race:
     def without_order(self) -> str:
         """Nothing near orders the accesses."""
         first, second, a, b = self._first, self._second, self.a, self.b
-        lines = f"lines {first.site.line} and {second.site.line}"
-        if first.site.line == second.site.line:
-            lines = f"two executions of line {first.site.line}"
+        here, there = first.site.line, second.site.line
+        again = f"two executions of line {here}"
+        lines = again if here == there else f"lines {here} and {there}"
         if _same_block(a, b):
             return (
                 "Both threads are of one block: is a syncthreads missing between "
@@ -315,9 +315,7 @@ def waiting(fault: Fault, machine: Machine) -> list[tuple[str, CodePlace]]:
         if ops:
             texts = dict.fromkeys(_wanted(name, each, machine) for each in ops)
             text = "for " + " and ".join(texts)
-        group = f"rank {name.rank}"
-        if name.block is not None:
-            group += f" block {name.block}"
+        group = f"rank {name.rank}" + f" block {name.block}" * (name.block is not None)
         found.setdefault((group, text, site), []).append(name.text)
     return [
         (

@@ -152,8 +152,8 @@ class Program:
         world = AllRanks(machine, self.ranks)
         for rank in range(self.ranks):
             name = Name(rank, None, 0, f"the host of rank {rank}")
-            thread = machine.start(name, machine.clock(), lambda: self._run(machine))
-            thread.local = Host(world, rank)
+            run = functools.partial(self._run, machine)
+            machine.start(name, machine.clock(), run, Host(world, rank))
         return machine
 
     def _run(self, machine: Machine) -> None:
@@ -311,17 +311,15 @@ class Search:
         node = self._stack[depth]
         past = thread.past
         step = _Executed(thread, op, index, place)
-        if op.silent:
-            pass  # nothing depends on the order of these
-        elif op.kind in CHANGES:
+        if op.kind not in CHANGES:
+            seen = place.values[index if index != LATE else -1].step
+            if seen >= 0:
+                np.maximum(past, self._steps[seen].past, out=past)
+        elif not op.silent:  # nothing depends on the order of silent updates
             self._race_with_changes(machine, step, thread)
             for _, _, clock in place.chain:
                 np.maximum(past, clock, out=past)
             self._race_with_loads(machine, step, thread)
-        else:
-            seen = place.values[index if index != LATE else -1].step
-            if seen >= 0:
-                np.maximum(past, self._steps[seen].past, out=past)
         past[thread.number] = depth + 1
         step.past = past.copy()
         self._steps.append(step)
@@ -646,9 +644,9 @@ class _Exploration:
                     chooser.begin()
                 continue
             except Fault as fault:
-                count = self.coverage.executions + self.coverage.random + 1
+                done = self.coverage.executions + self.coverage.random
                 self.found = _described(
-                    self._program, chooser, fault, count, self._search
+                    self._program, chooser, fault, 1 + done, self._search
                 )
             if not isinstance(chooser, Search):
                 learn(self._search.futile, machine)
@@ -674,26 +672,24 @@ def _described(
     hints = []
     if "first" in details:
         hints = [diagnosis.nearest_order(observed, details["first"], details["second"])]
-    found = FoundFault(fault.kind, fault.text, program.ranks, execution, places, hints)
-    found.trace = diagnosis.trace(observed)
-    found.choices = list(chooser.choices)
-    found.threads = [(*name,) for name in program.numbers.names]
-    return found
+    return FoundFault(
+        fault.kind, fault.text, program.ranks, execution, places, hints,
+        diagnosis.trace(observed), list(chooser.choices),
+        [(*name,) for name in program.numbers.names],
+    )  # fmt: skip
 
 
 def _access(observed: diagnosis.Observed, access: Any) -> FaultPlace:
-    machine = observed.machine
-    name = machine.numbers.names[access.thread].text
-    place = _place(f"{access.does} by {name}", access.site, machine.files)
+    name = observed.machine.numbers.names[access.thread].text
+    place = _place(f"{access.does} by {name}", access.site, observed.machine.files)
     place.element = observed.of(access)[0]
     return place
 
 
 def _place(text: str, site: CodePlace, files: Any) -> FaultPlace:
-    called = f", in {site.called}" if site.called else ""
-    return FaultPlace(
-        text + called, site.file, site.line, diagnosis.code_at(site, files)
-    )
+    if site.called:
+        text += f", in {site.called}"
+    return FaultPlace(text, site.file, site.line, diagnosis.code_at(site, files))
 
 
 def replay(file: str | os.PathLike[str]) -> list[dict[str, Any]]:

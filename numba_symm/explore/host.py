@@ -99,11 +99,10 @@ class AllRanks:
         for me, other in receives:
             me.learn(other.clock)
         for share, me in both:
-            if share.reads:
-                loaded[share.rank] = [
-                    x.load(me, share.site) if isinstance(x, Array) else x
-                    for x in share.reads
-                ]
+            loaded[share.rank] = [
+                x.load(me, share.site) if isinstance(x, Array) else x
+                for x in share.reads
+            ]
         for me, other in receives:  # a rank stores after its sources have loaded
             me.learn(other.clock)
         for share, me in both:
@@ -268,9 +267,11 @@ class Host:
             found.extend(loaded[rank][0][0] for rank in every)
             return []
 
-        key = comm, self.count(comm)
+        aside, key = (
+            RankStream(world.machine, self.rank, HOSTS),
+            (comm, self.count(comm)),
+        )
         share = RankPart(key, world.size, what, self.rank, [(value,)], every, stores)
-        aside = RankStream(world.machine, self.rank, HOSTS)
         aside.enqueue(StreamWork(world, [share]))
         self.wait_for(aside, what)
         return found

@@ -131,9 +131,9 @@ class Fiber(Observer):
         local: what stand-ins keep for it.
     """
 
-    def __init__(self, machine: Any, name: Name, clock: Any, body: Any):
+    def __init__(self, machine: Any, name: Name, clock: Any, body: Any, local: Any):
         super().__init__(machine, name, clock)
-        self._body = body
+        self._body, self.local = body, local
         self._greenlet = greenlet(self._run, machine.main)
         self.switch = self._greenlet.switch
         self.done = False
@@ -147,21 +147,18 @@ class Fiber(Observer):
         self.again = 0
         self.peek: int | None = None
         self.probed: Any = None
-        self.local: Any = None
 
     def _run(self, _: Any) -> None:
         machine = self.machine
         try:
             with np.errstate(all="ignore"):  # integers overflow as on a GPU
                 self._body()
-            self.done = True
         except Ended:
             pass
         except (Exception, Fault, SystemExit) as error:
-            if isinstance(error, SystemExit) and not error.code:
-                self.done = True
-            else:
+            if not isinstance(error, SystemExit) or error.code:
                 machine.error = machine.error or error
+        self.done = True
 
     def stop(self) -> None:
         """End the thread."""
@@ -247,12 +244,13 @@ class Machine:
         """Return new clocks, which know nothing."""
         return np.zeros((2, self.numbers.room), np.int64)
 
-    def start(self, name: Name, clock: Any, body: Callable[[], None]) -> Fiber:
+    def start(
+        self, name: Name, clock: Any, body: Callable[[], None], local: Any = None
+    ) -> None:
         """Start a thread that knows what ``clock`` does."""
-        thread = Fiber(self, name, clock, body)
+        thread = Fiber(self, name, clock, body, local)
         self.threads[thread.number] = thread
         self._runnable.append((thread, None))
-        return thread
 
     def run(self) -> None:
         """Run all threads to their ends, or raise a Fault or Pruned."""

@@ -87,9 +87,7 @@ class ExploredKernel:
         self.py_func = function
 
     def __getitem__(self, launch: Any) -> Any:
-        grid, block, stream, dynamic = (
-            (*launch, 0, 0)[:4] if len(launch) < 4 else launch
-        )
+        grid, block, stream, dynamic = (*launch, 0, 0)[:4]
 
         def enqueue(*args: Any) -> None:
             for arg in args:
@@ -98,12 +96,11 @@ class ExploredKernel:
                         f"{type(arg).__name__} as a kernel's argument",
                         "pass device arrays, numbers and tuples",
                     )
-            host = running().me().local
-            host.check_stream(stream)
-            clock = running().me().clock.copy()
+            caller = running().me()
+            caller.local.check_stream(stream)
             check = functools.partial(_check_awaited, args, running().site())
-            given = (grid, block), args, int(dynamic), clock, check
-            host.stream.enqueue(Grid(self.py_func, *given))
+            given = (grid, block), args, int(dynamic), caller.clock.copy(), check
+            caller.local.stream.enqueue(Grid(self.py_func, *given))
 
         return enqueue
 
@@ -266,8 +263,8 @@ def make_numba(cuda: StandIn) -> dict[str, Any]:
     types = {name: getattr(np, name) for name in _TYPES}
     of_types = StandIn("numba.types", **types)
     vars(cuda)["types"] = of_types
-    config = SimpleNamespace(ENABLE_CUDASIM=True, CUDA_LOW_OCCUPANCY_WARNINGS=False)
-    numba = StandIn("numba", cuda=cuda, config=config, types=of_types, **types)
+    known = {"cuda": cuda, "config": SimpleNamespace(ENABLE_CUDASIM=True)}
+    numba = StandIn("numba", types=of_types, **known, **types)
     return {"numba": numba, "numba.cuda": cuda, "numba.types": of_types}
 
 
@@ -657,10 +654,8 @@ def device() -> Modules:
         "numba.cuda": numba.cuda,
     }
     modules = Modules(known, _find, _compiled, {})
-    replaced = _instructions()
-    replaced |= {"make_wait": make_wait, "fail": fail, "make_poll": make_poll}
-    replaced |= {"_receive": _receive, "Context": Context}
-    replaced["WorkspaceContext"] = WorkspaceContext
+    functions = make_wait, make_poll, fail, _receive, Context, WorkspaceContext
+    replaced = _instructions() | {each.__name__: each for each in functions}
     modules.prepare = functools.partial(_replace, replaced)
     modules.load(DEVICE)
     return modules

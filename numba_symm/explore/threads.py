@@ -141,9 +141,6 @@ class Array(np.ndarray[Any, Any]):
             return func(self.memory)
         raise unsupported(f"np.{func.__name__} of a device array")
 
-    def __contains__(self, item: Any) -> bool:
-        raise unsupported("`in` a device array")
-
     def store(self, values: Any, by: Any, site: Any) -> None:
         """Store all elements, as one copy that an observer makes."""
         self._touch(True, by, site)
@@ -271,8 +268,8 @@ class Grid:
             for index in range(self.threads):
                 text = f"rank {stream.rank} block {block} thread {index}"
                 name = Name(stream.rank, block, index, text)
-                thread = execution.start(name, clock.copy(), self._body)
-                thread.local = KernelThread(self, block, index)
+                place = KernelThread(self, block, index)
+                execution.start(name, clock.copy(), self._body, place)
 
     def _body(self) -> None:
         self._function(*self._args)
