@@ -67,11 +67,26 @@ def test_the_kernel_of_a_norm_is_explored_completely(tmp_path):
     assert report.complete, str(report)
 
 
-def test_contended_counters_are_explored_at_random(tmp_path):
-    edits = ("CHUNKS = 6", "CHUNKS = 2"), ("CHUNK = 100", "CHUNK = 8")
+ONE_CHUNK = [
+    ("CHUNKS = 6", "CHUNKS = 1"),
+    ("CHUNK = 100", "CHUNK = 2"),
+    ("BINS = 16", "BINS = 4"),
+]
+BLOCKS = "BLOCKS, THREADS = (2, 8)"
+
+
+def test_a_queue_of_few_chunks_is_explored_completely(tmp_path):
+    """Of n ranks, n blocks take n chunks in n**n ways, and see the end in n! orders."""
+    edits = [*ONE_CHUNK, (BLOCKS, "BLOCKS, THREADS = (1, 2)")]
+    report = explore.run(edited(EXAMPLES + "histogram.py", edits, tmp_path), [2, 3], 60)
+    assert report.complete, str(report)
+    assert [each.orders for each in report.coverage] == [8, 162]
+
+
+def test_a_queue_of_many_chunks_is_explored_at_random(tmp_path):
+    edits = [("CHUNKS = 6", "CHUNKS = 3"), *ONE_CHUNK[1:]]
     report = explore.run(edited(EXAMPLES + "histogram.py", edits, tmp_path), 2, 3)
     assert report.fault is None, str(report)
-    assert not report.complete
     assert "incomplete: " in str(report)
     assert report.coverage[0].random > 0
 
@@ -239,6 +254,15 @@ EDITS = {
     ),
     "histogram: no syncthreads after the counts": (
         "histogram.py", [("cuda.syncthreads()  # all counts", "pass  #")], "race",
+    ),
+    "histogram: no syncthreads before the next chunk": (
+        "histogram.py",
+        [
+            *ONE_CHUNK,
+            (BLOCKS, "BLOCKS, THREADS = (1, 4)"),
+            ("cuda.syncthreads()  # counts and chunk", "pass  #"),
+        ],
+        IMPLIED,
     ),
     "histogram: no barrier before the kernel": (
         "histogram.py", [("comm.barrier()  # every rank's data", "pass  #")], "race",
