@@ -264,6 +264,10 @@ FAULTS = {
     ),
     "comm.send(np.zeros(1), dst=1)": ("error", "expected a device array, got ndarray"),
     "comm.isend(x, dst=right)": ("error", "pass requests=True to Communicator"),
+    "comm = ns.Communicator(MPI.COMM_WORLD, requests=True)\n"
+    "comm.isend(x, dst=right)\ncomm.irecv(a, src=left)\nfound(a)": (
+        "race", "store by the stream of rank"
+    ),
     "comm.all_reduce(x, axis=0)": ("error", "unexpected keyword argument 'axis'"),
 }  # fmt: skip
 
