@@ -90,21 +90,17 @@ class AllRanks:
             for each in shares
         ]
         both = list(zip(shares, observers, strict=True))
-        receives = [  # whom a source has learned from is a source, too
-            (me, other)
-            for share, me in both
-            for each, other in both
-            if each.rank in share.sources
-        ]
-        for me, other in receives:
-            me.learn(other.clock)
         for share, me in both:
             loaded[share.rank] = [
                 x.load(me, share.site) if isinstance(x, Array) else x
                 for x in share.reads
             ]
-        for me, other in receives:  # a rank stores after its sources have loaded
-            me.learn(other.clock)
+        # A rank loads before it follows its sources, and stores after all of them have
+        # loaded. Whom a source follows is a source, too.
+        for share, me in both:
+            for each, other in both:
+                if each.rank in share.sources:
+                    me.learn(other.clock)
         for share, me in both:
             for array, values in share.stores(loaded):
                 array.store(values, me, share.site)

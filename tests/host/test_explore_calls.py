@@ -280,6 +280,35 @@ def test_wrong_calls_of_the_host_are_faults(tmp_path, line):
     assert (report.fault.kind, text in str(report)) == (kind, True), str(report)
 
 
+def test_a_program_ends_when_its_streams_have_ended(tmp_path):
+    report = explored(tmp_path, BESIDE + "comm.recv(a, src=0) if r else None")
+    assert report.fault.kind == "deadlock", str(report)
+
+
+STORES = """
+x = comm.zeros(2)
+ctx = comm.rendezvous(x).ctx
+
+@cuda.jit
+def store(ctx):
+    symm.peer_array(ctx, 1 - ctx.rank, 2, np.float32)[0] = 1
+
+comm.barrier()
+"""
+
+
+def test_a_collective_loads_before_it_follows_the_other_ranks(tmp_path):
+    """So a peer may change its input after it, but not directly before it."""
+    after = explored(tmp_path, STORES + "comm.all_reduce(x)\nstore[1, 1](ctx)\n")
+    assert after.complete, str(after)
+    before = explored(tmp_path, STORES + "store[1, 1](ctx)\ncomm.all_reduce(x)\n")
+    assert before.fault.kind == "race"
+    between = "store[1, 1](ctx)\ncomm.barrier()\ncomm.all_reduce(x)\n"
+    assert explored(tmp_path, STORES + between).complete
+    root = explored(tmp_path, STORES + "comm.broadcast(x)\nstore[1, 1](ctx)\n")
+    assert root.fault.kind == "race"  # the root does not wait for the others
+
+
 NO_STAND_INS = {
     "comm.experts(2, top_k=1, hidden=8, tokens=1)": "Communicator.experts",
     "comm.all_reduce(x, epilogue=abs)": "all_reduce with epilogue",

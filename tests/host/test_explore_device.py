@@ -473,6 +473,21 @@ def test_a_loop_with_an_end_is_no_wait(tmp_path):
     assert run(tmp_path, kernel, "", 1, "[1, 1]").complete
 
 
+def test_two_loads_on_one_line_are_no_loop(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        if ctx.rank == 0:
+            symm.st_relaxed_sys_u32(symm.peer_address(ctx, 1), 1)
+        else:
+            word = symm.peer_address(ctx, 1)
+            out[0] = symm.ld_relaxed_sys_u32(word) + symm.ld_relaxed_sys_u32(word)
+    """
+    report = run(tmp_path, kernel, "", 2, "[1, 1]")
+    assert report.complete, str(report)
+    assert report.coverage[0].orders == 3  # the sum is 0, 1 or 2
+
+
 def test_threads_may_store_the_same_but_nothing_else(tmp_path):
     kernel = """
     @cuda.jit
