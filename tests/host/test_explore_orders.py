@@ -176,9 +176,9 @@ def drawn_locks(lot):
 def drawn_counters(lot):
     """Return a random program of threads that update words and drop the results."""
     program = []
-    for _ in range(lot.choice((2, 3))):
+    for _ in range(lot.choice((2, 2, 2, 3))):
         steps = []
-        for _ in range(lot.randint(1, 3)):
+        for _ in range(lot.randint(1, 2)):
             verb = "add" if lot.random() < 0.9 else "max"
             order, value = lot.choice(("relaxed", "release")), lot.randint(1, 2)
             steps.append(("red", verb, lot.randrange(2), (value,), order))
