@@ -6,6 +6,8 @@ A program is a list of threads, and a thread is a list of steps:
 - ``("wait", place, comparison, value, order)``: a declared wait
 - ``("spin", place, comparison, value, order)``: a loop of loads, whose last counts
 - ``("rmw", verb, place, values, order)``
+- ``("red", verb, place, values, order)``: the same, whose result is dropped; it
+  acquires nothing
 - ``("lock", place, order)``: a loop of compare and swap, from 0 to 1
 - ``("fence",)``, ``("bar",)``: a barrier of all threads
 - ``("wst", place, value)``, ``("wld", place)``: weak
@@ -101,6 +103,15 @@ def _steps(program, state):
             yield from _weak(state, t, step, on)
         elif kind == "st":
             yield _store(state, t, step[1], step[2], step[3], None, on, loaded)
+        elif kind == "red":
+            _, verb, place, values, order = step
+            old, release, _ = places[place][-1]
+            new = UPDATE[verb](old, *values)
+            if new != old or order == "release":
+                yield _store(state, t, place, new, order, release, on, loaded)
+            else:
+                seen = _set(view[0], place, len(places[place]) - 1), view[1]
+                yield (on, loaded, places, _set(views, t, seen), *state[4:])
         elif kind in ("rmw", "lock"):
             if kind == "lock":
                 step = "rmw", "cas", step[1], (0, 1), step[2]

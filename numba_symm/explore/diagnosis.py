@@ -4,6 +4,7 @@ The execution that has found the fault is repeated with its choices, and observe
 """
 
 import re
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -11,9 +12,8 @@ from numba_symm.explore.machine import Fiber, Machine, Name
 from numba_symm.explore.memory import (
     ACQUIRE,
     AWAIT,
-    CHANGES,
-    LATE,
     LOAD,
+    NOWHERE,
     STORE,
     Access,
     Area,
@@ -56,22 +56,18 @@ class Observed:
 
     Attributes:
         steps: its strong accesses.
-        names: by thread and time, what the program calls the element that it accessed.
-        at: by thread and time, how many steps came before an access of the element.
-        known: by thread and time, what its thread knew.
         ends: how many steps came before the fault; None: all.
-        phases: by thread and time, the number of the launch and of barriers before.
+        seen: by thread and time, of an access of the element: what the program calls
+            it, how many steps came before, what the thread knew, and the number of the
+            launch and of barriers before.
     """
 
     def __init__(self, machine: Machine, fault: Fault):
         self.machine = machine
         self.steps: list[TracedStep] = []
-        self.names: dict[tuple[int, int], str] = {}
         self.ends: int | None = None
         self._last: Access | None = fault.details.get("second")
-        self.at: dict[tuple[int, int], int] = {}
-        self.known: dict[tuple[int, int], Any] = {}
-        self.phases: dict[tuple[int, int], tuple[int, int]] = {}
+        self.seen: dict[tuple[int, int], tuple[str, int, Any, tuple[int, int]]] = {}
         self._watched: Area | None = fault.details.get("region")
         self._offset: int = fault.details.get("offset", -1)
         machine.traced = self._trace
@@ -79,20 +75,23 @@ class Observed:
         machine.memory.forgives = fault.kind == "race"
 
     def _trace(self, thread: Fiber, op: Strong, index: int, value: Any) -> None:
-        place = op.region.places[op.offset]
-        stored = place.values[-1] if op.kind in CHANGES else None
-        if stored is not None and stored.step != self.machine.steps - 1:
-            stored = None
-        read = None
-        if op.kind is not STORE:
-            last = place.values[-2 if stored is not None else -1]
-            read = last if op.kind in CHANGES or index == LATE else place.values[index]
+        values, stored = op.region.places[op.offset].values, None
+        if values[-1].step == self.machine.steps - 1:
+            stored = values[-1]
+        read = values[index if stored is None else -2]
         shown = stored.bits if op.kind is STORE and stored is not None else value
         time = int(thread.known[thread.number])
         known = thread.known.copy()
         self.steps.append(
             TracedStep(
-                thread.number, time, op, shown, read, stored, known, _phase_of(thread)
+                thread.number,
+                time,
+                op,
+                shown,
+                None if op.kind is STORE else read,
+                stored,
+                known,
+                _phase_of(thread),
             )
         )
 
@@ -105,12 +104,14 @@ class Observed:
         if offset <= self._offset < offset + nbytes or offset == self._offset:
             frame = None if access.scope else frame_of(self.machine.files)
             name = element_name(region, offset, frame, self.machine.files)
-            key = access.thread, access.time
-            self.names[key], self.at[key] = name, len(self.steps)
             if access == self._last:
                 self.ends = len(self.steps)
-            self.known[key] = thread.known.copy()
-            self.phases[key] = _phase_of(thread)
+            seen = name, len(self.steps), thread.known.copy(), _phase_of(thread)
+            self.seen[access.thread, access.time] = seen
+
+    def of(self, access: Access) -> tuple[str, int, Any, tuple[int, int]]:
+        """Return what was seen of an access."""
+        return self.seen.get((access.thread, access.time), ("", 0, None, (0, 0)))
 
 
 def _phase_of(thread: Any) -> tuple[int, int]:
@@ -124,8 +125,7 @@ def element_name(
     """Return what the program calls an element: ``mine[1, 0] (x of rank 1)``."""
     whole = _whole_name(region, files)
     if frame is not None:
-        lines = files[frame.f_code.co_filename]
-        code = lines[frame.f_lineno - 1] if frame.f_lineno <= len(lines) else ""
+        code = code_at(CodePlace(frame.f_code.co_filename, frame.f_lineno), files)
         for name, value in frame.f_locals.items():
             if not isinstance(value, Array) or value.region is not region:
                 continue
@@ -162,13 +162,9 @@ def _index_in(array: Array, offset: int) -> str | None:
 
 def _whole_name(region: Area, files: Files) -> str:
     """Return an allocation's name: the variable to which the program assigned it."""
-    made = region.made
-    if made is not None and made.file in files:
-        line = files[made.file][made.line - 1]
-        target = re.match(r"\s*(?:self\.)?(\w+)\s*=[^=]", line)
-        if target:
-            return f"{target[1]} of rank {region.rank}"
-    return region.name
+    line = code_at(region.made or NOWHERE, files)
+    target = re.match(r"\s*(?:self\.)?(\w+)\s*=[^=]", line)
+    return f"{target[1]} of rank {region.rank}" if target else region.name
 
 
 def code_at(site: CodePlace, files: Files) -> str:
@@ -202,50 +198,44 @@ class _Race:
         self._machine = observed.machine
         self._names = observed.machine.numbers.names
         self.a, self.b = self._names[first.thread], self._names[second.thread]
-        self.phases = [
-            observed.phases.get((each.thread, each.time), (0, 0))
-            for each in (first, second)
-        ]
-        self.since = observed.at.get((first.thread, first.time), 0)
+        _, self.since, _, phase = observed.of(first)
+        _, _, self._known, last = observed.of(second)
+        self.phases = [phase, last]
+
+    def _by_mates(self, name: Name, other: Name, phase: Any) -> Iterator[TracedStep]:
+        """Return the steps of threads in one access's block, in the same phase."""
+        for step in reversed(self._observed.steps[self.since :]):
+            by = self._names[step.thread]
+            mates = _are_mates(by, name) and not _are_mates(by, other)
+            if mates and step.phase == phase:
+                yield step
 
     def by_other_thread(self) -> str:
         """Another thread of the first one's block has signalled."""
-        second = self._second.thread, self._second.time
-        known = self._observed.known.get(second)
-        for step in reversed(self._observed.steps[self.since :]):
-            name = self._names[step.thread]
-            if not _are_mates(name, self.a) or _are_mates(name, self.b):
-                continue
-            if step.phase != self.phases[0]:
-                continue
+        for step in self._by_mates(self.a, self.b, self.phases[0]):
             released = step.stored is not None and step.stored.release is not None
-            if released and known is not None and step.time <= known[step.thread]:
-                line, other = step.op.site.line, f"thread {name.thread}"
+            knows = self._known is not None and step.time <= self._known[step.thread]
+            if released and knows:
+                line, other = step.op.site.line, self._names[step.thread].thread
                 return (
-                    f"The {_call(step.op)} of {other} at line {line}, which "
-                    f"{self.b.text} knows of, follows {other}'s own accesses. But "
-                    f"nothing orders thread {self.a.thread}'s before it: is a "
+                    f"The {_call(step.op)} of thread {other} at line {line}, which "
+                    f"{self.b.text} knows of, follows thread {other}'s own accesses. "
+                    f"But nothing orders thread {self.a.thread}'s before it: is a "
                     f"syncthreads missing before line {line}?"
                 )
         return ""
 
     def to_other_thread(self) -> str:
         """Another thread of the second one's block knows."""
-        for step in reversed(self._observed.steps[self.since :]):
-            name = self._names[step.thread]
-            knows = step.known[self._first.thread]
-            if not _are_mates(name, self.b) or _are_mates(name, self.a):
-                continue
-            if step.phase != self.phases[1]:
-                continue
-            acquired = step.read is not None and step.op.order == ACQUIRE
-            if acquired and knows >= self._first.time:
+        for step in self._by_mates(self.b, self.a, self.phases[1]):
+            knows = step.known[self._first.thread] >= self._first.time
+            if knows and step.read is not None and step.op.order == ACQUIRE:
                 line = step.op.site.line
                 return (
-                    f"Thread {name.thread} of that block knows of it, by its "
-                    f"{_call(step.op)} at line {line}. But nothing orders the access "
-                    f"of thread {self.b.thread} after that: is a syncthreads missing "
-                    f"after line {line}?"
+                    f"Thread {self._names[step.thread].thread} of that block knows of "
+                    f"it, by its {_call(step.op)} at line {line}. But nothing orders "
+                    f"the access of thread {self.b.thread} after that: is a "
+                    f"syncthreads missing after line {line}?"
                 )
         return ""
 
@@ -277,9 +267,9 @@ class _Race:
     def without_order(self) -> str:
         """Nothing near orders the accesses."""
         first, second, a, b = self._first, self._second, self.a, self.b
-        lines = f"lines {first.site.line} and {second.site.line}"
-        if first.site.line == second.site.line:
-            lines = f"two executions of line {first.site.line}"
+        here, there = first.site.line, second.site.line
+        again = f"two executions of line {here}"
+        lines = again if here == there else f"lines {here} and {there}"
         if _same_block(a, b):
             return (
                 "Both threads are of one block: is a syncthreads missing between "
@@ -315,9 +305,9 @@ def _call(op: Strong) -> str:
 
 
 def waiting(fault: Fault, machine: Machine) -> list[tuple[str, CodePlace]]:
-    """Return who waits for what, each text once; hosts only if no kernel waits."""
+    """Return who waits for what, each text once; hosts only if nothing else waits."""
     given = fault.details.get("waiting", ())
-    kernels = [each for each in given if each[0].block is not None]
+    kernels = [each for each in given if each[0].block is not None or each[0].thread]
     found: dict[tuple[str, str, CodePlace], list[str]] = {}
     for name, what, site, op, polling in kernels or given:
         ops = [each for each, _, _ in polling] or ([op] if op is not None else [])
@@ -325,9 +315,7 @@ def waiting(fault: Fault, machine: Machine) -> list[tuple[str, CodePlace]]:
         if ops:
             texts = dict.fromkeys(_wanted(name, each, machine) for each in ops)
             text = "for " + " and ".join(texts)
-        group = f"rank {name.rank}"
-        if name.block is not None:
-            group += f" block {name.block}"
+        group = f"rank {name.rank}" + f" block {name.block}" * (name.block is not None)
         found.setdefault((group, text, site), []).append(name.text)
     return [
         (
@@ -369,9 +357,8 @@ def trace(observed: Observed) -> list[dict[str, Any]]:
     for number, step in enumerate(observed.steps[: observed.ends]):
         op = step.op
         element = element_name(op.region, op.offset, None, machine.files)
-        does = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}.get(
-            op.kind, "updates"
-        )
+        verbs = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}
+        does = verbs.get(op.kind, "updates")
         if step.value is None:
             does = "looks too late at"
         found.append(

@@ -5,11 +5,14 @@ Which executions of a program are explored: all that differ, or random ones.
 Two executions are equivalent if every strong load returns the value of the same store,
 and the stores to each place have the same order. Of equivalent executions, one is
 explored. The search is dynamic partial-order reduction with source sets and sleep sets
-(Abdulla, Aronis, Jonsson and Sagonas, 2014), with two additions:
+(Abdulla, Aronis, Jonsson and Sagonas, 2014), with three additions:
 
 - A load is a choice between values, also old ones. So a load need not be moved before a
   store to return the value from before. It must be moved behind a store that comes
   later to return that store's value. Sleep sets contain loads with their values.
+- Updates of a word whose results the program drops have no order, as long as all of
+  them commute and nothing else accesses the word. If something does, the search begins
+  anew, and these updates have an order.
 - A wait is enabled if a value ends it. A wait whose value is overwritten by one that
   does not end it may also look too late.
 
@@ -17,6 +20,7 @@ explored. The search is dynamic partial-order reduction with source sets and sle
 """
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -25,17 +29,20 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
 
 import numba_symm
 from numba_symm import environment, errors
+from numba_symm.collectives.plans import Plan
+from numba_symm.collectives.requests import Request
 from numba_symm.errors import ArgumentError
 from numba_symm.explore import diagnosis, standins
-from numba_symm.explore.host import AllRanks, ExploredCommunicator, Host, make_mpi
+from numba_symm.explore.calls import ExploredCommunicator
+from numba_symm.explore.host import AllRanks, Host, make_mpi
 from numba_symm.explore.machine import (
-    Chooser,
     Fiber,
     Full,
     Machine,
@@ -57,10 +64,19 @@ from numba_symm.explore.memory import (
     teaches_less,
 )
 from numba_symm.explore.report import Coverage, ExploreReport, FaultPlace, FoundFault
-from numba_symm.explore.standins import Modules, Source, StandIn, make_cuda, make_numba
+from numba_symm.explore.standins import (
+    Modules,
+    StandIn,
+    make_cuda,
+    make_numba,
+    module_path,
+)
 from numba_symm.explore.threads import unsupported
 
-_REFUSED = ("torch", "cupy", "jax", "multiprocessing", "threading", "concurrent")
+_REFUSED = (
+    *("torch", "cupy", "jax", "multiprocessing", "threading", "concurrent"),
+    *("numba", "numba_symm", "mpi4py"),  # what of them has no stand-in
+)
 
 
 class Program:
@@ -77,38 +93,29 @@ class Program:
         self.path, self.ranks, self.arguments = path, ranks, list(arguments)
         self.files: dict[str, list[str]] = {}
         self.numbers = Numbers()
-        self._codes: dict[str, Source | None] = {}
+        self._compiled = functools.cache(self._code)
         try:
-            self._main = self._code(path)
+            self._compiled(path)
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise ArgumentError(
                 f"explore: expected a Python program, got {path}: {error}"
             ) from None
 
-    def _code(self, path: Path) -> Any:
+    def _code(self, path: Path) -> CodeType:
         text = path.read_text()
         code = compile(text, str(path), "exec")
         self.files[str(path)] = text.splitlines()
         return code
 
-    def _source(self, name: str) -> Source | None:
-        """Return the source of a module beside the program."""
-        if name not in self._codes:
-            place = self.path.parent.joinpath(*name.split("."))
-            package = (place / "__init__.py").is_file()
-            path = place / "__init__.py" if package else place.with_suffix(".py")
-            found = path.is_file() and path != self.path
-            self._codes[name] = (self._code(path), package) if found else None
-        return self._codes[name]
-
-    def _find(self, name: str) -> Source | None:
-        if name.partition(".")[0] in _REFUSED:
+    def _find(self, name: str) -> Path | None:
+        """Return the file of a module beside the program."""
+        path = module_path(self.path.parent, name)
+        if path is None and name.partition(".")[0] in _REFUSED:
             raise unsupported(f"the module {name}")
-        return self._source(name)
+        return path if path != self.path else None
 
     def _modules(self, machine: Machine) -> Modules:
-        device = standins.device().known
-        symm = device[standins.DEVICE]
+        device, symm = standins.device().known, standins.device_module()
         names = {
             name: getattr(errors, name)
             for name in numba_symm.__all__
@@ -117,7 +124,7 @@ class Program:
         simulated = StandIn("numba_symm.environment", SIMULATED=True)
         package = StandIn(
             "numba_symm", Communicator=ExploredCommunicator, device=symm, errors=errors,
-            Context=symm.Context, environment=simulated,
+            Context=symm.Context, Plan=Plan, Request=Request, environment=simulated,
             allow_overlapping_devices=environment.allow_overlapping_devices, **names,
         )  # fmt: skip
         known: dict[str, Any] = {
@@ -130,30 +137,28 @@ class Program:
             if name.startswith(standins.DEVICE)
         }
         known |= {"numba_symm.errors": errors}
-        known |= make_numba(make_cuda()) | make_mpi(device)
-        return Modules(known, self._find, {"print": lambda *_, **__: None})
+        known |= make_numba(make_cuda()) | make_mpi()
+        return Modules(
+            known, self._find, self._compiled, {"print": lambda *_, **__: None}
+        )
 
-    def execute(self, chooser: Chooser, futile: dict[Any, set[int]]) -> Machine:
+    def execute(self, chooser: Any, futile: dict[Any, set[int]]) -> Machine:
         """Return a new execution, which has not begun.
 
         Raises:
             Full: the program has more threads than the numbers have room for.
         """
         machine = Machine(chooser, self.files, self.numbers, futile)
-        prefix = standins.DEVICE + "."
-        device = {
-            name.removeprefix(prefix): module
-            for name, module in standins.device().known.items()
-        }
-        world = AllRanks(machine, self.ranks, device)
+        world = AllRanks(machine, self.ranks)
         for rank in range(self.ranks):
             name = Name(rank, None, 0, f"the host of rank {rank}")
-            thread = machine.start(name, machine.clock(), lambda: self._run(machine))
-            thread.local = Host(world, rank)
+            run = functools.partial(self._run, machine)
+            machine.start(name, machine.clock(), run, Host(world, rank))
         return machine
 
     def _run(self, machine: Machine) -> None:
-        self._modules(machine).execute("__main__", (self._main, False))
+        self._modules(machine).execute("__main__", self.path)
+        machine.me().local.drain()
 
     def run(self, machine: Machine) -> None:
         """Run an execution to its end.
@@ -306,15 +311,15 @@ class Search:
         node = self._stack[depth]
         past = thread.past
         step = _Executed(thread, op, index, place)
-        if op.kind in CHANGES:
+        if op.kind not in CHANGES:
+            seen = place.values[index if index != LATE else -1].step
+            if seen >= 0:
+                np.maximum(past, self._steps[seen].past, out=past)
+        elif not op.silent:  # nothing depends on the order of silent updates
             self._race_with_changes(machine, step, thread)
             for _, _, clock in place.chain:
                 np.maximum(past, clock, out=past)
             self._race_with_loads(machine, step, thread)
-        else:
-            seen = place.values[index if index != LATE else -1].step
-            if seen >= 0:
-                np.maximum(past, self._steps[seen].past, out=past)
         past[thread.number] = depth + 1
         step.past = past.copy()
         self._steps.append(step)
@@ -382,12 +387,7 @@ class Search:
         new: Value = place.values[-1]
         holds = load.op.holds
         assert holds is not None
-        before, machine.current = machine.current, load.by
-        try:
-            ends = holds(new.bits)
-        finally:
-            machine.current = before
-        return not ends or load.op.used or not teaches_less(old, new)
+        return not holds(new.bits) or load.op.used or not teaches_less(old, new)
 
     def _reverse(self, depth: int, step: _Executed, thread: Fiber) -> None:
         """Explore executions in which a step comes before the access of a node."""
@@ -401,27 +401,18 @@ class Search:
         for k in after:
             begins.setdefault(self._steps[k].thread, k)
 
-        def leads(k: int) -> bool:
-            past = self._steps[k].past
-            return not any(past[self._steps[j].thread] > j for j in after if j < k)
+        def leads(past: Any, end: int) -> bool:
+            return not any(past[self._steps[j].thread] > j for j in after if j < end)
 
-        def step_leads() -> bool:
-            return not any(thread.past[self._steps[j].thread] > j for j in after)
-
-        for number in node.todo:
-            if number in begins:
-                if leads(begins[number]):
-                    return
-            elif number == thread.number and step_leads():
-                return
+        paths = {number: (self._steps[k].past, k) for number, k in begins.items()}
+        paths.setdefault(thread.number, (thread.past, len(self._steps)))
+        known = set(node.todo)
         for (number, index), (kind, _) in node.sleep.items():
-            if number in begins:
-                k = begins[number]
-                same = kind in CHANGES or self._steps[k].index == index
-                if same and leads(k):
-                    return
-            elif number == thread.number and kind in CHANGES and step_leads():
-                return
+            same = number in begins and self._steps[begins[number]].index == index
+            if kind in CHANGES or same:
+                known.add(number)
+        if any(leads(*paths[number]) for number in known & paths.keys()):
+            return
         for k in after:
             if thread.past[self._steps[k].thread] > k:
                 node.todo.add(self._steps[k].thread)
@@ -477,17 +468,15 @@ def _depends(asleep: tuple[str, int], index: int, op: Strong) -> bool:
 class Random:
     """Explores random executions: any thread, or the one of the highest priority.
 
-    Priorities are random and change a few times: this is probabilistic concurrency
-    testing, which delays one thread for very long.
+    Priorities are random. They change at each step; or a few times, which delays one
+    thread for very long (probabilistic concurrency testing).
     """
 
     def __init__(self, seed: int, steps: int):
         self._random = random.Random(seed)
-        self._priorities: dict[int, float] | None = None
-        if self._random.random() < 0.5:
-            self._priorities = {}
+        self._keeps = self._random.random() < 0.5
+        self._priorities: dict[int, float] = {}
         self._falls = {self._random.randrange(max(1, steps)) for _ in range(3)}
-        self._lowest = 0.0
         self.choices: list[tuple[int, int]] = []
 
     def choose(self, machine: Machine) -> tuple[Fiber, int]:
@@ -502,16 +491,14 @@ class Random:
         return thread, value
 
     def _thread(self, ready: list[int]) -> int:
-        if self._priorities is None:
-            return self._random.choice(ready)
-        priorities = self._priorities
+        if not self._keeps:
+            self._priorities.clear()
         for number in ready:
-            priorities.setdefault(number, self._random.random())
-        best = max(ready, key=priorities.__getitem__)
+            self._priorities.setdefault(number, self._random.random())
+        best = max(ready, key=self._priorities.__getitem__)
         if len(self.choices) in self._falls:
-            self._lowest -= 1
-            priorities[best] = self._lowest
-            best = max(ready, key=priorities.__getitem__)
+            self._priorities[best] = -len(self.choices)
+            best = max(ready, key=self._priorities.__getitem__)
         return best
 
     def executed(self, machine: Machine, thread: Fiber, op: Strong, index: int) -> None:
@@ -580,28 +567,22 @@ def run(
         Unsupported: the program uses something that has no stand-in; the text names it
             and the line.
     """
-    numbers = _checked_ranks([ranks] if isinstance(ranks, int) else list(ranks))
+    numbers: list[Any] = [ranks] if isinstance(ranks, int) else list(ranks)
+    known = all(type(each) is int and 0 < each <= MOST_RANKS for each in numbers)
+    if not numbers or not known:
+        raise ArgumentError(
+            f"explore: expected numbers of ranks from 1 to {MOST_RANKS}, got {numbers}"
+        )
     if not seconds > 0:
         raise ArgumentError(f"explore: expected seconds above 0, got {seconds!r}")
     ends, coverage = time.monotonic() + seconds, list[Coverage]()
     for k, number in enumerate(numbers):
         explored = _Exploration(Program(Path(program), number, arguments))
-        share = (ends - time.monotonic()) / (len(numbers) - k)
-        explored.run(max(share, 0.1))
+        explored.run(max((ends - time.monotonic()) / (len(numbers) - k), 0.1))
         coverage.append(explored.coverage)
         if explored.found is not None:
             break
     return ExploreReport(str(program), list(arguments), coverage, explored.found)
-
-
-def _checked_ranks(numbers: list[Any]) -> list[int]:
-    if not numbers or not all(
-        type(each) is int and 0 < each <= MOST_RANKS for each in numbers
-    ):
-        raise ArgumentError(
-            f"explore: expected numbers of ranks from 1 to {MOST_RANKS}, got {numbers}"
-        )
-    return numbers
 
 
 class _Exploration:
@@ -663,9 +644,9 @@ class _Exploration:
                     chooser.begin()
                 continue
             except Fault as fault:
-                count = self.coverage.executions + self.coverage.random + 1
+                done = self.coverage.executions + self.coverage.random
                 self.found = _described(
-                    self._program, chooser, fault, count, self._search
+                    self._program, chooser, fault, 1 + done, self._search
                 )
             if not isinstance(chooser, Search):
                 learn(self._search.futile, machine)
@@ -686,33 +667,29 @@ def _described(
     places = [
         _access(observed, details[k]) for k in ("first", "second") if k in details
     ]
-    for text, site in details.get("sites", ()):
+    for text, site in (*details.get("sites", ()), *diagnosis.waiting(fault, machine)):
         places.append(_place(text or "the program", site, files))
-    for text, site in diagnosis.waiting(fault, machine):
-        places.append(_place(text, site, files))
     hints = []
     if "first" in details:
         hints = [diagnosis.nearest_order(observed, details["first"], details["second"])]
-    found = FoundFault(fault.kind, fault.text, program.ranks, execution, places, hints)
-    found.trace = diagnosis.trace(observed)
-    found.choices = list(chooser.choices)
-    found.threads = [(*name,) for name in program.numbers.names]
-    return found
+    return FoundFault(
+        fault.kind, fault.text, program.ranks, execution, places, hints,
+        diagnosis.trace(observed), list(chooser.choices),
+        [(*name,) for name in program.numbers.names],
+    )  # fmt: skip
 
 
 def _access(observed: diagnosis.Observed, access: Any) -> FaultPlace:
-    machine = observed.machine
-    name = machine.numbers.names[access.thread].text
-    place = _place(f"{access.does} by {name}", access.site, machine.files)
-    place.element = observed.names.get((access.thread, access.time), "")
+    name = observed.machine.numbers.names[access.thread].text
+    place = _place(f"{access.does} by {name}", access.site, observed.machine.files)
+    place.element = observed.of(access)[0]
     return place
 
 
 def _place(text: str, site: CodePlace, files: Any) -> FaultPlace:
-    called = f", in {site.called}" if site.called else ""
-    return FaultPlace(
-        text + called, site.file, site.line, diagnosis.code_at(site, files)
-    )
+    if site.called:
+        text += f", in {site.called}"
+    return FaultPlace(text, site.file, site.line, diagnosis.code_at(site, files))
 
 
 def replay(file: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -1,41 +1,38 @@
-"""An explored program's host: MPI, communicators, streams, symmetric memory.
+"""An explored program's host: its streams, MPI, and what several ranks do together.
 
 Each rank's host is a thread. Calls of MPI, and set-up calls, wait until all ranks make
-them. Kernels and collectives are work of the rank's default stream, in order. A
-collective copies and reduces when all ranks' streams have reached it; it orders what
-comes before it on the ranks that send before what comes after it on those that receive.
+them. Kernels, collectives and messages are work of the rank's default stream, in order.
+A collective or a message copies and reduces when the streams of its ranks have reached
+it; it orders what comes before it on the ranks that send before what comes after it on
+those that receive.
 """
 
 import functools
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from numba_symm import dtypes
-from numba_symm.device.signals import CHANNELS
+from numba_symm.dtypes import REDUCTIONS
 from numba_symm.explore.machine import Machine, Name, Observer, running
-from numba_symm.explore.memory import Area, CodePlace, Fault
-from numba_symm.explore.standins import ExploredKernel, StandIn
+from numba_symm.explore.memory import CodePlace, Fault
+from numba_symm.explore.standins import StandIn
 from numba_symm.explore.threads import Array, allocated, unsupported
-from numba_symm.memory import allocator, pads
+
+DEFAULT, HOSTS, REQUESTS = range(3)
+"""The numbers of streams; those of requests follow."""
 
 
 class RankStream:
-    """The default stream of a rank."""
+    """A stream of a rank; the calls in which hosts meet have one of their own."""
 
-    def __init__(self, machine: Machine, rank: int):
-        self.rank, self.clock = rank, machine.clock()
+    def __init__(self, machine: Machine, rank: int, number: int = DEFAULT):
+        self.rank, self.number, self.clock = rank, number, machine.clock()
         self._queue: deque[Any] = deque()
         self._running: Any = None
-        self._launches = 0
-
-    def count(self) -> int:
-        """Count a launch; return its number."""
-        self._launches += 1
-        return self._launches
+        self.launches = itertools.count(1)
 
     def learn(self, clock: Any) -> None:
         """Order what a clock knows before later work."""
@@ -70,97 +67,135 @@ class AllRanks:
         board: the memory of records of failures, which nobody stores.
     """
 
-    def __init__(self, machine: Machine, size: int, device: Any):
-        self.machine, self.size, self.device = machine, size, device
+    def __init__(self, machine: Machine, size: int):
+        self.machine, self.size = machine, size
         self.board = machine.memory.allocate("the status board", 8 * size, 8)
-        self.pads: dict[Area, Area] = {}
-        self._given: dict[Any, dict[int, Any]] = {}
-        self._works: dict[Any, dict[int, Enqueued]] = {}
+        self._shares: dict[Any, list[RankPart]] = {}
+        machine.unmet = self._unmet
 
-    def give(self, key: Any, rank: int, what: str, site: CodePlace, value: Any) -> None:
-        """Note that a rank makes a call in which all ranks meet."""
-        given = self._given.setdefault(key, {})
-        for other, (name, place, _, _) in given.items():
-            if name != what:
-                raise Fault(
-                    "divergence",
-                    f"rank {other} calls {name}, and rank {rank} calls {what}; all "
-                    "ranks make the same calls in the same order",
-                    sites=[(f"rank {other}", place), (f"rank {rank}", site)],
-                )
-        given[rank] = what, site, value, self.machine.me().clock.copy()
+    def reached(self, share: "RankPart") -> None:
+        """Note that a stream has reached a share; do the whole after the last one."""
+        shares = self._shares.setdefault(share.key, [])
+        shares.append(share)
+        first = shares[0]
+        _check_same(*((each.rank, each.what, each.site) for each in (first, share)))
+        if len(shares) == share.number:
+            del self._shares[share.key]
+            self._run(shares)
 
-    def met(self, key: Any) -> bool:
-        """Return whether all ranks make a call."""
-        return len(self._given[key]) == self.size
+    def _run(self, shares: list["RankPart"]) -> None:
+        loaded = {}
+        observers = [
+            Observer(self.machine, each.name(), each.work.clock.copy())
+            for each in shares
+        ]
+        both = list(zip(shares, observers, strict=True))
+        for share, me in both:
+            loaded[share.rank] = [
+                x.load(me, share.site) if isinstance(x, Array) else x
+                for x in share.reads
+            ]
+        # A rank loads before it follows its sources, and stores after all of them have
+        # loaded. Whom a source follows is a source, too.
+        for share, me in both:
+            for each, other in both:
+                if each.rank in share.sources:
+                    me.learn(other.clock)
+        for share, me in both:
+            for array, values in share.stores(loaded):
+                array.store(values, me, share.site)
+            share.work.stream.learn(me.clock)
+        for share in shares:
+            share.work.done()
 
-    def given(self, key: Any) -> list[tuple[str, CodePlace, Any, Any]]:
-        """Return what all ranks have given, in rank order."""
-        return [self._given[key][rank] for rank in range(self.size)]
-
-    def reached(self, key: Any, work: "Enqueued", rank: int) -> list["Enqueued"]:
-        """Note that a stream has reached a collective; return all if it may run."""
-        works = self._works.setdefault(key, {})
-        works[rank] = work
-        for other, each in works.items():
-            if each.what != work.what:
-                raise Fault(
-                    "divergence",
-                    f"rank {other} calls {each.what}, and rank {rank} {work.what}, as "
-                    "their next collective; all ranks make the same calls",
-                    sites=[(f"rank {r}", w.site) for r, w in works.items()],
-                )
-        return [works[r] for r in range(self.size)] if len(works) == self.size else []
+    def _unmet(self) -> list[tuple[Name, str, CodePlace]]:
+        """Return which streams wait for which other ranks' calls."""
+        return [
+            (share.name(), share.what, share.site)
+            for shares in self._shares.values()
+            for share in shares
+            if share.work.stream.number != HOSTS
+        ]
 
 
-class Enqueued:
-    """A collective, on one rank's stream.
+def _check_same(*calls: tuple[int, str, CodePlace]) -> None:
+    """Refuse calls of two ranks that differ."""
+    (one, first, place), (other, second, site) = calls
+    if first != second:
+        raise Fault(
+            "divergence",
+            f"rank {one} calls {first}, and rank {other} calls {second}; all ranks "
+            "make the same calls in the same order",
+            sites=[(f"rank {one}", place), (f"rank {other}", site)],
+        )
+
+
+def _nothing(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
+    return []
+
+
+class RankPart:
+    """A rank's part in what several ranks, or streams, do together.
 
     Attributes:
-        what: its name.
-        x, out: the arrays; None: none.
-        sources: the ranks from which this one receives.
+        key: that of all its parts, of which there are ``number``.
+        what: what they do.
+        rank: the rank.
+        reads: the arrays that the rank loads, or values.
+        sources: the ranks from which it receives.
+        stores: returns arrays with the values that they get, from what each rank has
+            loaded.
+        site: where in the program.
+        work: the work of which it is a part, at ``place``.
     """
 
-    def __init__(self, comm: Any, what: str, x: Any, out: Any, run: Any, sources: Any):
-        execution = running()
-        self._world, self._host = comm._world, execution.me().local
-        self.what, self.x, self.out, self._run = what, x, out, run
-        self.sources = sources
-        self.site = execution.site()
-        self._clock = execution.me().clock.copy()
-        self._key = comm._number, self._host.count(("stream", comm._number))
+    work: "StreamWork"
+    place = 0
+
+    def __init__(
+        self,
+        key: Any,
+        number: int,
+        what: str,
+        rank: int,
+        reads: Sequence[Any] = (),
+        sources: Sequence[int] = (),
+        stores: Callable[[dict[int, Any]], list[tuple[Array, Any]]] = _nothing,
+    ):
+        self.key, self.number, self.what, self.rank = key, number, what, rank
+        self.reads, self.sources, self.stores = reads, sources, stores
+        self.site = running().site()
+
+    def name(self) -> Name:
+        """Return what makes its accesses; those of one work have no order."""
+        number = self.place + 1024 * self.work.stream.number
+        return Name(self.rank, None, 1 + number, f"the stream of rank {self.rank}")
+
+
+class StreamWork:
+    """Parts of a rank that start together, on a stream."""
+
+    stream: RankStream
+
+    def __init__(self, world: AllRanks, shares: list[RankPart]):
+        self._world, self._shares = world, shares
+        self.clock, self._left = running().me().clock.copy(), 1 + len(shares)
+        for place, share in enumerate(shares):
+            share.work, share.place = self, place
 
     def start(self, stream: RankStream) -> None:
-        """Run the collective if all other ranks' streams have reached it."""
-        stream.learn(self._clock)
-        self._stream = stream
-        works = self._world.reached(self._key, self, stream.rank)
-        if not works:
-            return
-        clocks = [work._stream.clock.copy() for work in works]
-        machine = self._world.machine
-        observers = []
-        for rank, work in enumerate(works):
-            name = Name(rank, None, 1, f"rank {rank}'s collectives")
-            known = [clocks[source] for source in (*work.sources, rank)]
-            observers.append(Observer(machine, name, np.maximum.reduce(known)))
-        given = [
-            None if work.x is None else work.x.load(observers[rank], work.site)
-            for rank, work in enumerate(works)
-        ]
-        # Each rank stores after all that it receives from have loaded.
-        for rank, work in enumerate(works):
-            for source in work.sources:
-                observers[rank].learn(observers[source].clock)
-        for rank, work in enumerate(works):
-            if work.out is not None:
-                found = self._run(given, rank)
-                if found is not None:
-                    work.out.store(found, observers[rank], work.site)
-            work._stream.learn(observers[rank].clock)
-        for work in works:
-            work._stream.finish()
+        """Note that the stream has reached the work."""
+        stream.learn(self.clock)
+        self.stream, self.clock = stream, stream.clock.copy()
+        for share in self._shares:
+            self._world.reached(share)
+        self.done()
+
+    def done(self) -> None:
+        """Note the end of a part; go on with the stream after the last one."""
+        self._left -= 1
+        if not self._left:
+            self.stream.finish()
 
 
 class Host:
@@ -169,26 +204,37 @@ class Host:
     def __init__(self, world: AllRanks, rank: int):
         self.world, self.rank = world, rank
         self.stream = RankStream(world.machine, rank)
-        self._counts: dict[Any, int] = {}
+        self._counts = Counter[Any]()
 
     def ended(self, thread: Any) -> None:
         """Do nothing: kernels go on after their host."""
 
     def count(self, what: Any) -> int:
         """Return how often this was called before."""
-        number = self._counts.get(what, 0)
-        self._counts[what] = number + 1
-        return number
+        self._counts[what] += 1
+        return self._counts[what] - 1
 
-    def check_stream(self, stream: Any) -> None:
-        """Refuse other streams than the default one."""
+    def check_stream(self, stream: Any, *_: Any) -> int:
+        """Refuse other streams than the default one, and return its handle."""
         if stream is not None and stream != 0:
             raise unsupported("a stream", "use the default stream")
+        return 0
 
     def drain(self) -> None:
-        """Wait for the stream."""
-        running().block(self.stream.idle, "synchronize")
-        running().me().learn(self.stream.clock)
+        """Wait for the default stream."""
+        self.wait_for(self.stream)
+
+    def wait_for(self, stream: RankStream, what: str = "synchronize") -> None:
+        """Wait for a stream."""
+        running().block(stream.idle, what)
+        running().me().learn(stream.clock)
+
+    def order(self, earlier: RankStream, later: RankStream) -> None:
+        """Order the work of a stream so far before later work of another one."""
+        key, rank = ("order", self.rank, self.count("order")), self.rank
+        for stream, sources in ((earlier, []), (later, [rank])):
+            share = RankPart(key, 2, "an order of streams", rank, [], sources)
+            stream.enqueue(StreamWork(self.world, [share]))
 
     def copy_in(self, target: Array, values: Any) -> None:
         """Copy into a device array, on the stream.
@@ -197,23 +243,34 @@ class Host:
         before the GPU has stored it. So only work of the stream follows the copy.
         """
         self.drain()
-        execution = running()
-        given = values.load() if isinstance(values, Array) else values
-        name = Name(self.rank, None, 2, f"a copy of rank {self.rank}")
-        copies = Observer(execution, name, execution.me().clock.copy())
-        target.store(given, copies, execution.site())
-        self.stream.learn(copies.clock)
+        self.stream.enqueue(StreamWork(self.world, [self.copy(target, values)]))
+
+    def copy(self, target: Array, source: Any) -> RankPart:
+        """Return a copy within this rank, of an array or of values."""
+
+        def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
+            return [(target, loaded[self.rank][0])]
+
+        key = "copy", self.rank, self.count("copy")
+        return RankPart(key, 1, "a copy", self.rank, [source], (), stores)
 
     def meet(self, what: str, value: Any = None, comm: Any = "MPI") -> list[Any]:
         """Wait until all ranks make a call; return the values of all."""
-        machine, world = running(), self.world
-        key = comm, self.count(comm)
-        world.give(key, self.rank, what, machine.site(), value)
-        machine.block(lambda: world.met(key), what)
-        given = world.given(key)
-        for _, _, _, clock in given:
-            machine.me().learn(clock)
-        return [value for _, _, value, _ in given]
+        found, world = list[Any](), self.world
+        every = range(world.size)
+
+        def stores(loaded: dict[int, Any]) -> list[tuple[Array, Any]]:
+            found.extend(loaded[rank][0][0] for rank in every)
+            return []
+
+        aside, key = (
+            RankStream(world.machine, self.rank, HOSTS),
+            (comm, self.count(comm)),
+        )
+        share = RankPart(key, world.size, what, self.rank, [(value,)], every, stores)
+        aside.enqueue(StreamWork(world, [share]))
+        self.wait_for(aside, what)
+        return found
 
     def new(
         self, shape: Any, dtype: Any, *, unset: bool = False, what: str = "an array"
@@ -233,97 +290,62 @@ def host() -> Host:
     return local
 
 
-OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    "sum": lambda a, b: a + b,
-    "prod": lambda a, b: a * b,
-    "min": np.minimum,
-    "max": np.maximum,
-    "land": lambda a, b: np.logical_and(a, b),
-    "lor": lambda a, b: np.logical_or(a, b),
+def _reduced(given: Sequence[Any], op: str) -> Any:
+    return functools.reduce(REDUCTIONS[op], given)
+
+
+OF_MPI: dict[str, Callable[..., Any]] = {
+    "barrier": lambda given, rank: None,
+    "bcast": lambda given, rank, root=0: given[root],
+    "gather": lambda given, rank, root=0: given if rank == root else None,
+    "scatter": lambda given, rank, root=0: given[root][rank],
+    "allgather": lambda given, rank: given,
+    "alltoall": lambda given, rank: [each[rank] for each in given],
+    "allreduce": lambda given, rank, op="sum": _reduced(given, op),
+    "reduce": lambda given, rank, op="sum", root=0: (
+        _reduced(given, op) if rank == root else None
+    ),
+    "scan": lambda given, rank, op="sum": _reduced(given[: rank + 1], op),
 }
+"""By MPI's name, what a rank gets from what all ranks give."""
 
 
-class Rank:
-    """What MPI's communicators and those of the library have in common."""
-
-    @property
-    def rank(self) -> int:
-        """The rank."""
-        return host().rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return host().world.size
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        kind = type(self).__name__.removeprefix("Explored")
-        raise unsupported(f"{kind}.{name}")
-
-
-class MPIComm(Rank):
+class MPIComm:
     """Stand-in for ``MPI.COMM_WORLD``."""
 
-    def Get_rank(self) -> int:
-        """Return the rank."""
-        return self.rank
+    rank = property(lambda self: host().rank)
+    size = property(lambda self: host().world.size)
+    Get_rank, Get_size = rank.fget, size.fget
 
-    def Get_size(self) -> int:
-        """Return the number of ranks."""
-        return self.size
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_MPI or name == "Barrier":
+            return functools.partial(_of_objects, name.lower())
+        if name.lower() in OF_MPI and name == name.capitalize():
+            return functools.partial(_of_arrays, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise unsupported(f"MPI.Comm.{name}")
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        host().meet("MPI's barrier")
 
-    Barrier = barrier
+def _of_objects(name: str, sendobj: Any = None, *args: Any, **options: Any) -> Any:
+    """Make a call of Python objects: ``comm.bcast(obj, root=0)``."""
+    given, mine = options.pop("obj", sendobj), host()
+    return OF_MPI[name](mine.meet(f"MPI's {name}", given), mine.rank, *args, **options)
 
-    def bcast(self, obj: Any = None, root: int = 0) -> Any:
-        """Return the root's object."""
-        return host().meet("bcast", obj)[root]
 
-    def gather(self, sendobj: Any, root: int = 0) -> Any:
-        """Return all objects on the root."""
-        found = host().meet("gather", sendobj)
-        return found if self.rank == root else None
-
-    def scatter(self, sendobj: Any, root: int = 0) -> Any:
-        """Return this rank's object of the root's."""
-        return host().meet("scatter", sendobj)[root][self.rank]
-
-    def allgather(self, sendobj: Any) -> Any:
-        """Return all objects."""
-        return host().meet("allgather", sendobj)
-
-    def alltoall(self, sendobj: Any) -> Any:
-        """Return the object of each rank for this one."""
-        return [each[self.rank] for each in host().meet("alltoall", sendobj)]
-
-    def allreduce(self, sendobj: Any, op: Any = "sum") -> Any:
-        """Return the reduced object."""
-        return functools.reduce(OPERATORS[op], host().meet("allreduce", sendobj))
-
-    def reduce(self, sendobj: Any, op: Any = "sum", root: int = 0) -> Any:
-        """Return the reduced object on the root."""
-        found = functools.reduce(OPERATORS[op], host().meet("reduce", sendobj))
-        return found if self.rank == root else None
-
-    def Bcast(self, buf: Any, root: int = 0) -> None:
-        """Copy the root's array."""
-        buf[...] = host().meet("Bcast", np.array(_of_host(buf)))[root]
-
-    def Allreduce(self, sendbuf: Any, recvbuf: Any, op: Any = "sum") -> None:
-        """Reduce arrays."""
-        given = recvbuf if sendbuf is IN_PLACE else sendbuf
-        found = host().meet("Allreduce", np.array(_of_host(given)))
-        recvbuf[...] = functools.reduce(OPERATORS[op], found)
-
-    def Allgather(self, sendbuf: Any, recvbuf: Any) -> None:
-        """Collect arrays."""
-        found = host().meet("Allgather", np.array(_of_host(sendbuf)))
-        recvbuf[...] = np.reshape(found, recvbuf.shape)
+def _of_arrays(name: str, *args: Any, **options: Any) -> None:
+    """Make a call of host arrays: ``comm.Allreduce(sendbuf, recvbuf, op)``."""
+    names = ("buf",) if name == "Bcast" else ("sendbuf", "recvbuf")
+    buffers = dict(zip(names, args, strict=False))
+    buffers |= {each: options.pop(each) for each in names if each in options}
+    sent, received = buffers[names[0]], buffers[names[-1]]
+    sent, mine = received if sent is IN_PLACE else sent, host()
+    given = None if sent is None else np.array(_of_host(sent))
+    model, every = OF_MPI[name.lower()], mine.meet(f"MPI's {name}", given)
+    found = model(every, mine.rank, *args[len(names) :], **options)
+    if found is not None:
+        target = _of_host(received)
+        target[...] = np.reshape(found, target.shape)
 
 
 def _of_host(array: Any) -> Any:
@@ -337,372 +359,11 @@ def _of_host(array: Any) -> Any:
 IN_PLACE = object()
 
 
-def make_mpi(device_modules: Any) -> dict[str, Any]:
+def make_mpi() -> dict[str, Any]:
     """Return the stand-ins for ``mpi4py``, by name."""
-    operators = {name.upper(): name for name in OPERATORS}
+    operators = {name.upper(): name for name in REDUCTIONS}
     mpi = StandIn(
         "mpi4py.MPI", COMM_WORLD=MPIComm(), IN_PLACE=IN_PLACE, PROC_NULL=-1,
         Comm=MPIComm, Intracomm=MPIComm, **operators,
     )  # fmt: skip
     return {"mpi4py": StandIn("mpi4py", MPI=mpi), "mpi4py.MPI": mpi}
-
-
-class ExploredCommunicator(Rank):
-    """Stand-in for ``numba_symm.Communicator``."""
-
-    def __init__(
-        self,
-        comm: Any,
-        device: int | None = None,
-        timeout: float | None = None,
-        stream: Any = None,
-        debug: bool = False,
-        multiprocessors: int | None = None,
-        requests: bool = False,
-    ):
-        mine = host()
-        mine.check_stream(stream)
-        self._world = mine.world
-        self._number = mine.count("communicators")
-        mine.meet("ExploredCommunicator", None, ("set-up", self._number))
-
-    def _set_up(self, what: str, value: Any) -> list[Any]:
-        return host().meet(what, value, ("set-up", self._number))
-
-    def __enter__(self) -> "ExploredCommunicator":
-        return self
-
-    def __exit__(self, kind: Any, *_: Any) -> None:
-        if kind is None:
-            self.close()
-
-    def close(self) -> None:
-        """Wait for the stream and for all ranks."""
-        host().drain()
-        self._set_up("close", None)
-
-    def empty(self, shape: Any, dtype: Any = np.float32, *, like: Any = None) -> Array:
-        """Return a new symmetric array without values."""
-        _check_unused("empty", like=like)
-        return self._array("empty", shape, dtype, True)
-
-    def zeros(self, shape: Any, dtype: Any = np.float32, *, like: Any = None) -> Array:
-        """Return a new symmetric array of zeros."""
-        _check_unused("zeros", like=like)
-        return self._array("zeros", shape, dtype, False)
-
-    def _array(self, what: str, shape: Any, dtype: Any, unset: bool) -> Array:
-        found = host().new(shape, dtype, unset=unset, what="a symmetric array")
-        _check_equal(what, self._set_up(what, found.nbytes))
-        return found
-
-    def rendezvous(
-        self, array: Any, *, channels: int | None = None
-    ) -> "ExploredMemory":
-        """Return all ranks' addresses of an array."""
-        mine, region = host(), array.region
-        number = CHANNELS if channels is None else channels
-        found = self._set_up("rendezvous", (array.address, region, channels))
-        _check_equal("rendezvous", [each for _, _, each in found])
-        made = [
-            _pad(self._world, one, r, number) for r, (_, one, _) in enumerate(found)
-        ]
-        modules = self._world.device
-        guard = modules["polling"].Guard(
-            self._world.board.base, mine.rank, self.size, 0
-        )
-        buffers = tuple(address for address, _, _ in found)
-        ctx = modules["signals"].Context(
-            mine.rank, self.size, buffers, tuple(pad.base for pad in made), guard
-        )
-        ctx.buffer_size = region.nbytes - array.start()
-        ctx.channels = made[mine.rank].nbytes // pads.pad_nbytes(self.size, 1)
-        if number > ctx.channels:
-            raise Fault(
-                "error",
-                f"rendezvous: expected at most {ctx.channels} channels of the "
-                f"allocation's signal pad, got {number}; pass the most that a kernel "
-                "needs in the allocation's first rendezvous",
-            )
-        return ExploredMemory(self._world, ctx)
-
-    def device_workspace(
-        self, blocks: int, threads: int, bytes: int, depth: int = 1
-    ) -> Any:
-        """Return the memory of collectives in kernels."""
-        mine, module = host(), self._world.device["block_exchange"]
-        sizes = allocator.checked(blocks, threads, bytes, depth)
-        blocks, threads, bytes, depth = sizes
-        vectors = allocator.vectors(threads, bytes)
-        threads = allocator.warps(threads)
-        region = running().memory.allocate(
-            f"the device workspace of rank {mine.rank}",
-            module.nbytes(self.size, blocks, threads, vectors, depth),
-            4,
-        )
-        found = self._set_up("device_workspace", (region.base, sizes))
-        _check_equal("device_workspace", [each for _, each in found])
-        ring = tuple(
-            found[(mine.rank + 1 + k) % self.size][0] for k in range(self.size)
-        )
-        guard = self._world.device["polling"].Guard(
-            self._world.board.base, mine.rank, self.size, 0
-        )
-        given = mine.rank, self.size, ring, guard, blocks, threads, vectors, depth
-        return SimpleNamespace(ctx=module.WorkspaceContext(*given))
-
-    def launch_limit(self, kernel: Any, threads: int) -> int:
-        """Return how many blocks may wait: as many as channels."""
-        return CHANNELS
-
-    def synchronize(self, stream: Any = None) -> None:
-        """Wait for the stream."""
-        host().check_stream(stream)
-        host().drain()
-
-    def _enqueue(
-        self, what: str, x: Any, out: Any, run: Any, stream: Any, sources: Any = None
-    ) -> Any:
-        host().check_stream(stream)
-        every = range(self.size) if sources is None else sources
-        host().stream.enqueue(Enqueued(self, what, x, out, run, every))
-        return out
-
-    def _reducing(self, what: str, op: Any, x: Any) -> Callable[[Sequence[Any]], Any]:
-        """Return the reduction of the ranks' arrays, as the simulator's kernels do."""
-        if op not in dtypes.REDUCTIONS:
-            raise unsupported(f"the operator {op!r}")
-        module, element = self._world.device["lanes"], dtypes.element(x.dtype, what)
-        dtypes.check(op, element, what)
-
-        def reduced(given: Sequence[Any]) -> Any:
-            rows = [
-                np.frombuffer(each.tobytes() + bytes(-each.nbytes % 16), module.VECTOR)
-                for each in given
-            ]
-            with np.errstate(all="ignore"):
-                found = module.fold(element, op, len(given), rows)
-            return found.view(element.dtype)[: x.size].reshape(x.shape)
-
-        return reduced
-
-    def barrier(self, stream: Any = None) -> None:
-        """Order all ranks' streams."""
-        self._enqueue("barrier", None, None, None, stream)
-
-    def all_reduce(
-        self,
-        x: Any,
-        *,
-        op: Any = "sum",
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-        wire: str | None = None,
-        epilogue: Any = None,
-        args: Sequence[Any] = (),
-        row_sum: Any = None,
-        leaves: bool = False,
-    ) -> Any:
-        """Reduce over all ranks."""
-        _check_unused("all_reduce", wire=wire, epilogue=epilogue, leaves=leaves or None)
-        reduced = self._reducing("all_reduce", op, x)
-        out = host().new(x.shape, x.dtype, unset=True) if out is None else out
-        return self._enqueue(
-            "all_reduce", x, out, lambda given, rank: reduced(given), stream
-        )
-
-    def reduce_scatter(
-        self,
-        x: Any,
-        *,
-        op: Any = "sum",
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-        epilogue: Any = None,
-        args: Sequence[Any] = (),
-        row_sum: Any = None,
-        leaves: bool = False,
-    ) -> Any:
-        """Reduce over all ranks; each gets its shard."""
-        _check_unused("reduce_scatter", epilogue=epilogue, leaves=leaves or None)
-        reduced, size = self._reducing("reduce_scatter", op, x), self.size
-        if out is None:
-            out = host().new((x.shape[0] // size, *x.shape[1:]), x.dtype, unset=True)
-
-        def run(given: Any, rank: int) -> Any:
-            return reduced(given).reshape(size, -1)[rank]
-
-        return self._enqueue("reduce_scatter", x, out, run, stream)
-
-    def all_gather(
-        self,
-        x: Any,
-        *,
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-        epilogue: Any = None,
-        args: Sequence[Any] = (),
-        row_sum: Any = None,
-    ) -> Any:
-        """Collect all ranks' arrays."""
-        _check_unused("all_gather", epilogue=epilogue)
-        if out is None:
-            out = host().new((self.size, *x.shape), x.dtype, unset=True)
-        return self._enqueue(
-            "all_gather", x, out, lambda given, rank: np.stack(given), stream
-        )
-
-    def all_to_all(
-        self,
-        x: Any,
-        *,
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Any:
-        """Exchange shards."""
-        size = self.size
-        out = host().new(x.shape, x.dtype, unset=True) if out is None else out
-
-        def run(given: Any, rank: int) -> Any:
-            return np.stack([each.reshape(size, -1)[rank] for each in given])
-
-        return self._enqueue("all_to_all", x, out, run, stream)
-
-    def broadcast(
-        self,
-        x: Any,
-        *,
-        root: int = 0,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Any:
-        """Copy the root's array."""
-
-        def run(given: Any, rank: int) -> Any:
-            return None if rank == root else given[root]
-
-        return self._enqueue("broadcast", x, x, run, stream, [root])
-
-
-def _check_equal(what: str, sizes: list[Any]) -> None:
-    if len(set(sizes)) > 1:
-        raise Fault("error", f"{what}: the ranks pass sizes {sizes}; pass equal ones")
-
-
-def _check_unused(what: str, **options: Any) -> None:
-    for name, value in options.items():
-        if value is not None:
-            raise unsupported(f"{what} with {name}")
-
-
-def _pad(world: AllRanks, region: Area, rank: int, channels: int) -> Area:
-    """Return the signal pad of an allocation."""
-    pad = world.pads.get(region)
-    if pad is None:
-        pad = world.machine.memory.allocate(
-            f"the signal pad of rank {rank}", pads.pad_nbytes(world.size, channels), 4
-        )
-        pad.rank = rank
-        pad.slots = functools.partial(_slot, world.size)
-        world.pads[region] = pad
-    return pad
-
-
-def _slot(size: int, offset: int) -> tuple[str, int, int]:
-    """Return what a pad has at an offset, the channel and the source."""
-    channel, place = divmod(offset, pads.pad_nbytes(size, 1))
-    if place < 16:
-        return "grid barrier", channel, -1
-    if place < 16 + 8 * size:
-        return "word", channel, (place - 16) // 8
-    return "signal", channel, (place - 16 - 8 * size) // 4
-
-
-class ExploredMemory:
-    """Stand-in for ``numba_symm.SymmetricMemory``."""
-
-    def __init__(self, world: AllRanks, ctx: Any):
-        self._world, self.ctx = world, ctx
-        self.rank, self.world_size = ctx.rank, ctx.size
-        self.buffer_size = ctx.buffer_size
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise unsupported(f"ExploredMemory.{name}")
-
-    def get_buffer(
-        self, rank: int, shape: Any, dtype: Any, storage_offset: int = 0
-    ) -> Array:
-        """Return a rank's buffer as an array."""
-        region, offset = running().memory.at(self.ctx.buffers[rank], 1)
-        return Array.of(
-            region, shape, dtype, offset + storage_offset * np.dtype(dtype).itemsize
-        )
-
-    def _launch(self, function: Any, stream: Any) -> None:
-        host().check_stream(stream)
-        ExploredKernel(function)[1, 32]()
-
-    def barrier(self, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a barrier of all ranks."""
-        barrier = self._world.device["barriers"].barrier
-        self._launch(lambda: barrier(self.ctx, channel), stream)
-
-    def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a signal."""
-        put, index = self._world.device["signals"].put_signal, self._world.device["sim"]
-        self._launch(
-            lambda: index.thread_index() or put(self.ctx, dst, channel), stream
-        )
-
-    def wait_signal(self, src: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a wait for a signal."""
-        wait, index = (
-            self._world.device["signals"].wait_signal,
-            self._world.device["sim"],
-        )
-        self._launch(
-            lambda: index.thread_index() or wait(self.ctx, src, channel), stream
-        )
-
-    def put(
-        self, x: Any, rank: int, storage_offset: int = 0, stream: Any = None
-    ) -> None:
-        """Enqueue a copy into a rank's buffer."""
-        host().check_stream(stream)
-        target = self.get_buffer(rank, x.shape, x.dtype, storage_offset)
-        host().stream.enqueue(_Copy(target, x))
-
-    def get(
-        self, rank: int, shape: Any, dtype: Any, storage_offset: int = 0,
-        out: Any = None, stream: Any = None,
-    ) -> Any:  # fmt: skip
-        """Enqueue a copy from a rank's buffer."""
-        host().check_stream(stream)
-        source = self.get_buffer(rank, shape, dtype, storage_offset)
-        out = host().new(source.shape, dtype, unset=True) if out is None else out
-        host().stream.enqueue(_Copy(out, source))
-        return out
-
-
-class _Copy:
-    """A copy by a copy engine, on a stream."""
-
-    def __init__(self, target: Array, source: Array):
-        execution = running()
-        self._target, self._source = target, source
-        self._site, self._clock = execution.site(), execution.me().clock.copy()
-
-    def start(self, stream: RankStream) -> None:
-        stream.learn(self._clock)
-        name = Name(stream.rank, None, 2, f"a copy of rank {stream.rank}")
-        observer = Observer(running(), name, stream.clock.copy())
-        values = self._source.load(observer, self._site)
-        self._target.store(values, observer, self._site)
-        stream.learn(observer.clock)
-        stream.finish()

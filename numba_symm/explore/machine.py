@@ -17,8 +17,8 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from greenlet import getcurrent, greenlet
@@ -101,7 +101,6 @@ class Observer:
         self.number = machine.numbers.number(name)
         self.clock = clock
         self.known, self.past = clock
-        machine.observers[self.number] = self
         self.fenced: Any = None
         self.fenced_local: Any = None
         self.unfenced: list[Any] = []
@@ -115,16 +114,12 @@ class Observer:
         """Learn what another clock knows."""
         np.maximum(self.clock, clock, out=self.clock)
 
-    def rank_of(self, number: int) -> int:
-        """Return the rank of the thread with a number."""
-        names: list[Name] = self.machine.numbers.names
-        return names[number].rank
-
 
 class Fiber(Observer):
     """A thread of a kernel or of a host.
 
     Attributes:
+        switch: runs the thread until it stops for something.
         op: the strong access that it wants to make.
         state: what it does, for reports: a text and where.
         seen: how long the list of its reads was, by its state at a load.
@@ -136,11 +131,12 @@ class Fiber(Observer):
         local: what stand-ins keep for it.
     """
 
-    def __init__(self, machine: Any, name: Name, clock: Any, body: Any):
+    def __init__(self, machine: Any, name: Name, clock: Any, body: Any, local: Any):
         super().__init__(machine, name, clock)
-        self._body = body
+        self._body, self.local = body, local
         self._greenlet = greenlet(self._run, machine.main)
-        self.started = self.done = False
+        self.switch = self._greenlet.switch
+        self.done = False
         self.op: Strong | None = None
         self.state: tuple[str, CodePlace] = ("has not started", NOWHERE)
         self.seen: dict[Any, int] = {}
@@ -151,43 +147,30 @@ class Fiber(Observer):
         self.again = 0
         self.peek: int | None = None
         self.probed: Any = None
-        self.result: Any = None
-        self.local: Any = None
 
-    def _run(self) -> None:
+    def _run(self, _: Any) -> None:
         machine = self.machine
         try:
             with np.errstate(all="ignore"):  # integers overflow as on a GPU
                 self._body()
-            self.done = True
         except Ended:
             pass
         except (Exception, Fault, SystemExit) as error:
-            if isinstance(error, SystemExit) and not error.code:
-                self.done = True
-            else:
+            if not isinstance(error, SystemExit) or error.code:
                 machine.error = machine.error or error
-
-    def switch(self, value: Any = None) -> None:
-        """Run the thread until it stops for something."""
-        self._greenlet.switch(value) if self.started else self._start()
-
-    def _start(self) -> None:
-        self.started = True
-        self._greenlet.switch()
+        self.done = True
 
     def stop(self) -> None:
         """End the thread."""
-        if self.started and not self._greenlet.dead:
+        if self._greenlet:  # it has started and not ended
             with contextlib.suppress(Exception):
                 self._greenlet.throw(Ended)
         self._body = None
 
     def changed(self) -> None:
         """Note that the thread does not only poll."""
-        if self.loads:
-            self.seen.clear()
-            self.loads.clear()
+        self.seen.clear()
+        self.loads.clear()
 
 
 MOST_STEPS = 200_000
@@ -202,20 +185,8 @@ class OutOfTime(Exception):
     """The exploration's time is over."""
 
 
-class Chooser(Protocol):
-    """What decides how an execution goes on."""
-
-    def choose(self, machine: "Machine") -> tuple["Fiber", int]:
-        """Return the thread whose access is next, and the index of its value."""
-
-    def executed(
-        self, machine: "Machine", thread: "Fiber", op: Strong, index: int
-    ) -> None:
-        """Note an executed access."""
-
-    def repeats(self) -> None:
-        """Note that a thread polls again, although it could have seen more."""
-
+MIXED = "mixed"
+"""Of a word with silent updates and other accesses: then all updates have an order."""
 
 _running: list["Machine"] = []
 
@@ -229,14 +200,15 @@ class Machine:
     """An execution.
 
     Attributes:
-        chooser: decides how it goes on.
+        chooser: decides how it goes on: ``choose`` returns the thread whose access is
+            next, and the index of its value; ``executed`` notes that; ``repeats`` notes
+            that a thread polls again, although it could have seen more.
         files: the program's files.
         memory: all memory.
         threads: the threads that have not ended.
         current: the thread that runs.
         steps: the strong accesses so far.
         deadline: when the exploration's time is over, of ``time.monotonic``.
-        observers: all threads that there were, by number, the last of each.
         futile: by a thread's state at a load, values with which it comes back to this
             state without a change, as earlier executions have shown.
         learned: more of these.
@@ -244,7 +216,7 @@ class Machine:
 
     def __init__(
         self,
-        chooser: Chooser,
+        chooser: Any,
         files: Files,
         numbers: Numbers,
         futile: dict[Any, set[int]],
@@ -254,14 +226,13 @@ class Machine:
         self.memory = MemoryModel()
         self.main = getcurrent()
         self.threads: dict[int, Fiber] = {}
-        self.observers: dict[int, Observer] = {}
         self.current: Fiber | None = None
         self.error: BaseException | None = None
         self.steps = 0
         self.deadline = math.inf
         self.closed = False
         self.traced: Callable[[Fiber, Strong, int, Any], None] | None = None
-        self.met: Callable[[Sequence[Fiber], Any], None] | None = None
+        self.unmet: Callable[[], list[tuple[Name, str, CodePlace]]] = list
         self.ready: dict[int, Fiber] = {}
         self.last: Fiber | None = None
         self._runnable: deque[tuple[Fiber, Any]] = deque()
@@ -273,12 +244,13 @@ class Machine:
         """Return new clocks, which know nothing."""
         return np.zeros((2, self.numbers.room), np.int64)
 
-    def start(self, name: Name, clock: Any, body: Callable[[], None]) -> Fiber:
+    def start(
+        self, name: Name, clock: Any, body: Callable[[], None], local: Any = None
+    ) -> None:
         """Start a thread that knows what ``clock`` does."""
-        thread = Fiber(self, name, clock, body)
+        thread = Fiber(self, name, clock, body, local)
         self.threads[thread.number] = thread
         self._runnable.append((thread, None))
-        return thread
 
     def run(self) -> None:
         """Run all threads to their ends, or raise a Fault or Pruned."""
@@ -342,9 +314,11 @@ class Machine:
         self.last = thread
         op = thread.op
         assert op is not None
-        self.current = thread
         value = self.memory.execute(thread, op, index, self.steps - 1)
-        self.current = None
+        kinds = op.region.places[op.offset].kinds
+        kinds.add(op.silent)
+        if len(kinds) > 1:
+            self.learned.append(((MIXED, op.key), 0))
         if self.traced is not None:
             self.traced(thread, op, index, value)
         self.chooser.executed(self, thread, op, index)
@@ -386,11 +360,7 @@ class Machine:
     def options(self, thread: Fiber) -> list[int]:
         """Return the values with which a thread's access can be executed now."""
         assert thread.op is not None
-        self.current, before = thread, self.current
-        try:
-            return self.memory.options(thread, thread.op)
-        finally:
-            self.current = before
+        return self.memory.options(thread, thread.op)
 
     # What threads call.
 
@@ -437,7 +407,9 @@ class Machine:
                 access is no part of a loop that polls.
         """
         thread = self.me()
-        polls = op.kind in (LOAD, UPDATE) and state is not None
+        if (MIXED, op.key) in self.futile:
+            op.silent = ""
+        polls = op.kind in (LOAD, UPDATE) and state is not None and not op.silent
         if polls:
             state = (thread.number, op.key, state)
             if state in thread.seen:
@@ -460,9 +432,7 @@ class Machine:
 
     def _perform(self, thread: Fiber, op: Strong) -> Any:
         thread.op = op
-        thread.state = ("accesses", op.site)
-        if op.kind is AWAIT:
-            thread.state = ("waits", op.site)
+        thread.state = ("waits" if op.kind is AWAIT else "accesses", op.site)
         self._post(thread)
         return self.main.switch()
 
@@ -493,29 +463,25 @@ class Machine:
         The predicate is called by the waiting thread, for each value that it might see.
         """
         thread = self.me()
-        thread.peek = 0
-        try:
-            predicate()
-        finally:
-            thread.peek = None
-        region, offset, nbytes, order = thread.probed
-        op = Strong(AWAIT, region, offset, nbytes, order, self.site())
 
         def holds(value: int) -> bool:
-            thread.peek = value
+            before, self.current, thread.peek = self.current, thread, value
             try:
                 return bool(predicate())
             finally:
-                thread.peek = None
+                self.current, thread.peek = before, None
 
-        op.holds, op.used = holds, False
-        self._perform(thread, op)
-        thread.changed()
+        holds(0)  # tells which word it loads
+        region, offset, nbytes, order = thread.probed
+        op = Strong(AWAIT, region, offset, nbytes, order, self.site())
+        self.await_word(op, holds, used=False)
 
-    def await_word(self, op: Strong, holds: Callable[[int], bool]) -> int:
+    def await_word(
+        self, op: Strong, holds: Callable[[int], bool], used: bool = True
+    ) -> int:
         """Wait until a word's value satisfies a predicate; return the value."""
         thread = self.me()
-        op.holds = holds
+        op.holds, op.used = holds, used
         value = self._perform(thread, op)
         thread.changed()
         return int(value)
@@ -560,8 +526,6 @@ class Machine:
             return self.main.switch()  # type: ignore[no-any-return]
         del self._groups[key]
         group.sort(key=lambda each: each[0].number)
-        if self.met is not None:
-            self.met([each for each, _ in group], key)
         parts = slice(None) if orders else slice(1, None)
         clock = np.maximum.reduce([each.clock[parts] for each, _ in group])
         found = [value for _, value in group]
@@ -589,6 +553,7 @@ class Machine:
             (thread.name, *thread.state, thread.op, list(thread.polling))
             for thread in self.threads.values()
         ]
+        waiting += [(*each, None, []) for each in self.unmet()]
         at_barriers = [group for group in self._groups.values() if group]
         kernels = [
             each for each in self.threads.values() if each.name.block is not None

@@ -185,13 +185,15 @@ class Value(NamedTuple):
 class Word:
     """A word of strong accesses, with all its values."""
 
-    __slots__ = ("chain", "loads", "nbytes", "reads", "values")
+    __slots__ = ("chain", "kinds", "loads", "nbytes", "reads", "values")
 
     def __init__(self, bits: int, nbytes: int):
         self.nbytes = nbytes
         self.values = [Value(bits, 0, 0, None, None, -1, -1)]
         self.reads: dict[int, list[tuple[int, int]]] = {}
-        # For the search: its last changes, and its loads, by their steps.
+        # For the search: its silent updates and others, and by their steps, its last
+        # changes and its loads.
+        self.kinds: set[str] = set()
         self.chain: list[tuple[int, int, Any]] = []
         self.loads: list[int] = []
 
@@ -227,6 +229,7 @@ class Area:
         unset: which bytes were never stored; None: all have a value.
         rank: its rank.
         shape: of the program's array there, with ``dtype``; None: not an array.
+        pad: its signal pad.
         slots: for a pad, the function that describes an offset.
     """
 
@@ -243,6 +246,7 @@ class Area:
         self.dtype: Any = None
         self.made: Any = None
         self.slots: Callable[[int], Any] | None = None
+        self.pad: Area | None = None
         self.cells: dict[int, Cell] = {}
         self.places: dict[int, Word] = {}
 
@@ -289,12 +293,15 @@ class Strong:
         change: for an update, the function from the old bits to the new ones.
         holds: whether the thread can go on with a value; None: with any.
         used: whether the program gets the value of an await.
+        silent: the verb of an update whose result the program drops, if such updates
+            give the same in any order. It acquires nothing, as on GPUs and CPUs that
+            have instructions for it.
         site: where in the program.
     """
 
     __slots__ = (
         "bits", "change", "holds", "key", "kind", "nbytes", "offset", "order",
-        "region", "scope", "site", "used",
+        "region", "scope", "silent", "site", "used",
     )  # fmt: skip
 
     def __init__(
@@ -312,7 +319,7 @@ class Strong:
         self.bits = 0
         self.change: Callable[[int], int] | None = None
         self.holds: Callable[[int], bool] | None = None
-        self.used = True
+        self.used, self.silent = True, ""
 
 
 class MemoryModel:
@@ -347,7 +354,7 @@ class MemoryModel:
         place = bisect.bisect(self._bases, address) - 1
         region = self.regions[place] if place >= 0 else None
         if region is None or address + nbytes > region.base + region.nbytes:
-            near = f", behind {region.name}" if region is not None else ""
+            near = "" if region is None else f", behind {region.name}"
             raise Fault("access", f"an access to memory outside of all arrays{near}")
         return region, address - region.base
 
@@ -404,14 +411,12 @@ class MemoryModel:
                 part[:] = False
             elif part.any() and thread.name.block is not None and not site.called:
                 # Copies of the host and of the library may contain unused parts.
-                self._unset(region, offset, me)
-
-    def _unset(self, region: Area, offset: int, me: Access) -> None:
-        text = (
-            "a load of memory that was not stored before; no order makes a store come "
-            "first"
-        )
-        raise Fault("access", text, region=region, offset=offset, second=me)
+                raise Fault(
+                    "access",
+                    "a load of memory that was not stored before; no order makes a "
+                    "store come first",
+                    region=region, offset=offset, second=me,
+                )  # fmt: skip
 
     def _check(
         self,
@@ -492,15 +497,11 @@ class MemoryModel:
             return None
         found = place.values[index]
         place.note(thread.number, time, index)
-        for clock in (
-            found.release,
-            found.local if found.rank == thread.rank else None,
-        ):
-            if clock is None:
-                continue
-            if op.order == ACQUIRE:
+        local = found.local if found.rank == thread.rank else None
+        for clock in () if op.silent else (found.release, local):
+            if clock is not None and op.order == ACQUIRE:
                 np.maximum(thread.known, clock, out=thread.known)
-            else:
+            elif clock is not None:
                 thread.unfenced.append(clock)
         if op.kind is UPDATE:
             assert op.change is not None
@@ -564,7 +565,8 @@ class MemoryModel:
         for number, other in others.items():
             narrow = GPU in (me.scope, other.scope)
             unknown = other.time > thread.known[number]
-            if narrow and unknown and thread.rank_of(number) != thread.rank:
+            rank = thread.machine.numbers.names[number].rank
+            if narrow and unknown and rank != thread.rank:
                 self._race(region, offset, other, me)
 
 

@@ -148,8 +148,8 @@ def _show_fault(fault: FoundFault, console: Console) -> None:
         element = f" [cyan]{escape(place.element)}[/]" if place.element else ""
         line(f"  {escape(place.text)}{element}")
         if place.file:
-            at = f"{Path(place.file).name}:{place.line}"
-            line(f"    [dim]{escape(at)}[/]  {escape(place.code)}")
+            at = escape(f"{Path(place.file).name}:{place.line}")
+            line(f"    [dim]{at}[/]  {escape(place.code)}")
     for hint in fault.hints:
         line(f"  [yellow]{escape(hint)}[/]")
     if fault.trace:

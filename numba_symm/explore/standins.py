@@ -16,6 +16,7 @@ import builtins
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
@@ -23,16 +24,20 @@ from typing import Any
 import numpy as np
 
 from numba_symm import environment
+from numba_symm.device import Context, WorkspaceContext
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.explore import threads
 from numba_symm.explore.machine import running
 from numba_symm.explore.memory import (
+    ACQUIRE,
     AWAIT,
     GPU,
     LOAD,
     RELAXED,
     STORE,
+    SYSTEM,
     UPDATE,
+    Area,
     CodePlace,
     Fault,
     Strong,
@@ -40,10 +45,8 @@ from numba_symm.explore.memory import (
 from numba_symm.explore.threads import (
     Array,
     Grid,
-    changed,
     me,
     unsupported,
-    update_element,
 )
 from numba_symm.launch.failures import TABLE
 
@@ -65,9 +68,9 @@ class StandIn(ModuleType):
 
 def _check_awaited(args: Any, site: CodePlace) -> None:
     """Refuse a kernel that has started a collective and has not awaited it."""
-    module = device().known[f"{DEVICE}.block_exchange"]
+    module = device_module("block_exchange")
     for ws in args:
-        if isinstance(ws, module.WorkspaceContext):
+        if isinstance(ws, WorkspaceContext):
             first = ws.ring[-1] + module.epoch_of(ws, 0, 0)
             region, offset = running().memory.at(first, 1)
             nbytes = module.EPOCHS * ws.threads * ws.blocks
@@ -84,9 +87,7 @@ class ExploredKernel:
         self.py_func = function
 
     def __getitem__(self, launch: Any) -> Any:
-        grid, block, stream, dynamic = (
-            (*launch, 0, 0)[:4] if len(launch) < 4 else launch
-        )
+        grid, block, stream, dynamic = (*launch, 0, 0)[:4]
 
         def enqueue(*args: Any) -> None:
             for arg in args:
@@ -95,13 +96,11 @@ class ExploredKernel:
                         f"{type(arg).__name__} as a kernel's argument",
                         "pass device arrays, numbers and tuples",
                     )
-            host = running().me().local
-            host.check_stream(stream)
-            clock = running().me().clock.copy()
-            launched = Grid(self.py_func, (grid, block), args, int(dynamic), clock)
+            caller = running().me()
+            caller.local.check_stream(stream)
             check = functools.partial(_check_awaited, args, running().site())
-            launched.at_end = check
-            host.stream.enqueue(launched)
+            given = (grid, block), args, int(dynamic), caller.clock.copy(), check
+            caller.local.stream.enqueue(Grid(self.py_func, *given))
 
         return enqueue
 
@@ -133,48 +132,29 @@ class _Index:
     z = property(lambda self: self._read()[2])
 
 
-def _of_dimensions(found: tuple[int, ...], ndim: int) -> Any:
-    return found[0] if ndim == 1 else found[:ndim]
+def _per_axis(value: Callable[..., int]) -> Callable[[int], Any]:
+    """Return ``cuda.grid`` or the like: a number, or one for each axis."""
 
+    def found(ndim: int) -> Any:
+        mine = me()
+        parts = zip(mine.at, mine.grid.dim, mine.grid.block, mine.thread, strict=True)
+        each = tuple(value(*part) for part in parts)[:ndim]
+        return each if ndim > 1 else each[0]
 
-def grid(ndim: int) -> Any:
-    """Stand in for ``cuda.grid``."""
-    mine = me()
-    parts = zip(mine.at, mine.grid.block, mine.thread, strict=True)
-    return _of_dimensions(tuple(b * size + t for b, size, t in parts), ndim)
-
-
-def gridsize(ndim: int) -> Any:
-    """Stand in for ``cuda.gridsize``."""
-    launch = me().grid
-    parts = zip(launch.dim, launch.block, strict=True)
-    return _of_dimensions(tuple(b * size for b, size in parts), ndim)
+    return found
 
 
 def _atomic(verb: str) -> Any:
-    def atomic(array: Any, index: Any, *values: Any) -> Any:
-        if not isinstance(array, Array):
-            raise unsupported(f"cuda.atomic.{verb} of {type(array).__name__}")
-        return update_element(array, index, verb, RELAXED, values, GPU)
-
-    return atomic
+    return lambda array, index, *values: _of_element(
+        verb, array, index, values, RELAXED, GPU
+    )
 
 
-def _warp(mask: int, value: Any) -> list[Any]:
-    """Exchange values within a warp, which orders no accesses."""
-    _check_mask(mask)
-    return threads.warp(value, orders=False)
-
-
-def _check_mask(mask: int) -> None:
+def _warp(mask: int, value: Any = None, *, orders: bool = False) -> Any:
+    """Exchange values within a warp."""
     if int(mask) & 0xFFFFFFFF != 0xFFFFFFFF:
         raise unsupported(f"the mask {mask:#x} of a warp", "pass 0xFFFFFFFF")
-
-
-def syncwarp(mask: int = 0xFFFFFFFF) -> None:
-    """Stand in for ``cuda.syncwarp``."""
-    _check_mask(mask)
-    threads.warp()
+    return threads.warp(value, orders=orders)
 
 
 def _shuffle(place: Any) -> Any:
@@ -186,8 +166,8 @@ def _shuffle(place: Any) -> Any:
     return shuffle
 
 
-def _ballot(mask: int, value: Any) -> int:
-    return sum(bool(each) << i for i, each in enumerate(_warp(mask, value)))
+def _bits(values: list[Any]) -> int:
+    return sum(bool(each) << i for i, each in enumerate(values))
 
 
 def _host() -> Any:
@@ -210,36 +190,12 @@ def _to_device(obj: Any, stream: Any = 0, copy: bool = True, to: Any = None) -> 
     return found
 
 
-def _device_array_like(array: Any, stream: Any = 0) -> Any:
-    return _host().new(array.shape, array.dtype, unset=True)
-
-
-class _NoContext:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-
 def make_cuda() -> StandIn:
     """Return the stand-in for ``numba.cuda``."""
     sync = threads.sync
-    verbs = (
-        "add",
-        "sub",
-        "min",
-        "max",
-        "exch",
-        "inc",
-        "dec",
-        "and",
-        "or",
-        "xor",
-        "cas",
-    )
     atomics = {
-        f"{verb}_" if verb in ("and", "or") else verb: _atomic(verb) for verb in verbs
+        f"{verb}_" if verb in ("and", "or") else verb: _atomic(verb)
+        for verb in threads.UPDATES
     }
     atomic = StandIn(
         "cuda.atomic",
@@ -255,19 +211,19 @@ def make_cuda() -> StandIn:
         blockIdx=_Index(lambda: me().at),
         blockDim=_Index(lambda: me().grid.block),
         gridDim=_Index(lambda: me().grid.dim),
-        grid=grid,
-        gridsize=gridsize,
+        grid=_per_axis(lambda at, dim, block, thread: at * block + thread),
+        gridsize=_per_axis(lambda at, dim, block, thread: dim * block),
         warpsize=threads.WARP,
-        syncthreads=threads.syncthreads,
+        syncthreads=sync,
         syncthreads_or=lambda value: int(any(sync(bool(value)))),
         syncthreads_and=lambda value: int(all(sync(bool(value)))),
         syncthreads_count=lambda value: sum(sync(bool(value))),
-        syncwarp=syncwarp,
+        syncwarp=lambda mask=0xFFFFFFFF: _warp(mask, orders=True),
         shfl_sync=_shuffle(lambda lane, by: by % threads.WARP),
         shfl_up_sync=_shuffle(lambda lane, by: lane - by),
         shfl_down_sync=_shuffle(lambda lane, by: lane + by),
         shfl_xor_sync=_shuffle(lambda lane, by: lane ^ by),
-        ballot_sync=_ballot,
+        ballot_sync=lambda mask, value: _bits(_warp(mask, value)),
         any_sync=lambda mask, value: int(any(_warp(mask, value))),
         all_sync=lambda mask, value: int(all(_warp(mask, value))),
         threadfence=lambda: running().fence(local=True),
@@ -277,10 +233,12 @@ def make_cuda() -> StandIn:
         atomic=atomic,
         to_device=_to_device,
         device_array=_device_array,
-        device_array_like=_device_array_like,
+        device_array_like=lambda array, stream=0: _host().new(
+            array.shape, array.dtype, unset=True
+        ),
         synchronize=lambda: _host().drain(),
         default_stream=lambda: 0,
-        defer_cleanup=_NoContext,
+        defer_cleanup=nullcontext,
         is_available=lambda: True,
         popc=lambda value: int(value).bit_count(),
         fma=lambda a, b, c: a * b + c,
@@ -305,15 +263,21 @@ def make_numba(cuda: StandIn) -> dict[str, Any]:
     types = {name: getattr(np, name) for name in _TYPES}
     of_types = StandIn("numba.types", **types)
     vars(cuda)["types"] = of_types
-    config = SimpleNamespace(ENABLE_CUDASIM=True, CUDA_LOW_OCCUPANCY_WARNINGS=False)
-    numba = StandIn("numba", cuda=cuda, config=config, types=of_types, **types)
+    known = {"cuda": cuda, "config": SimpleNamespace(ENABLE_CUDASIM=True)}
+    numba = StandIn("numba", types=of_types, **known, **types)
     return {"numba": numba, "numba.cuda": cuda, "numba.types": of_types}
 
 
 PACKAGE = Path(__file__).parents[1]
 
-Source = tuple[CodeType, bool]
-"""A module's code, and whether it is a package."""
+
+def module_path(folder: Path, name: str) -> Path | None:
+    """Return the file of a module or package in a folder."""
+    place = folder.joinpath(*name.split("."))
+    for path in (place / "__init__.py", place.with_suffix(".py")):
+        if path.is_file():
+            return path
+    return None
 
 
 class Modules:
@@ -321,7 +285,8 @@ class Modules:
 
     Attributes:
         known: the modules so far, by name.
-        find: returns the source of a module, or None: it is imported as usual.
+        find: returns the file of a module, or None: it is imported as usual.
+        compiled: returns the code of a file.
         names: more names that modules have as built-in ones.
         prepare: is called with each executed module.
     """
@@ -329,41 +294,40 @@ class Modules:
     def __init__(
         self,
         known: Mapping[str, Any],
-        find: Callable[[str], Source | None],
+        find: Callable[[str], Path | None],
+        compiled: Callable[[Path], CodeType],
         names: Mapping[str, Any],
     ):
-        self.known, self._find = dict(known), find
+        self.known, self._find, self._compiled = dict(known), find, compiled
         self._builtins = {
             **vars(builtins),
             "__import__": self._import,
             **names,
         }
-        self.prepare: Callable[[ModuleType], None] | None = None
+        self.prepare: Callable[[ModuleType], Any] = lambda module: None
 
-    def execute(self, name: str, source: Source, run_as: str | None = None) -> Any:
+    def execute(self, name: str, path: Path) -> Any:
         """Execute a module, and return it."""
-        code, package = source
-        module = ModuleType(run_as or name)
+        module = ModuleType(name)
         module.__dict__["__builtins__"] = self._builtins
-        module.__file__ = code.co_filename
+        module.__file__, package = str(path), path.stem == "__init__"
         module.__package__ = name if package else name.rpartition(".")[0]
         self.known[name] = module
-        exec(code, module.__dict__)
-        if self.prepare is not None:
-            self.prepare(module)
+        exec(self._compiled(path), module.__dict__)
+        self.prepare(module)
         return module
 
     def load(self, name: str) -> Any:
-        """Return a module that is known or has a source; None: there is none."""
+        """Return a module that is known or has a file; None: there is none."""
         if name in self.known:
             return self.known[name]
         parent, _, last = name.rpartition(".")
         if parent and parent.partition(".")[0] in self.known:
             self.load(parent)
-        source = self._find(name)
-        if source is None:
+        path = self._find(name)
+        if path is None:
             return None
-        module = self.execute(name, source)
+        module = self.execute(name, path)
         if parent in self.known and isinstance(self.known[parent], ModuleType):
             setattr(self.known[parent], last, module)
         return module
@@ -390,6 +354,7 @@ class Modules:
 
 
 DEVICE = "numba_symm.device"
+_INSIDE = f"{DEVICE}."
 
 
 def word_of(bits: int) -> int:
@@ -397,110 +362,107 @@ def word_of(bits: int) -> int:
     return ((int(bits) & 0xFFFFFFFFFFFFFFFF) ^ 1 << 63) - (1 << 63)
 
 
-def op_at(kind: str, address: int, nbytes: int, order: str) -> Strong:
-    """Return a strong access to the word at an address."""
-    execution = running()
-    region, offset = execution.memory.at(int(address), nbytes)
-    _check_aligned(address, nbytes)
-    return Strong(kind, region, offset, nbytes, order, execution.site())
-
-
-def _check_aligned(address: int, nbytes: int) -> None:
+def located(address: int, nbytes: int) -> tuple[Area, int]:
+    """Return the region of a word, and its offset there."""
     if address % nbytes:
         raise Fault(
             "access",
             f"an access of {nbytes} bytes, {address % nbytes} bytes after a multiple "
             f"of {nbytes}",
         )
+    return running().memory.at(int(address), nbytes)
 
 
-def _weak_load(nbytes: int) -> Callable[[int], int]:
-    def load(address: int) -> int:
-        execution = running()
-        region, offset = execution.memory.at(int(address), nbytes)
-        _check_aligned(address, nbytes)
-        execution.weak(region, offset, nbytes, None)
-        return region.bits(offset, nbytes)
-
-    return load
+def op_at(kind: str, address: int, nbytes: int, order: str) -> Strong:
+    """Return a strong access to the word at an address."""
+    place = located(address, nbytes)
+    return Strong(kind, *place, nbytes, order, running().site())
 
 
-def _weak_store(nbytes: int) -> Callable[[int, int], None]:
-    def store(address: int, value: int) -> None:
-        execution = running()
-        region, offset = execution.memory.at(int(address), nbytes)
-        _check_aligned(address, nbytes)
-        bits = int(value) & (1 << 8 * nbytes) - 1
-        stored = bits.to_bytes(nbytes, "little")
-        execution.weak(region, offset, nbytes, lambda: stored)
-        region.put_bits(offset, nbytes, bits)
-
-    return store
+def _shown(bits: int, nbytes: int) -> int:
+    """Return what device functions get of bits."""
+    return word_of(bits) if nbytes == 8 else int(bits)
 
 
-def _strong_load(nbytes: int, order: str) -> Callable[[int], int]:
-    def load(address: int) -> int:
-        thread = running().me()
-        if thread.peek is not None:  # of a wait's predicate
-            _check_aligned(address, nbytes)
-            place = running().memory.at(int(address), nbytes)
-            thread.probed = *place, nbytes, order
-            return thread.peek
-        state = threads.state(running().files)
-        return int(running().access(op_at(LOAD, address, nbytes, order), state))
-
-    return load
+def _weak(nbytes: int, address: int, value: int | None = None) -> int:
+    """Load, or store, the word at an address."""
+    region, offset = located(address, nbytes)
+    if value is None:
+        running().weak(region, offset, nbytes, None)
+    else:
+        stored = (int(value) & (1 << 8 * nbytes) - 1).to_bytes(nbytes, "little")
+        running().weak(region, offset, nbytes, lambda: stored)
+        region.put_bits(offset, nbytes, value)
+    return _shown(region.bits(offset, nbytes), nbytes)
 
 
-def _strong_store(nbytes: int, order: str) -> Callable[[int, int], None]:
-    def store(address: int, value: int) -> None:
-        op = op_at(STORE, address, nbytes, order)
-        op.bits = int(value)
-        running().access(op, None)
+def _load(nbytes: int, order: str, address: int) -> int:
+    """Make a strong load."""
+    thread = running().me()
+    if thread.peek is not None:  # of a wait's predicate
+        thread.probed = *located(address, nbytes), nbytes, order
+        return _shown(thread.peek, nbytes)
+    op, state = op_at(LOAD, address, nbytes, order), threads.state(running().files)
+    return _shown(running().access(op, state), nbytes)
 
-    return store
+
+def _store(nbytes: int, order: str, address: int, value: int) -> None:
+    """Make a strong store."""
+    op = op_at(STORE, address, nbytes, order)
+    op.bits = int(value)
+    running().access(op, None)
 
 
-def _signed(load: Callable[[int], int]) -> Callable[[int], int]:
-    return lambda address: word_of(load(address))
+_COMMUTE = ("add", "sub", "min", "max", "and", "or", "xor")
+
+
+def _updated(
+    verb: str, dtype: np.dtype[Any], order: str, scope: str, address: int, *values: Any
+) -> Any:
+    """Make an atomic operation on the element at an address; return the old one."""
+    op = op_at(UPDATE, address, dtype.itemsize, order)
+    op.scope, op.change = scope, threads.changed(verb, dtype, values)
+    commutes = verb in _COMMUTE and dtype.kind in "iu" and order != ACQUIRE
+    if commutes and threads.drops_result():
+        op.silent = verb
+    old = running().access(op, threads.state(running().files))
+    return threads.of_bits(dtype, old)
 
 
 def _update(verb: str, kind: str, order: str) -> Callable[..., Any]:
     """Return an atomic operation on the word at an address."""
-    dtype = np.dtype(kind.replace("s", "i").replace("32", "4").replace("64", "8"))
 
     def update(address: int, *values: Any) -> Any:
-        op = op_at(UPDATE, address, dtype.itemsize, order)
-        op.change = changed(verb, dtype, values)
-        old = running().access(op, threads.state(running().files))
-        if dtype.kind == "f":
-            return np.frombuffer(int(old).to_bytes(dtype.itemsize, "little"), dtype)[0]
-        return word_of(old) if dtype.itemsize == 8 else int(old)
+        old = _updated(verb, _dtype(kind), order, SYSTEM, address, *values).item()
+        return word_of(old) if kind == "u64" else old
 
     return update
 
 
+def _of_element(
+    verb: str, array: Any, index: Any, values: Any, order: str, scope: str
+) -> Any:
+    """Make an atomic operation on an array's element."""
+    known = {_dtype(kind) for kind in ATOMICS.get(verb, ())}
+    if not isinstance(array, Array) or (scope == SYSTEM and array.dtype not in known):
+        what = getattr(array, "dtype", type(array).__name__)
+        raise unsupported(
+            f"an atomic {verb} of {what}", "pass a device array of such a dtype"
+        )
+    if order not in ATOMIC_ORDERS:
+        raise unsupported(f"an atomic {verb} with order={order!r}")
+    address = array.address_of(index)
+    return _updated(verb, array.dtype, order, scope, address, *values)
+
+
 def _device_atomic(verb: str) -> Callable[..., Any]:
     """Return an atomic operation on an array's element."""
-    name = f"atomic_{verb}"
-
-    def atomic(array: Any, index: Any, values: Any, order: str) -> Any:
-        known = {_dtype(kind) for kind in ATOMICS[verb]}
-        if not isinstance(array, Array) or array.dtype not in known:
-            what = getattr(array, "dtype", type(array).__name__)
-            raise unsupported(
-                f"{name} of {what}", "pass a device array of such a dtype"
-            )
-        if order not in ATOMIC_ORDERS:
-            raise unsupported(f"{name} with order={order!r}")
-        return update_element(array, index, verb, order, values)
-
     if verb == "cas":
-        return lambda array, index, old, value, order=RELAXED: atomic(
-            array, index, (old, value), order
+        return lambda array, index, old, value, order=RELAXED: _of_element(
+            verb, array, index, (old, value), order, SYSTEM
         )
-    return lambda array, index, value, order=RELAXED: atomic(
-        array, index, (value,), order
+    return lambda array, index, value, order=RELAXED: _of_element(
+        verb, array, index, (value,), order, SYSTEM
     )
 
 
@@ -583,11 +545,6 @@ def fail(guard: Any, record: int) -> None:
     raise Fault("result", f"rank {rank} reports a failure: {words}, of rank {peer}")
 
 
-def _array_at(address: int, shape: Any, dtype: Any) -> Array:
-    region, offset = running().memory.at(int(address), 1)
-    return Array.of(region, shape, dtype, offset)
-
-
 def _no_clock() -> int:
     raise unsupported("globaltimer", "an exploration has no time")
 
@@ -597,27 +554,25 @@ def _instructions() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, nbytes in (("u8", 1), ("u16", 2), ("u32", 4), ("u64", 8)):
         for infix in ("", "any_"):
-            load = _weak_load(nbytes)
-            found[f"ld_{infix}{name}"] = _signed(load) if nbytes == 8 else load
-            found[f"st_{infix}{name}"] = _weak_store(nbytes)
+            found[f"ld_{infix}{name}"] = functools.partial(_weak, nbytes)
+            found[f"st_{infix}{name}"] = functools.partial(_weak, nbytes)
     for name, nbytes in (("u32", 4), ("u64", 8)):
         for order in ATOMIC_ORDERS:
-            load, store = _strong_load(nbytes, order), _strong_store(nbytes, order)
-            load = _signed(load) if nbytes == 8 else load
+            load = functools.partial(_load, nbytes, order)
+            store = functools.partial(_store, nbytes, order)
             found[f"ld_{order}_sys_{name}"] = load
             found[f"st_{order}_sys_{name}"] = store
-    whole, put_whole = _weak_load(16), _weak_store(16)
 
     def ld_v2(address: int) -> tuple[int, int]:
-        bits = whole(address)
+        bits = _weak(16, address)
         return word_of(bits), word_of(bits >> 64)
 
     def st_v2(address: int, words: tuple[int, int]) -> None:
         low, high = (int(word) & 0xFFFFFFFFFFFFFFFF for word in words)
-        put_whole(address, high << 64 | low)
+        _weak(16, address, high << 64 | low)
 
     def ld_v4(address: int) -> tuple[int, ...]:
-        bits = whole(address)
+        bits = _weak(16, address)
         return tuple(bits >> at & 0xFFFFFFFF for at in (0, 32, 64, 96))
 
     load, store = found["ld_relaxed_sys_u64"], found["st_relaxed_sys_u64"]
@@ -634,21 +589,18 @@ def _instructions() -> dict[str, Any]:
     found |= {"ld_relaxed_sys_v2_u64": ld_pair, "st_relaxed_sys_v2_u64": st_pair}
     return found | {
         "sliced": lambda form: lambda function: function,
-        "array_at": _array_at,
+        "array_at": Array.at,
         "fence_acq_rel_sys": lambda: running().fence(),
         "globaltimer": _no_clock,
         "poll_pause": lambda polls: None,
-        "syncthreads": threads.syncthreads,
+        "syncthreads": threads.sync,
         "syncthreads_or": lambda condition: any(threads.sync(bool(condition))),
         "bar_sync": threads.bar_sync,
         "bar_red_or": lambda bar, count, condition: any(
             threads.bar_sync(bar, count, bool(condition))
         ),
         "warp_or": lambda condition: any(threads.warp(bool(condition))),
-        "votes": lambda condition: sum(
-            bool(each) << i
-            for i, each in enumerate(threads.warp(condition, orders=False))
-        ),
+        "votes": lambda condition: _bits(threads.warp(condition, orders=False)),
         "thread_index": lambda: threads.me().index,
         "thread_index_x": lambda: threads.me().thread[0],
         "thread_index_y": lambda: threads.me().thread[1],
@@ -679,17 +631,11 @@ def _atomics() -> ModuleType:
     return module
 
 
-def _source(name: str) -> Source | None:
-    if name != DEVICE and not name.startswith(f"{DEVICE}."):
-        return None
-    path = PACKAGE.parent.joinpath(*name.split("."))
-    package = path.is_dir()
-    path = path / "__init__.py" if package else path.with_suffix(".py")
-    return (_code(path), package) if path.is_file() else None
+def _find(name: str) -> Path | None:
+    return module_path(PACKAGE.parent, name) if f"{name}.".startswith(_INSIDE) else None
 
 
-@functools.cache
-def _code(path: Path) -> Any:
+def _compiled(path: Path) -> CodeType:
     return compile(path.read_text(), str(path), "exec")
 
 
@@ -707,10 +653,14 @@ def device() -> Modules:
         "numba": numba,
         "numba.cuda": numba.cuda,
     }
-    modules = Modules(known, _source, {})
-    replaced = _instructions()
-    replaced |= {"make_wait": make_wait, "fail": fail, "make_poll": make_poll}
-    replaced["_receive"] = _receive
+    modules = Modules(known, _find, _compiled, {})
+    functions = make_wait, make_poll, fail, _receive, Context, WorkspaceContext
+    replaced = _instructions() | {each.__name__: each for each in functions}
     modules.prepare = functools.partial(_replace, replaced)
     modules.load(DEVICE)
     return modules
+
+
+def device_module(name: str = "") -> Any:
+    """Return one of these modules; ``""``: the package."""
+    return device().known[f"{DEVICE}.{name}".rstrip(".")]

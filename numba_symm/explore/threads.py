@@ -1,6 +1,8 @@
 """Threads of kernels, their device arrays, and atomic updates of these."""
 
+import dis
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +15,11 @@ import numpy as np
 from numba_symm.explore import machine
 from numba_symm.explore.machine import Fiber, Name, running
 from numba_symm.explore.memory import (
-    SYSTEM,
-    UPDATE,
     Area,
     Fault,
     Files,
-    Strong,
     Unsupported,
+    frame_of,
 )
 
 Index = Any
@@ -31,6 +31,12 @@ class Array(np.ndarray[Any, Any]):
 
     region: Area | None = None
     _start: int | None = None
+
+    @classmethod
+    def at(cls, address: int, shape: Any, dtype: Any) -> "Array":
+        """Return the C-contiguous array at an address."""
+        region, offset = machine.running().memory.at(int(address), 0)
+        return cls.of(region, shape, dtype, offset)
 
     @classmethod
     def of(cls, region: Area, shape: Any, dtype: Any, offset: int = 0) -> "Array":
@@ -83,6 +89,12 @@ class Array(np.ndarray[Any, Any]):
             offset += (int(place) + length * (place < 0)) * stride
         return offset
 
+    def address_of(self, index: Index) -> int:
+        """Return the address of an element."""
+        self._part(index)  # checks it
+        assert self.region is not None
+        return self.region.base + self.offset_of(index)
+
     def _part(self, index: Index) -> Any:
         for place in index if isinstance(index, tuple) else (index,):
             if isinstance(place, _ARRAYS):
@@ -129,21 +141,18 @@ class Array(np.ndarray[Any, Any]):
             return func(self.memory)
         raise unsupported(f"np.{func.__name__} of a device array")
 
-    def __contains__(self, item: Any) -> bool:
-        raise unsupported("`in` a device array")
-
-    def store(self, values: Any, by: Any = None, site: Any = None) -> None:
-        """Store all elements, as one copy that an observer makes; None: a thread."""
+    def store(self, values: Any, by: Any, site: Any) -> None:
+        """Store all elements, as one copy that an observer makes."""
         self._touch(True, by, site)
         self.memory[...] = np.asarray(values).reshape(self.shape)
 
-    def load(self, by: Any = None, site: Any = None) -> Any:
+    def load(self, by: Any, site: Any) -> Any:
         """Return all elements, as one copy."""
         self._touch(False, by, site)
         return np.array(self.memory)
 
     def _touch(self, write: bool, by: Any, site: Any) -> None:
-        execution, region = machine.running(), self.region
+        memory, region = machine.running().memory, self.region
         stored = bytes if write else None  # what it stores differs from what is there
         assert region is not None
         spans = [(self.start(), self.nbytes)]
@@ -151,15 +160,13 @@ class Array(np.ndarray[Any, Any]):
             places = np.ndindex(self.shape)
             spans = [(self.offset_of(place), self.itemsize) for place in places]
         for offset, nbytes in spans:
-            if by is None:
-                execution.weak(region, offset, nbytes, stored)
-            else:
-                execution.memory.weak(by, region, offset, nbytes, stored, site)
+            memory.weak(by, region, offset, nbytes, stored, site)
 
     def copy_to_host(self, ary: Any = None, stream: Any = 0) -> Any:
         """Wait for the stream, and return a copy of the elements."""
-        machine.running().me().local.drain()
-        found = self.load()
+        execution = machine.running()
+        execution.me().local.drain()
+        found = self.load(execution.me(), execution.site())
         if ary is None:
             return found
         ary[...] = found
@@ -200,14 +207,10 @@ def _tuple(shape: Any) -> tuple[int, ...]:
     return tuple(shape) if isinstance(shape, tuple | list) else (int(shape),)
 
 
-def converted(dtype: Any, value: Any) -> Any:
+def converted(dtype: np.dtype[Any], value: Any) -> Any:
     """Return a value as a GPU stores it: integers wrap around."""
-    if dtype.kind in "iu" and isinstance(value, int) and not isinstance(value, bool):
-        bits = 8 * dtype.itemsize
-        value &= (1 << bits) - 1
-        if dtype.kind == "i" and value >> (bits - 1):
-            value -= 1 << bits
-    return value
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return element(dtype, value) if whole and dtype.kind in "iu" else value
 
 
 def unsupported(what: str, instead: str = "") -> Unsupported:
@@ -224,25 +227,30 @@ MOST_THREADS = 1024
 
 
 class Grid:
-    """A launch of a kernel on a stream.
+    """A launch of a kernel on a stream; ``at_end`` is called after the last thread.
 
     Attributes:
         dim, block: the numbers of blocks and of a block's threads, in 3 dimensions.
         blocks, threads: all of them.
         shared: the shared arrays, by block and place in the program.
         number: which launch of the stream it is, from 1 on.
-        at_end: is called after the last thread's end.
     """
 
-    at_end: Callable[[], None] = staticmethod(lambda: None)
-
-    def __init__(self, function: Any, launch: Any, args: Any, dynamic: int, clock: Any):
+    def __init__(
+        self,
+        function: Any,
+        launch: Any,
+        args: Any,
+        dynamic: int,
+        clock: Any,
+        at_end: Callable[[], None],
+    ):
         self._function, self._args, self._clock = function, args, clock
         self.dim, self.block = (_three(each) for each in launch)
         self.blocks, self.threads = math.prod(self.dim), math.prod(self.block)
         self.dynamic = dynamic
         self.shared: dict[Any, Area] = {}
-        self.number = 0
+        self.number, self._at_end = 0, at_end
         self._left = self.blocks * self.threads
         if not 0 < self.threads <= MOST_THREADS or not self.blocks:
             raise Fault(
@@ -253,15 +261,15 @@ class Grid:
 
     def start(self, stream: Any) -> None:
         """Start all threads, after what the stream and the launching host know."""
-        self._stream, self.number = stream, stream.count()
+        self._stream, self.number = stream, next(stream.launches)
         execution = running()
         clock = np.maximum(stream.clock, self._clock)
         for block in range(self.blocks):
             for index in range(self.threads):
                 text = f"rank {stream.rank} block {block} thread {index}"
                 name = Name(stream.rank, block, index, text)
-                thread = execution.start(name, clock.copy(), self._body)
-                thread.local = KernelThread(self, block, index)
+                place = KernelThread(self, block, index)
+                execution.start(name, clock.copy(), self._body, place)
 
     def _body(self) -> None:
         self._function(*self._args)
@@ -271,7 +279,7 @@ class Grid:
         self._left -= 1
         self._stream.learn(thread.clock)
         if not self._left:
-            self.at_end()
+            self._at_end()
             self._stream.finish()
 
 
@@ -313,32 +321,29 @@ def me() -> KernelThread:
     return local
 
 
-def sync(value: Any = None) -> list[Any]:
+def _meet(place: Any, count: int, value: Any, what: str, orders: bool = True) -> Any:
+    """Wait for threads of the block at one of its barriers; return all values."""
+    mine = me()
+    key = id(mine.grid), mine.block_index, place
+    return running().meet(key, count, value, what, orders=orders)
+
+
+def sync(value: Any = None) -> Any:
     """Wait for the block's threads; return the values of all."""
-    mine = me()
-    key = id(mine.grid), mine.block_index, "block"
-    return running().meet(key, mine.grid.threads, value, "syncthreads")
+    return _meet("block", me().grid.threads, value, "syncthreads")
 
 
-def syncthreads() -> None:
-    """Wait for the block's threads."""
-    sync()
-
-
-def bar_sync(bar: int, count: int, value: Any = None) -> list[Any]:
+def bar_sync(bar: int, count: int, value: Any = None) -> Any:
     """Wait for some of the block's threads."""
-    mine = me()
-    key = id(mine.grid), mine.block_index, int(bar)
-    return running().meet(key, int(count), value, f"barrier {bar}")
+    return _meet(int(bar), int(count), value, f"barrier {bar}")
 
 
-def warp(value: Any = None, *, orders: bool = True) -> list[Any]:
+def warp(value: Any = None, *, orders: bool = True) -> Any:
     """Wait for the threads of the warp; return the values of all."""
     mine = me()
     number = mine.index // WARP
     width = min(WARP, mine.grid.threads - WARP * number)
-    key = id(mine.grid), mine.block_index, "warp", number
-    return running().meet(key, width, value, "syncwarp", orders=orders)
+    return _meet(("warp", number), width, value, "syncwarp", orders)
 
 
 def lane() -> int:
@@ -348,11 +353,28 @@ def lane() -> int:
 
 def caller(files: Files) -> tuple[CodeType, int]:
     """Return the place in the program that calls a stand-in."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename not in files:
-        frame = frame.f_back
+    frame = frame_of(files)
     assert frame is not None
     return frame.f_code, frame.f_lasti
+
+
+def drops_result() -> bool:
+    """Return whether the function that calls a stand-in drops the result."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_STAND_INS):
+        frame = frame.f_back
+    return frame is not None and frame.f_lasti in _dropped(frame.f_code)
+
+
+@functools.cache
+def _dropped(code: CodeType) -> set[int]:
+    """Return the places of instructions, and of their caches, before a POP_TOP."""
+    return {
+        place
+        for one, other in itertools.pairwise(dis.get_instructions(code))
+        if other.opname == "POP_TOP"
+        for place in range(one.offset, other.offset, 2)
+    }
 
 
 @functools.cache
@@ -387,8 +409,6 @@ _CONSTANT += (ModuleType, BuiltinFunctionType, functools.partial)
 
 def _frozen(value: Any, depth: int) -> Any:
     """Return a value that is equal only if a variable has not changed."""
-    if isinstance(value, np.generic):
-        return value.tobytes()
     if isinstance(value, _CONSTANT):
         return value
     if isinstance(value, Array):
@@ -398,7 +418,7 @@ def _frozen(value: Any, depth: int) -> Any:
         return tuple(_frozen(each, depth + 1) for each in value)
     if isinstance(value, dict):
         return tuple((str(k), _frozen(v, depth + 1)) for k, v in value.items())
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray | np.generic):
         return value.tobytes()
     return getattr(value, "__code__", object())  # of an iterator, nothing is known
 
@@ -430,7 +450,7 @@ def _kept(
     return Array.of(arrays[key], shape, dtype)
 
 
-_CHANGES: dict[str, Callable[..., Any]] = {
+UPDATES: dict[str, Callable[..., Any]] = {
     "add": lambda old, value: old + value,
     "sub": lambda old, value: old - value,
     "min": min,
@@ -463,23 +483,7 @@ def changed(verb: str, dtype: np.dtype[Any], values: Any) -> Callable[[int], int
 
     def change(bits: int) -> int:
         with np.errstate(all="ignore"):
-            new = dtype.type(_CHANGES[verb](of_bits(dtype, bits), *given))
+            new = dtype.type(UPDATES[verb](of_bits(dtype, bits), *given))
         return int.from_bytes(new.tobytes(), "little")
 
     return change
-
-
-def update_element(
-    array: Array, index: Any, verb: str, order: str, values: Any, scope: str = SYSTEM
-) -> Any:
-    """Update an element of an array; return the old one."""
-    execution = running()
-    array._part(index)  # checks it
-    dtype = array.dtype
-    assert array.region is not None
-    offset = array.offset_of(index)
-    op = Strong(UPDATE, array.region, offset, dtype.itemsize, order, execution.site())
-    op.scope = scope
-    op.change = changed(verb, dtype, values)
-    old = execution.access(op, state(execution.files))
-    return of_bits(dtype, old)

@@ -211,7 +211,7 @@ class SymmetricMemory:
         source = self._contiguous(x, "put")
         _, start = self._place(rank, source.shape, source.dtype, storage_offset, "put")
         target = self.buffer_ptrs[rank] + start
-        _copy(target, source.address, source.nbytes, stream, "put")
+        self._copy(target, source.address, source.nbytes, stream, "put")
 
     def get(
         self,
@@ -251,7 +251,7 @@ class SymmetricMemory:
         dtype = dtypes.checked(dtype, "get")
         shape, start = self._place(rank, shape, dtype, storage_offset, "get")
         if out is None:
-            out = _new_array(shape, dtype, stream)
+            out = self._new_array(shape, dtype, stream)
         target = self._contiguous(out, "get: out")
         if (target.shape, target.dtype) != (shape, dtype) or target.readonly:
             raise ArgumentError(
@@ -260,7 +260,7 @@ class SymmetricMemory:
                 f"{target.dtype.name}"
             )
         source = self.buffer_ptrs[rank] + start
-        _copy(target.address, source, target.nbytes, stream, "get")
+        self._copy(target.address, source, target.nbytes, stream, "get")
         return out
 
     def _contiguous(self, array: Any, what: str) -> arrays.ArrayView:
@@ -339,6 +339,30 @@ class SymmetricMemory:
                 self._island.abandon(error, what)
             raise
 
+    def _new_array(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any
+    ) -> Any:
+        if not SIMULATED and streams.is_capturing(streams.handle_or_default(stream)):
+            raise ArgumentError(
+                "get: pass out= while a stream is being captured into a graph; memory "
+                "cannot be allocated then"
+            )
+        return arrays.empty(shape, dtype, "get")
+
+    def _copy(
+        self, target: int, source: int, nbytes: int, stream: Any, what: str
+    ) -> None:
+        """Enqueue a copy between arrays that do not overlap."""
+        handle = streams.handle_or_default(stream)
+        if nbytes == 0:
+            return
+        if abs(target - source) < nbytes:
+            raise ArgumentError(
+                f"{what}: expected an array apart from its place in the buffer, got "
+                "arrays that overlap"
+            )
+        streams.copy(target, source, nbytes, handle)
+
     def _check_open(self) -> None:
         self._island.check()
         self._check_mapped()
@@ -348,25 +372,3 @@ def _check_mapped(island: Members, peers: Peers) -> None:
     island.check_open()
     if peers.closed:
         raise ClosedError("this symmetric memory was closed by its communicator")
-
-
-def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any) -> Any:
-    if not SIMULATED and streams.is_capturing(streams.handle_or_default(stream)):
-        raise ArgumentError(
-            "get: pass out= while a stream is being captured into a graph; memory "
-            "cannot be allocated then"
-        )
-    return arrays.empty(shape, dtype, "get")
-
-
-def _copy(target: int, source: int, nbytes: int, stream: Any, what: str) -> None:
-    """Enqueue a copy between arrays that do not overlap."""
-    handle = streams.handle_or_default(stream)
-    if nbytes == 0:
-        return
-    if abs(target - source) < nbytes:
-        raise ArgumentError(
-            f"{what}: expected an array apart from its place in the buffer, got arrays "
-            "that overlap"
-        )
-    streams.copy(target, source, nbytes, handle)

@@ -204,7 +204,11 @@ CHANNELS = """
         (129, "", None),
         (130, "", "of channels 0 to 129"),
         (0, "comm.rendezvous(other, channels=131)", "at most 130 channels"),
-        (0, "comm.rendezvous(x, channels=128 + comm.rank)", "the ranks pass sizes"),
+        (
+            0,
+            "comm.rendezvous(x, channels=128 + comm.rank)",
+            "calls rendezvous at byte 0 with channels=129",
+        ),
     ],
 )
 def test_a_pad_has_as_many_channels_as_asked_for(tmp_path, channel, more, text):
@@ -467,6 +471,21 @@ def test_a_loop_with_an_end_is_no_wait(tmp_path):
                 out[0] = 1
     """
     assert run(tmp_path, kernel, "", 1, "[1, 1]").complete
+
+
+def test_two_loads_on_one_line_are_no_loop(tmp_path):
+    kernel = """
+    @cuda.jit
+    def kernel(ctx, out):
+        if ctx.rank == 0:
+            symm.st_relaxed_sys_u32(symm.peer_address(ctx, 1), 1)
+        else:
+            word = symm.peer_address(ctx, 1)
+            out[0] = symm.ld_relaxed_sys_u32(word) + symm.ld_relaxed_sys_u32(word)
+    """
+    report = run(tmp_path, kernel, "", 2, "[1, 1]")
+    assert report.complete, str(report)
+    assert report.coverage[0].orders == 3  # the sum is 0, 1 or 2
 
 
 def test_threads_may_store_the_same_but_nothing_else(tmp_path):

@@ -65,10 +65,13 @@ class Explored:
             machine.access(op, None)
         elif kind == "ld":
             self.load(t, machine.access(self.op(LOAD, places[step[1]], step[2]), None))
-        elif kind == "rmw":
+        elif kind in ("rmw", "red"):
             op = self.op(UPDATE, places[step[2]], step[4])
             op.change = lambda old: litmus.UPDATE[step[1]](old, *step[3])
-            self.load(t, machine.access(op, None))
+            op.silent = step[1] if kind == "red" else ""
+            old = machine.access(op, None)
+            if kind == "rmw":
+                self.load(t, old)
         elif kind == "lock":
             self.lock(t, number, step, places)
         elif kind == "wst":
@@ -170,6 +173,21 @@ def drawn_locks(lot):
     return program
 
 
+def drawn_counters(lot):
+    """Return a random program of threads that update words and drop the results."""
+    program = []
+    for _ in range(lot.choice((2, 2, 2, 3))):
+        steps = []
+        for _ in range(lot.randint(1, 2)):
+            verb = "add" if lot.random() < 0.9 else "max"
+            order, value = lot.choice(("relaxed", "release")), lot.randint(1, 2)
+            steps.append(("red", verb, lot.randrange(2), (value,), order))
+        if lot.random() < 0.6:
+            steps.insert(lot.randint(0, len(steps)), step(lot))
+        program.append(steps)
+    return program
+
+
 def step(lot):
     place, value = lot.randrange(2), lot.randint(1, 2)
     order = lot.choice(("relaxed", "acquire"))
@@ -209,9 +227,9 @@ def differing(program):
 
 @pytest.mark.parametrize("part", range(10))
 def test_random_programs_have_the_outcomes_of_all_orders(part):
-    draws = drawn, drawn, drawn_message, drawn_locks
+    draws = drawn, drawn_counters, drawn, drawn_message, drawn_locks
     for seed in range(100 * part, 100 * part + 100):
-        program = draws[seed % 4](random.Random(seed))
+        program = draws[seed % 5](random.Random(seed))
         assert differing(program) == (set(), set()), (seed, program)
 
 
@@ -259,6 +277,8 @@ def test_no_order_is_explored_twice():
     assert (readers.runs, readers.pruned) == (16, 0)
     adds = [[("rmw", "add", 0, (1,), "relaxed")] for _ in range(4)]
     assert (Explored(adds).runs, Explored(adds).pruned) == (24, 0)
+    dropped = [[("red", "add", 0, (1,), "release"), ("wld", 3)] for _ in range(6)]
+    assert (Explored(dropped).runs, Explored(dropped).pruned) == (1, 0)
 
 
 def test_equal_stores_are_no_race_but_what_they_replace_is():

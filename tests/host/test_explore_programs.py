@@ -4,11 +4,13 @@ Each edit removes or weakens one synchronization. Exploration finds a fault, or 
 says why there is none.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 
 from numba_symm import explore
+from numba_symm.errors import SymmError
 
 ROOT = Path(__file__).parents[2]
 DOCS, EXAMPLES = "docs/programs/", "examples/"
@@ -51,26 +53,74 @@ def edited(file, edits, folder):
     return program
 
 
+WAYS = {
+    "layer.by_epilogue": "by an epilogue",
+    "layer.by_calls": "by a call and a kernel",
+    "layer.through_the_host": "through the host",
+}
+NORM = [(f'            "{name}": {way},\n', "") for way, name in WAYS.items()]
+NORM.append(("!= layer.through_the_host", "is None"))
+
+
 def test_the_kernel_of_a_norm_is_explored_completely(tmp_path):
-    ways = ("layer.by_epilogue", "layer.by_calls", "layer.through_the_host")
-    names = ("by an epilogue", "by a call and a kernel", "through the host")
-    edits = [
-        (f'            "{name}": {way},\n', "")
-        for name, way in zip(names, ways, strict=True)
-    ]
-    edits.append(("!= layer.through_the_host", "is None"))
-    program = edited(EXAMPLES + "rms_norm.py", edits, tmp_path)
-    report = explore.run(program, 2, 30)
+    report = explore.run(edited(EXAMPLES + "rms_norm.py", NORM, tmp_path), 2, 30)
     assert report.complete, str(report)
 
 
-def test_contended_counters_are_explored_at_random(tmp_path):
-    edits = ("CHUNKS = 6", "CHUNKS = 2"), ("CHUNK = 100", "CHUNK = 8")
-    report = explore.run(edited(EXAMPLES + "histogram.py", edits, tmp_path), 2, 5)
+ONE_CHUNK = [
+    ("CHUNKS = 6", "CHUNKS = 1"),
+    ("CHUNK = 100", "CHUNK = 2"),
+    ("BINS = 16", "BINS = 4"),
+]
+BLOCKS = "BLOCKS, THREADS = (2, 8)"
+
+
+def test_a_queue_of_few_chunks_is_explored_completely(tmp_path):
+    """Of n ranks, n blocks take n chunks in n**n ways, and see the end in n! orders."""
+    edits = [*ONE_CHUNK, (BLOCKS, "BLOCKS, THREADS = (1, 1)")]
+    report = explore.run(edited(EXAMPLES + "histogram.py", edits, tmp_path), [2, 3], 60)
+    assert report.complete, str(report)
+    assert [each.orders for each in report.coverage] == [8, 162]
+
+
+def test_a_queue_of_many_chunks_is_explored_at_random(tmp_path):
+    edits = [("CHUNKS = 6", "CHUNKS = 3"), *ONE_CHUNK[1:]]
+    report = explore.run(edited(EXAMPLES + "histogram.py", edits, tmp_path), 2, 2)
     assert report.fault is None, str(report)
-    assert not report.complete
     assert "incomplete: " in str(report)
     assert report.coverage[0].random > 0
+
+
+OTHERS = {
+    EXAMPLES + "frames.py": "the module multiprocessing",
+    EXAMPLES + "mixture.py": "Communicator.experts",
+    EXAMPLES + "rms_norm.py": "all_reduce with epilogue",  # its kernel is explored
+}
+
+
+def test_programs_with_kernels_are_explored_or_listed():
+    files = [*(ROOT / DOCS).glob("*.py"), *(ROOT / EXAMPLES).glob("*.py")]
+    kernels = {
+        str(f.relative_to(ROOT)) for f in files if "@cuda.jit\n" in f.read_text()
+    }
+    known = {*COMPLETE, *OTHERS, EXAMPLES + "histogram.py"} - {DOCS + "put.py"}
+    assert kernels == known
+    for program, text in OTHERS.items():
+        with pytest.raises(SymmError, match=text):
+            explore.run(ROOT / program, 2, 20)
+
+
+def test_the_page_counts_what_is_removed():
+    page = (ROOT / "docs/check-kernels.md").read_text()
+    rows = re.findall(r"\| `(\w+.py)` \| [^|]* \| (\d+) \| (\d+) \| (\d+) \|", page)
+    counted = {}
+    for file, _, kind in EDITS.values():
+        found = counted.setdefault(file, [0, 0])
+        found[kind is IMPLIED] += 1
+    assert {name: (int(n), int(m)) for name, _, n, m in rows} == {
+        name: tuple(found) for name, found in counted.items()
+    }
+    assert all(int(n) + int(m) == int(k) for _, k, n, m in rows)
 
 
 IMPLIED = None  # the edit leaves no fault
@@ -157,12 +207,10 @@ EDITS = {
         "deadlock",
     ),
     "put: no signal": (
-        "put.py",
-        [
-            ("mem.put_signal((comm.rank + 1) % comm.size)", "pass"),
-            ("mem.wait_signal((comm.rank - 1) % comm.size)", "pass"),
-        ],
-        "race",
+        "put.py", [("mem.put_signal((comm.rank + 1) % comm.size)", "pass")], "deadlock",
+    ),
+    "put: no wait": (
+        "put.py", [("mem.wait_signal((comm.rank - 1) % comm.size)", "pass")], "race",
     ),
     "jacobi: no syncthreads before the copies": (
         "jacobi.py",
@@ -175,6 +223,11 @@ EDITS = {
     "jacobi: no signal to the block above": (
         "jacobi.py",
         [("symm.signal_set(ctx, above, 2 * block_above + FROM_BELOW, done)", "pass")],
+        "deadlock",
+    ),
+    "jacobi: no signal to the block below": (
+        "jacobi.py",
+        [("symm.signal_set(ctx, below, 2 * block_below + FROM_ABOVE, done)", "pass")],
         "deadlock",
     ),
     "jacobi: no wait for the block above": (
@@ -201,6 +254,15 @@ EDITS = {
     ),
     "histogram: no syncthreads after the counts": (
         "histogram.py", [("cuda.syncthreads()  # all counts", "pass  #")], "race",
+    ),
+    "histogram: no syncthreads before the next chunk": (
+        "histogram.py",
+        [
+            *ONE_CHUNK,
+            (BLOCKS, "BLOCKS, THREADS = (1, 4)"),
+            ("cuda.syncthreads()  # counts and chunk", "pass  #"),
+        ],
+        IMPLIED,
     ),
     "histogram: no barrier before the kernel": (
         "histogram.py", [("comm.barrier()  # every rank's data", "pass  #")], "race",
@@ -255,6 +317,16 @@ EDITS = {
         [("(left, right), (sent, read)", "(left, -1), (sent, read)")],
         "race",
     ),
+    "ring_attention: no signal to the next rank": (
+        "ring_attention.py",
+        [("symm.signal_set(ctx, right, sent, count + 1)", "pass")],
+        "deadlock",
+    ),
+    "ring_attention: no report to the rank before": (
+        "ring_attention.py",
+        [("symm.signal_set(ctx, left, read, count)", "pass")],
+        "deadlock",
+    ),
     "ring_attention: no syncwarp before the signal": (
         "ring_attention.py", [("cuda.syncwarp()", "pass")], "race",
     ),
@@ -275,6 +347,20 @@ EDITS = {
     ),
     "radix_exchange: no barrier after the puts": (
         "radix_exchange.py", [("symm.barrier(ctx, block)  # all", "pass  #")], "race",
+    ),
+    "rms_norm: no syncthreads before the sum": (
+        "rms_norm.py",
+        [*NORM, ("= squares\n    cuda.syncthreads()", "= squares")],
+        "access",
+    ),
+    "rms_norm: no syncthreads between partial sums": (
+        "rms_norm.py",
+        [*NORM, ("        cuda.syncthreads()\n        distance", "        distance")],
+        "race",
+    ),
+    "rms_norm: no syncthreads after the sum": (
+        "rms_norm.py", [*NORM, ("cuda.syncthreads()  # all have read", "pass  #")],
+        IMPLIED,
     ),
     "radix_exchange: no syncthreads after the sums": (
         "radix_exchange.py",
