@@ -60,7 +60,7 @@ def islands() -> str | None:
         return f"none: {error}"
 
 
-INCOMPLETE = 2
+INCOMPLETE, UNEXPLORED = 2, 3
 
 
 def _explore_parser() -> argparse.ArgumentParser:
@@ -74,7 +74,7 @@ def _explore_parser() -> argparse.ArgumentParser:
         "result. If there are too many orders, explore as many as there is time for, "
         "then random ones, and say so.",
         epilog="Exit code: 0: no fault was found. 1: a fault. 2: not all orders were "
-        "explored, with --complete.",
+        "explored, with --complete. 3: the program cannot be explored.",
         allow_abbrev=False,
     )
     found.add_argument("program", nargs="?", help="a script")
@@ -198,7 +198,7 @@ def _main(argv: Sequence[str]) -> int:
         return _run(options, flags)
     except SymmError as error:
         _tell(f"[red]numba-symm:[/] {escape(str(error))}")
-        return 1
+        return UNEXPLORED if argv[:1] == ["explore"] else 1
 
 
 def _tell(text: str) -> None:

@@ -445,13 +445,18 @@ def _of_element(
     """Make an atomic operation on an array's element."""
     known = {_dtype(kind) for kind in ATOMICS.get(verb, ())}
     if not isinstance(array, Array) or (scope == SYSTEM and array.dtype not in known):
-        what = getattr(array, "dtype", type(array).__name__)
         raise unsupported(
-            f"an atomic {verb} of {what}", "pass a device array of such a dtype"
+            f"an atomic {verb} of {getattr(array, 'dtype', type(array).__name__)}",
+            "pass a device array of such a dtype",
         )
     if order not in ATOMIC_ORDERS:
         raise unsupported(f"an atomic {verb} with order={order!r}")
     address = array.address_of(index)
+    if scope == GPU and located(address, 1)[0].rank not in (-1, running().me().rank):
+        raise unsupported(
+            f"cuda.atomic.{verb} of another rank's array",
+            f"call symm.atomic_{verb}, which is atomic between GPUs",
+        )
     return _updated(verb, array.dtype, order, scope, address, *values)
 
 
