@@ -7,7 +7,6 @@ wrong.
 """
 
 import argparse
-import itertools
 import json
 import os
 import shlex
@@ -21,7 +20,7 @@ from mpi4py.run import set_abort_status
 
 import numba_symm as ns
 from numba_symm.bench import cold, measure, options, report
-from numba_symm.bench.cold import Overlap, Product, Shuffle, new_product
+from numba_symm.bench.cold import Overlap, Product, new_product
 from numba_symm.bench.contenders import Contender, load
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer, new_stream
@@ -97,8 +96,7 @@ def _measured(
             first = _first_call(asked, comm, ranks, begun)
             wrong = _Benchmark(asked, comm, ranks, command).cold(first, kernels)
         else:
-            run = _Benchmark(asked, comm, ranks, command)
-            wrong = run.shuffle() if asked.shuffle else run.sweep()
+            wrong = _Benchmark(asked, comm, ranks, command).sweep()
     return 1 if wrong else 0
 
 
@@ -214,27 +212,6 @@ class _Benchmark:
                     _say(self._ranks, table.row(rows[-1]))
         _say(self._ranks, *table.footer(rows))
         return rows
-
-    def shuffle(self) -> int:
-        """Make random calls, and return the number of wrong results."""
-        asked, ranks = self._asked, self._ranks
-        self._header([], {})
-        allocate = self._ours.allocate
-        shuffle = Shuffle(self._comm, self._stream, self._operation, asked, allocate)
-        found: list[str] = []
-        with bar(shown=ranks.rank == 0) as progress:
-            task = progress.add_task("shuffled calls", total=asked.shuffle)
-            for count, wrong in shuffle:
-                progress.update(task, advance=count, refresh=True)
-                found += [f"# rank {ranks.rank}: {text}" for text in wrong]
-        everywhere = list(itertools.chain(*ranks.allgather(found)))
-        verdict = "FAILED" if everywhere else "OK"
-        _say(ranks, *everywhere)
-        _say(
-            ranks,
-            f"# {asked.shuffle} calls, wrong results: {len(everywhere)} {verdict}",
-        )
-        return len(everywhere)
 
     def cold(self, first: cold.First, kernels: str) -> int:
         """Make 400 calls, and return the number of wrong elements.

@@ -45,7 +45,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import environment
-from numba_symm.bench.cold import MISALIGNED, Product, new_product
+from numba_symm.bench.cold import Product, new_product
 from numba_symm.bench.measure import new_stream
 from numba_symm.bench.operations import (
     NO_REDUCTION,
@@ -71,6 +71,9 @@ MOST = 1 << (10 if SIMULATED else 24)
 
 ROOM = 4 * MOST
 """Bytes of each array that contains inputs or outputs."""
+
+MISALIGNED = 4
+"""Arrays begin fewer than this many elements after an aligned address."""
 
 KINDS = (
     ("float", "sum"),

@@ -295,52 +295,6 @@ def test_a_wrong_first_call_fails_the_run_on_all(world, shown, monkeypatch):
     assert "# Out of bounds values : 1 FAILED" in shown()[0].out
 
 
-@on_few_numbers
-def test_shuffled_calls_are_right(shown):
-    assert run("--shuffle", 24, "-b", 1, "-e", 2000) == 0
-    assert "# 24 calls, wrong results: 0 OK" in shown()[0].out
-
-
-SIZED = [name for name, operation in OPERATIONS.items() if operation.sized]
-
-
-@pytest.mark.parametrize("turn", range(-(-len(SIZED) // 3)))
-def test_shuffled_calls_of_every_operation_are_right(turn, world, shown):
-    """Each number of ranks tests some operations, three numbers test all of them."""
-    name = SIZED[(3 * turn + world.size) % len(SIZED)]
-    words = ["--shuffle", 3, "-b", 64, "-e", 2000, "--seed", 3]
-    assert bench.main([name, *map(str, words)]) == 0
-    assert "# 3 calls, wrong results: 0 OK" in shown()[0].out
-
-
-@on_few_numbers
-def test_one_wrong_shuffled_call_fails_the_run_on_all(world, shown, monkeypatch):
-    done = []
-
-    def only_the_fifth(*words):
-        done.append(words)
-        return len(done) == 5
-
-    spoil(monkeypatch, world, only_the_fifth)
-    assert run("--shuffle", 12, "-b", 64, "-e", 512, "-d", "float,int32") == 1
-    (text, *_) = shown()
-    assert f"# rank {world.size - 1}: 1 wrong of " in text.out
-    assert "# 12 calls, wrong results: 1 FAILED" in text.out
-
-
-@on_few_numbers
-def test_the_seed_determines_the_calls(world, monkeypatch, shown):
-    spoil(monkeypatch, world, lambda *words: True)
-    found = []
-    for seed in (1, 1, 2):
-        assert run("--shuffle", 4, "-b", 64, "-e", 512, "--seed", seed) == 1
-        lines = shown()[0].out.splitlines()
-        found.append(
-            [line for line in lines if line.startswith("# rank ") and " of " in line]
-        )
-    assert found[0] == found[1] != found[2]
-
-
 def test_wrong_usage_is_shown_by_one_rank_and_exits_all_with_code_2(shown):
     for words in (["-b", "x"], ["-q"]):
         with pytest.raises(SystemExit) as ended:
