@@ -12,7 +12,6 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba_symm as ns
@@ -21,7 +20,7 @@ from numba_symm.bench.contenders import Ways
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer, new_stream
 from numba_symm.bench.operations import OPERATIONS, TYPES, BenchOperation
-from numba_symm.bench.report import COLORS, best, human, microseconds, written
+from numba_symm.bench.report import best, human, microseconds, written
 from numba_symm.bench.sweep import Row, Sweep, bar, rows
 from numba_symm.collectives import kernel_set, operations, select, tuned
 from numba_symm.collectives.communicator import inside
@@ -299,45 +298,6 @@ class Run:
             total += math.log(times[before][index] / times[now][index])
         return math.exp(total / len(sizes))
 
-    def draw(self, choices: Mapping[str, Choice], image: Path) -> None:
-        """Draw every algorithm's time, as a multiple of the least, and the limits.
-
-        Where an algorithm was left out, its time is that of the size before.
-        """
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        columns = 4
-        lines = -(-len(self.measured) // columns)
-        figure = Figure(figsize=(4.2 * columns, 3.2 * lines), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(lines, columns, squeeze=False).flat
-        styles = [(color, line) for line in ("-", "--") for color in COLORS]
-        for (case, sizes, times), panel in zip(self.measured, panels, strict=False):
-            least = [min(row) for row in zip(*times.values(), strict=True)]
-            for (color, line), (name, row) in zip(styles, times.items(), strict=False):
-                taken = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
-                panel.loglog(
-                    [sizes[i] for i in taken],
-                    [row[i] / least[i] for i in taken],
-                    label=name,
-                    color=color,
-                    linestyle=line,
-                    marker=".",
-                )
-            for step in getattr(choices[case.operation.name], case.kinds[0])[:-1]:
-                panel.axvline(step.most[0], color="black", linewidth=0.6)
-            panel.set_title(f"{case.operation.name}, {case.type}")
-            panel.set_ylim(0.95, 10)
-            panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_formatter(lambda size, _: human(size))
-            panel.legend(fontsize=7)
-        for panel in panels:  # those that are left
-            panel.set_axis_off()
-        figure.supxlabel("bytes of the message or shard")
-        figure.supylabel("time / the least")
-        figure.savefig(image, dpi=130)
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
@@ -355,9 +315,6 @@ def parser() -> argparse.ArgumentParser:
         default=LARGEST,
         help="the largest message, such as 64M (default %(default)s)",
     )
-    made.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the times, such as into r.png"
-    )
     return made
 
 
@@ -365,8 +322,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, or show help or usage and raise SystemExit."""
     made = parser()
     asked = made.parse_args(argv)
-    if asked.plot:
-        options.check_image(made, asked.plot)
     place = tuned.file()
     if place.is_dir() or not loads.is_writable(place.parent):
         made.error(
@@ -423,9 +378,6 @@ def _tune(comm: ns.Communicator, ranks: Any, asked: argparse.Namespace) -> None:
             tuned.write(comm.device.name, comm.size, choices)
             stored = written(tuned.file())
         print(*run.report(choices), stored, sep="\n")
-        if asked.plot:
-            run.draw(choices, asked.plot)
-            print(written(asked.plot))
     ranks.Barrier()  # until then, another communicator would read the old limits
 
 

@@ -309,9 +309,6 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument(
         "--largest", metavar="SIZE", help="the largest message (default 256M)"
     )
-    tune.add_argument(
-        "--plot", metavar="FILE", help="draw the times, into r.png for example"
-    )
 
 
 def _add_others(commands: Any) -> None:
@@ -360,9 +357,6 @@ def _add_doctor(commands: Any) -> None:
         "--simulate", action="store_true", help="use the simulator instead of GPUs"
     )
     doctor.add_argument("--json", action="store_true", help="print one object of JSON")
-    doctor.add_argument(
-        "--plot", metavar="FILE", help="draw the pairs, into pairs.png for example"
-    )
 
 
 def _add_status(commands: Any) -> None:
@@ -483,8 +477,8 @@ def _tune(options: argparse.Namespace) -> int:
         )
     options.module, options.program = True, "numba_symm.bench.tune"
     options.as_mpi4py = options.survive = False
-    given = {"--largest": options.largest, "--plot": options.plot}
-    options.arguments = [f"{name}={value}" for name, value in given.items() if value]
+    largest = options.largest
+    options.arguments = [f"--largest={largest}"] if largest else []
     tune.parse(options.arguments)  # before ranks start, which parse them again
     return _run(options, [])
 
@@ -519,8 +513,6 @@ def _info(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from numba_symm.command import doctor  # imports many packages
 
-    if options.plot:
-        doctor.check_drawable(options.plot)
     found = doctor.checked(options)
     if found is None:
         return 0
@@ -529,8 +521,6 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         alone = ranks.launched_size() < 2
         doctor.show(found, Console(force_terminal=None if alone else False))
-    if options.plot:
-        doctor.draw(found, Path(options.plot))
     return 0 if found["fits"] else 1
 
 
