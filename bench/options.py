@@ -433,16 +433,6 @@ def nbytes(text: str) -> int:
     return int(number) * unit
 
 
-def float_bytes(text: str) -> int:
-    """Parse the size of a message of ``float32``."""
-    number = nbytes(text)
-    if number % 4:
-        raise argparse.ArgumentTypeError(
-            f"expected a multiple of 4, the bytes of a float32, got {text!r}"
-        )
-    return number
-
-
 def sizes(options: argparse.Namespace) -> Iterator[int]:
     """Yield message sizes in bytes."""
     nbytes = options.first

@@ -12,7 +12,8 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import blocking, cold, tune
+from numba_symm.bench import cold, tune
+from numba_symm.bench.contenders.as_mpi4py import STAGED
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.options import torch_multiplies
 from numba_symm.bench.soak import CALLS, REPEATS, Client, SoakCall
@@ -306,22 +307,24 @@ def test_wrong_usage_is_shown_by_one_rank_and_exits_all_with_code_2(shown):
 
 
 @on_few_numbers
-def test_blocking_calls_are_compared(world, shown):
-    assert blocking.main(["--bytes", "64", "--calls", "1", "--samples", "1"]) == 0
-    first, *others = (text.out for text in shown())
-    assert not any(others)
-    requests = blocking.REQUESTS, blocking.PREPARED
-    calls = {"all_reduce": (), "sendrecv": requests}
-    wanted = [
-        f"{call:12}{64:10} {name}"
-        for call, more in calls.items()
-        for name in (blocking.OURS, blocking.SPELLED, *more, blocking.STAGED)
-    ]
-    rows = first.splitlines()[-len(wanted) :]
-    for row, words in zip(rows, wanted, strict=True):
-        assert row.startswith(words)
-        assert float(row.split()[-2]) > 0
-    assert rows[0].split()[-1] == rows[3].split()[-1] == "1.00"
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("all_reduce", ["", STAGED]),
+        ("sendrecv", ["", "requests", "persistent", STAGED]),
+    ],
+)
+def test_calls_in_mpi4pys_spelling_are_compared(name, ways, world, folder, shown):
+    file = folder / "r.json"
+    words = ["-b", 64, "-e", 64, *SMALL[:4], "-G", 1, "--eager", "--json", file]
+    words += ["--against", "as-mpi4py"]
+    assert bench.main([name, *map(str, words)]) == 0
+    (text, *_) = shown()
+    assert "# Out of bounds values : 0 OK" in text.out
+    found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
+    theirs = [each for each in found["rows"][0] if each["column"] == "as-mpi4py"]
+    assert [each["way"] for each in theirs] == ways
+    assert all(each["wrong"] == 0 < each["alone"]["min"] for each in theirs)
 
 
 def test_every_lane_of_a_soak_has_equally_many_steps():
@@ -408,10 +411,6 @@ def test_rank_0s_measured_limits_are_used(world, folder, shown, monkeypatch):
     [
         (tune, "--largest 1", "expected 1K or more, got '1'"),
         (tune, "--fast", "unrecognized arguments: --fast"),
-        (blocking, "--bytes 8 6", "expected a multiple of 4"),
-        (blocking, "--samples 0", "expected a number of at least 1, got '0'"),
-        (blocking, "--bytes 0", "expected bytes such as 512"),
-        (blocking, "--calls few", "expected a number of at least 1, got 'few'"),
     ],
 )
 def test_wrong_arguments_are_reported_once(world, shown, program, words, text):
