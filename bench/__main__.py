@@ -167,15 +167,16 @@ class _Benchmark:
         asked, ranks = self._asked, self._ranks
         timer = Timer(ranks, self._stream, self._comm.barrier)
         sweep = Sweep(self._operation, asked, timer, ranks, contenders)
+        eager = EagerReport()
         if asked.eager:
-            return self._rows(sweep, EagerReport())
+            return self._rows(sweep, eager)
         several = asked.algorithms if len(asked.algorithms) > 1 else ()
         names = [each.name for each in contenders[1:]]
         table = Report(self._operation, ranks.size, several, names)
         rows = self._rows(sweep, table)
         if self._operation.windowed:
             _say(ranks, *table.messages(rows))
-        _say(ranks, *table.eager(rows))
+        _say(ranks, *eager.header(), *map(eager.row, rows))
         _say(ranks, *table.launches(rows))
         if len(self._comm.islands) > 1:
             _say(ranks, *table.between(rows, self._comm.islands))

@@ -267,7 +267,6 @@ def report(name: str, first: First, calls: Sequence[Record]) -> list[str]:
         calls: the records of the other calls.
     """
     titles = ("operation", "calls", "total (ms)", f"over {SLOW:.0f} ms", "slowest (ms)")
-    widths = (16, 8, 14, 14, 14)
     parts = ", ".join(f"{part} {taken:.1f}" for part, taken in first._asdict().items())
     title = (
         f"# From Communicator(...) to the end of the first {name}: "
@@ -281,7 +280,7 @@ def report(name: str, first: First, calls: Sequence[Record]) -> list[str]:
         lines.append([*cells, str(found["over"]), f"{found['slowest']:.1f}"])
     found = summary(calls)
     return [
-        *table(title, widths, titles, lines),
+        *table(title, titles, lines),
         f"# {len(calls)} calls: {found['total']:.1f} ms, over {SLOW:.0f} ms: "
         f"{found['over']}",
         f"# The slowest: {found['slowest']:.1f} ms, {found['which']}",

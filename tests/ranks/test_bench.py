@@ -134,7 +134,7 @@ def test_each_algorithm_has_a_column_and_may_refuse_a_type(world, shown):
     (text, *_) = shown()
     (header,) = (line for line in text.out.splitlines() if " redop      time" in line)
     assert ("# times of the simulator mean nothing for GPUs\n" in text.out) == SIMULATED
-    (row,) = (
+    row, *_ = (
         line for line in text.out.splitlines() if line.split()[:2] == ["64", "16"]
     )
     assert header.split()[9 : 9 + len(names)] == list(names)
