@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -45,7 +45,15 @@ from numba_symm.bench.operations import (
 )
 from numba_symm.bench.options import torch_multiplies
 from numba_symm.bench.report import Record, table, verdict
-from numba_symm.bench.sweep import Measurement, Row, Sweep, fill, record_of, stride
+from numba_symm.bench.sweep import (
+    Measurement,
+    Row,
+    Sweep,
+    fill,
+    head_of,
+    record_of,
+    stride,
+)
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
 
@@ -143,35 +151,8 @@ def first_call(
     return First(*((b - a) * 1e3 for a, b in itertools.pairwise(times)))
 
 
-@dataclass(frozen=True)
-class ColdCase:
-    """The arguments of one call."""
-
-    operation: BenchOperation
-    type: str
-    counts: tuple[int, int]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """NumPy's dtype of the elements."""
-        return TYPES[self.type]
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        """Bytes of the input and of the output."""
-        a, b = (count * self.dtype.itemsize for count in self.counts)
-        return a, b
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The call's record, without its time."""
-        return {
-            "operation": self.operation.name,
-            "bytes": max(self.sides),
-            "count": max(self.counts),
-            "type": self.type,
-            "op": _reduction(self.operation),
-        }
+ColdCase = tuple[BenchOperation, Row]
+"""The operation and the arguments of one call."""
 
 
 def cases(options: argparse.Namespace, ranks: int) -> list[ColdCase]:
@@ -180,9 +161,10 @@ def cases(options: argparse.Namespace, ranks: int) -> list[ColdCase]:
     found = []
     for nbytes in _sizes(options.first, options.last, steps):
         for type_, name in itertools.product(options.types, NAMES):
-            operation = OPERATIONS[name]
-            count = max(1, nbytes // TYPES[type_].itemsize)
-            found.append(ColdCase(operation, type_, operation.shapes(count, ranks)))
+            operation, itemsize = OPERATIONS[name], TYPES[type_].itemsize
+            counts = operation.shapes(max(1, nbytes // itemsize), ranks)
+            row = Row(counts, max(counts) * itemsize, type_, _reduction(operation))
+            found.append((operation, row))
     return found
 
 
@@ -221,30 +203,30 @@ class ColdCalls:
         self._stream = stream
         self._contents = Contents(np.random.default_rng(options.seed), comm)
         self._cases = cases(options, comm.size)
-        rooms = zip(*(case.sides for case in self._cases), strict=True)
-        self._memory = [allocate(stride(max(room))) for room in rooms]
+        sides = zip(*(row.sides for _, row in self._cases), strict=True)
+        self._memory = [allocate(stride(max(side))) for side in sides]
 
     def __len__(self) -> int:
         return len(self._cases)
 
     def __iter__(self) -> Iterator[Record]:
         """Yield a record of each call, with the slowest rank's milliseconds."""
-        for case in self._cases:
-            yield case.facts | self._call(case)
+        for operation, row in self._cases:
+            facts = {"operation": operation.name} | head_of(row)
+            yield facts | self._call(operation, row)
 
-    def _call(self, case: ColdCase) -> dict[str, Any]:
-        pairs = zip(self._memory, case.sides, strict=True)
+    def _call(self, operation: BenchOperation, row: Row) -> dict[str, Any]:
+        pairs = zip(self._memory, row.sides, strict=True)
         source, target = (memory[:nbytes] for memory, nbytes in pairs)
-        if case.operation.in_place:
+        if operation.in_place:
             source = target
-        op = _reduction(case.operation)
-        given = case.operation, case.type, op, case.counts[0]
+        given = operation, row.type, row.op, row.counts[0]
         contents, expected = self._contents.of(*given)
         operations.poison(target)
         operations.fill(source, contents)
         operations.arrived()
-        x, out = source.view(case.dtype), target.view(case.dtype)
-        call = case.operation.call(self._comm, x, out, op, None)
+        x, out = source.view(row.dtype), target.view(row.dtype)
+        call = operation.call(self._comm, x, out, row.op, None)
         self._ranks.Barrier()
         start = time.perf_counter()
         call(self._stream.handle)

@@ -7,7 +7,6 @@ import statistics
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -471,7 +470,7 @@ def facts(comm: ns.Communicator, ranks: Any) -> dict[str, Any]:
     """Return the facts of a run. Collective."""
     device = f"{comm.device.name}, PCI {comm.device.pci_bus_id}"
     versions = {"numba-symm": ns.__version__, "Python": platform.python_version()}
-    versions |= {name: _installed(name) for name in PACKAGES}
+    versions |= {name: info.installed(name) or "none" for name in PACKAGES}
     return {
         "ranks": comm.size,
         "devices": ranks.allgather("simulated" if SIMULATED else device),
@@ -509,13 +508,6 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def human(size: float) -> str:

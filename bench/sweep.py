@@ -61,6 +61,12 @@ class Row:
         """NumPy's dtype of the elements."""
         return TYPES[self.type]
 
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Bytes of a rank's input and output."""
+        a, b = self.counts
+        return a * self.dtype.itemsize, b * self.dtype.itemsize
+
 
 def rows(
     operation: BenchOperation, options: argparse.Namespace, ranks: int
@@ -116,10 +122,7 @@ class Sweep:
         self.rows = rows(operation, options, ranks.size)
         # Large enough for every row; each row uses views of it.
         room = [
-            max(
-                buffers(row.nbytes) * stride(row.counts[side] * row.dtype.itemsize)
-                for row in self.rows
-            )
+            max(buffers(row.nbytes) * stride(row.sides[side]) for row in self.rows)
             for side in (0, 1)
         ]
         self._memory = {
@@ -210,7 +213,7 @@ class Sweep:
         found, failure = attempt(self._ranks, step)
         if failure is not None:
             head = {"column": contender.name, "way": "", "in_place": in_place}
-            return [], [head | _head(row) | {"skipped": failure}]
+            return [], [head | head_of(row) | {"skipped": failure}]
         lanes, refused = found
         return lanes, refused
 
@@ -233,7 +236,7 @@ class Sweep:
             column = name if name in self._operation.algorithms else contender.name
             head = {"column": column, "way": name, "in_place": in_place}
             if isinstance(way, str):
-                refused.append(head | _head(row) | {"skipped": way})
+                refused.append(head | head_of(row) | {"skipped": way})
                 continue
             lane = Lane(
                 column=column,
@@ -264,7 +267,7 @@ class Sweep:
         """Return a row's input and output buffers, as arrays of bytes."""
         found = []
         for side, memory in enumerate(self._memory[contender.name]):
-            nbytes = row.counts[side] * row.dtype.itemsize
+            nbytes = row.sides[side]
             starts = range(0, buffers(row.nbytes) * stride(nbytes), stride(nbytes))
             found.append([memory[first : first + nbytes] for first in starts])
         return found
@@ -325,7 +328,7 @@ def _shaped(array: Any, row: Row) -> Any:
     return elements.reshape(row.messages, elements.size // row.messages)
 
 
-def _head(row: Row) -> Measurement:
+def head_of(row: Row) -> Measurement:
     return {
         "bytes": row.nbytes,
         "count": row.nbytes // row.dtype.itemsize,
@@ -341,7 +344,7 @@ def record_of(row: Row, lane: Lane) -> Measurement:
     known: Measurement = {} if lane.sent is None else {"sent": lane.sent}
     if lane.launches:
         known["launches"] = list(lane.launches)
-    return head | _head(row) | {"buffers": len(lane.calls)} | known
+    return head | head_of(row) | {"buffers": len(lane.calls)} | known
 
 
 def _sum(a: int | None, b: int | None) -> int | None:
