@@ -33,7 +33,7 @@ from numba_symm.bench.report import (
     written,
     wrong_elements,
 )
-from numba_symm.bench.sweep import Sweep, bar, hidden
+from numba_symm.bench.sweep import Sweep
 from numba_symm.environment import NO_TIMES, SIMULATED
 from numba_symm.errors import SymmError
 
@@ -198,15 +198,9 @@ class _Benchmark:
     def _rows(self, sweep: Sweep, table: Report | WaysReport) -> list[Any]:
         rows = []
         _say(self._ranks, *table.header())
-        with bar(shown=self._ranks.rank == 0) as progress:
-            task = progress.add_task(self._operation.name, total=len(sweep.rows))
-            for row in sweep.rows:
-                what = f"{report.human(row.nbytes)} {row.type} {row.op}"
-                progress.update(task, description=what, refresh=True)
-                rows.append(sweep.measure(row))
-                progress.advance(task)
-                with hidden(progress):
-                    _say(self._ranks, table.row(rows[-1]))
+        for row in sweep.rows:
+            rows.append(sweep.measure(row))
+            _say(self._ranks, table.row(rows[-1]))
         _say(self._ranks, *table.footer(rows))
         return rows
 
@@ -222,12 +216,7 @@ class _Benchmark:
         self._header([], {})
         allocate = self._ours.allocate
         calls = cold.ColdCalls(asked, self._comm, ranks, self._stream, allocate)
-        records = []
-        with bar(shown=ranks.rank == 0) as progress:
-            task = progress.add_task("first calls", total=len(calls))
-            for record in calls:
-                progress.update(task, advance=1, refresh=True)
-                records.append(record)
+        records = list(calls)
         _say(ranks, *cold.report(asked.command, first, records))
         if ranks.rank == 0:
             run = {

@@ -206,9 +206,6 @@ class ColdCalls:
         sides = zip(*(row.sides for _, row in self._cases), strict=True)
         self._memory = [allocate(stride(max(side))) for side in sides]
 
-    def __len__(self) -> int:
-        return len(self._cases)
-
     def __iter__(self) -> Iterator[Record]:
         """Yield a record of each call, with the slowest rank's milliseconds."""
         for operation, row in self._cases:

@@ -508,11 +508,3 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
-
-
-def human(size: float) -> str:
-    """Return a size with a binary suffix, such as 64K."""
-    for suffix, unit in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if size >= unit:
-            return f"{size / unit:g}{suffix}"
-    return f"{size:g}"

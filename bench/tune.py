@@ -10,7 +10,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,8 +20,8 @@ from numba_symm.bench.contenders import Ways
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer, new_stream
 from numba_symm.bench.operations import OPERATIONS, TYPES, BenchOperation
-from numba_symm.bench.report import best, human, microseconds, written
-from numba_symm.bench.sweep import Row, Sweep, bar, rows
+from numba_symm.bench.report import best, microseconds, written
+from numba_symm.bench.sweep import Row, Sweep, rows
 from numba_symm.collectives import kernel_set, operations, select, tuned
 from numba_symm.collectives.communicator import inside
 from numba_symm.collectives.protocols.binding import Call
@@ -189,20 +189,12 @@ class Run:
     def measure(self) -> None:
         """Compile and load the kernels, then measure every case."""
         asked = [self._asked(case) for case in self.cases]
-        found = self._kernels(asked)
-        with bar(shown=self._ranks.rank == 0) as progress:
-            sizes = sum(len(list(options.sizes(each))) for each in asked)
-            task = progress.add_task("compiling", total=len(found) + sizes)
-
-            def done(what: str) -> None:
-                progress.update(task, advance=1, description=what, refresh=True)
-
-            first = self._comm.rank * len(found) // self._comm.size
-            for kernel in (*found[first:], *found[:first]):
-                kernel.load()
-                done("compiling")
-            for case, words in zip(self.cases, asked, strict=True):
-                self._measure(case, words, done)
+        rank, size = self._comm.rank, self._comm.size
+        kernel_set.load(self._kernels(asked), rank, size, "tune")
+        for case, words in zip(self.cases, asked, strict=True):
+            if rank == 0:
+                print(f"# {case.operation.name} of {case.type}", flush=True)
+            self._measure(case, words)
 
     def _asked(self, case: Case) -> argparse.Namespace:
         words = [case.operation.name, "-b", SMALLEST, "-e", self._largest]
@@ -230,9 +222,7 @@ class Run:
                         case.operation.bind(algorithm, end, call)
         return list(dict.fromkeys(each.kernel for each in found))
 
-    def _measure(
-        self, case: Case, asked: argparse.Namespace, done: Callable[[str], None]
-    ) -> None:
+    def _measure(self, case: Case, asked: argparse.Namespace) -> None:
         operation = replace(OPERATIONS[case.operation.name], apart=True)
         ours = _Some(self._comm, case.algorithms)
         sweep = Sweep(operation, asked, self._timer, self._ranks, [ours])
@@ -250,7 +240,6 @@ class Run:
                 record = best(records, name)
                 assert record is not None, f"{case.operation.name} by {name}"
                 row_times.append(microseconds(record))
-            done(f"{case.operation.name} {human(row.nbytes)} {case.type}")
         self.measured.append((case, sizes, times))
 
     def choices(self) -> dict[str, Choice]:

@@ -1,8 +1,6 @@
-import io
-
 import pytest
 
-from numba_symm.bench import measure, report, sweep
+from numba_symm.bench import measure, report
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.report import Report
 
@@ -172,14 +170,6 @@ def test_messages_of_a_window_have_a_rate_and_a_size_of_their_own():
     assert line.split() == wanted.split()
 
 
-@pytest.mark.parametrize(
-    ("size", "wanted"),
-    [(512, "512"), (1 << 10, "1K"), (1 << 22, "4M"), (3 << 29, "1.5G")],
-)
-def test_sizes_have_a_suffix(size, wanted):
-    assert report.human(size) == wanted
-
-
 def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):
     assert report.commit(tmp_path) == "unknown"
 
@@ -187,29 +177,6 @@ def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):
 def test_multicast_is_disabled_for_contenders():
     assert report.NVLS_OFF["NCCL_NVLS_ENABLE"] == "0"
     assert report.NVLS_OFF["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
-
-
-def test_there_is_no_bar_without_a_terminal(monkeypatch, capfd):
-    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
-    monkeypatch.delenv("PMI_SIZE", raising=False)
-    assert sweep.terminal() is None
-    with sweep.bar(shown=True) as bar:
-        task = bar.add_task("rows", total=2)
-        with sweep.hidden(bar):
-            print("a row")
-        bar.update(task, advance=1, refresh=True)
-    shown = capfd.readouterr()
-    assert (shown.out, shown.err) == ("a row\n", "")
-
-
-def test_the_bar_does_not_hide_the_cursor(monkeypatch):
-    shown = io.StringIO()
-    monkeypatch.setattr(sweep, "terminal", lambda: shown)
-    monkeypatch.setenv("TERM", "xterm")
-    with sweep.bar(shown=True) as bar:
-        bar.update(bar.add_task("rows", total=2), advance=1, refresh=True)
-    assert "rows" in shown.getvalue()
-    assert "\x1b[?25" not in shown.getvalue()
 
 
 # Bytes that cross when an island of 2 ranks and one of 1 exchange 12 bytes.
