@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from numba_symm.arguments import Parser, meant
+from numba_symm.arguments import Parser, at_least, meant
 from numba_symm.bench.contenders import CONTENDERS, EAGER
 from numba_symm.bench.operations import (
     NO_REDUCTION,
@@ -399,19 +399,6 @@ def sizes(options: argparse.Namespace) -> Iterator[int]:
     while nbytes <= options.last:
         yield nbytes
         nbytes = nbytes + options.step if options.step else nbytes * options.factor
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of integers from ``least`` on."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"expected a number of at least {least}, got {text!r}"
-            )
-        return int(text)
-
-    return number
 
 
 def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:

@@ -29,7 +29,7 @@ from rich.markup import escape
 
 import numba_symm
 from numba_symm import environment, explore
-from numba_symm.arguments import Parser
+from numba_symm.arguments import Parser, at_least
 from numba_symm.collectives import tuned
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.command import launcher
@@ -228,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "-n",
         dest="ranks",
-        type=launcher.positive,
+        type=at_least(1),
         required=True,
         metavar="RANKS",
         help="how many ranks to start",
@@ -299,7 +299,7 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument(
         "-n",
         dest="ranks",
-        type=launcher.positive,
+        type=at_least(1),
         metavar="RANKS",
         help="default: the number of GPUs",
     )
@@ -349,7 +349,7 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument(
         "-n",
         dest="ranks",
-        type=launcher.positive,
+        type=at_least(1),
         metavar="RANKS",
         help="default: the number of GPUs",
     )
@@ -373,7 +373,7 @@ def _add_status(commands: Any) -> None:
     status.add_argument(
         "pid",
         nargs="?",
-        type=launcher.positive,
+        type=at_least(1),
         metavar="PID",
         help="a process of the job: a rank, mpirun, or `numba-symm run`",
     )

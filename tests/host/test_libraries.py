@@ -103,6 +103,7 @@ def torch(monkeypatch, streams):
     made.Tensor, made.empty_strided, made.as_tensor = Tensor, empty_strided, as_tensor
     made.empty = lambda shape, dtype, device: Tensor(shape, dtype, place=device)
     made.float32, made.bfloat16 = "torch.float32", "torch.bfloat16"
+    made.strided = "strided"
     made._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: current[0])
     made.cuda = SimpleNamespace(
         ExternalStream=lambda handle, device: handle, stream=stream
@@ -112,7 +113,7 @@ def torch(monkeypatch, streams):
 
 def known(monkeypatch, module):
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(arrays, "_KNOWN", {})
+    monkeypatch.setattr(arrays, "KINDS", {})
     return module
 
 
