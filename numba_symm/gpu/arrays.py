@@ -736,15 +736,15 @@ def named(like: Any, what: str) -> Library | None:
     else:
         found = None if like is None else of(like)
         known = like is None or found is not None or on_device(like)
+    if SIMULATED and (found is not None or not known):
+        raise ArgumentError(
+            f"{what}: like: expected an array of Numba's, as the simulator has no "
+            f"others, got {shown(like)}; omit it"
+        )
     if not known:
         raise ArgumentError(
             f"{what}: like: expected cupy, torch, or an array of theirs, got "
             f"{shown(like)}; omit it for an array of Numba's"
-        )
-    if found is not None and SIMULATED:
-        raise ArgumentError(
-            f"{what}: like: expected no {found.name}, because arrays of the simulator "
-            "are Numba's; omit it"
         )
     return found
 
