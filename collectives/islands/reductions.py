@@ -92,28 +92,29 @@ def _small(site: Site, carried: Carried) -> bool:
 
 def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
     """Return the fewest steps: each rank gets what every island has."""
-    call, m = carried.call, len(site.parts)
-    staging = StagingRanges(site)
-    stride = divide_up(call.count * carried.width, VECTOR) * VECTOR
-    wide = staging.take(stride)
-    slots = staging.take(rails.slots(m) * stride)
-    steps, source = site.widened(carried, call.source, wide, call.count)
+    call = carried.call
+    steps, source, slots, stride = _begun(site, carried)
     own = slots + site.index * stride
     steps.append(site.within(ALL_REDUCE, carried.step(source, own, call.count)))
     steps += rails.gathered(site, "all_reduce", slots, stride)
-    steps += site.combined(carried, slots, stride, site.index, m)
+    steps += site.combined(carried, slots, stride, site.index, len(site.parts))
     return steps + site.finished(carried, own, call.target, call.count)
+
+
+def _begun(site: Site, carried: Carried) -> tuple[list[Enqueue], int, int, int]:
+    """Return the step to carried elements, their address, the slots', and a stride."""
+    staging, count = StagingRanges(site), carried.call.count
+    stride = divide_up(count * carried.width, VECTOR) * VECTOR
+    wide = staging.take(stride)
+    slots = staging.take(rails.slots(len(site.parts)) * stride)
+    return *site.widened(carried, carried.call.source, wide, count), slots, stride
 
 
 def _small_reduce(site: Site, carried: Carried, root: int) -> list[Enqueue]:
     """Return the steps of a reduce to the root, along its rail."""
-    call, m = carried.call, len(site.parts)
+    call = carried.call
     island, number = site.place_of(root)
-    staging = StagingRanges(site)
-    stride = divide_up(call.count * carried.width, VECTOR) * VECTOR
-    wide = staging.take(stride)
-    slots = staging.take(rails.slots(m) * stride)
-    steps, source = site.widened(carried, call.source, wide, call.count)
+    steps, source, slots, stride = _begun(site, carried)
     owner = number % len(site.mine)
     own = slots + rails.own_slot(site, island) * stride
     partial = own if site.local == owner else 0
@@ -121,7 +122,7 @@ def _small_reduce(site: Site, carried: Carried, root: int) -> list[Enqueue]:
     steps.append(site.within(REDUCE, step))
     steps += rails.collected(site, "reduce", slots, stride, island, number)
     if site.rank == root or site.listing:
-        steps += site.combined(carried, slots, stride, island, m)
+        steps += site.combined(carried, slots, stride, island, len(site.parts))
         at = slots + island * stride
         steps += site.finished(carried, at, call.target, call.count)
     return steps
