@@ -89,22 +89,13 @@ def _measured(
         return 1
     with comm:
         if asked.cold:
-            first = _first_call(asked, comm, ranks, begun)
+            operation, ours = OPERATIONS[asked.command], Ours(comm, plain=asked.plain)
+            given = operation, asked, comm, ours.allocate, begun, ranks
+            first = cold.first_call(*given)
             wrong = _Benchmark(asked, comm, ranks, command).cold(first, kernels)
         else:
             wrong = _Benchmark(asked, comm, ranks, command).sweep()
     return 1 if wrong else 0
-
-
-def _first_call(
-    asked: argparse.Namespace, comm: ns.Communicator, ranks: Any, begun: float
-) -> cold.First:
-    """Return what the first call took on the slowest rank."""
-    operation = OPERATIONS[asked.command]
-    allocate = Ours(comm, plain=asked.plain).allocate
-    mine = cold.first_call(operation, asked, comm, allocate, begun)
-    slowest: cold.First = max(ranks.allgather(mine), key=lambda each: each.total)
-    return slowest
 
 
 def _say(ranks: Any, *lines: str, file: Any = None) -> None:

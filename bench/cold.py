@@ -21,7 +21,6 @@ time is that of the slowest rank, until the last of the graphs is done.
 import argparse
 import itertools
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numba import cuda
 
+from numba_symm import environment
 from numba_symm.bench import operations
 from numba_symm.bench.contenders import Contender
 from numba_symm.bench.measure import Lane, Summary, Timer, calls_per_graph
@@ -85,21 +85,14 @@ def kernel_cache(folder: Path | None, ranks: Any) -> Iterator[str]:
     Yields:
         A description of the cache.
     """
-    before = os.environ.get(VARIABLE)
     files = sum(each.is_file() for each in folder.rglob("*")) if folder else 0
     with ExitStack() as kept:
         if folder is None and ranks.rank == 0:
             new = tempfile.TemporaryDirectory(prefix="numba-symm-cold-")
             folder = Path(kept.enter_context(new))
-        os.environ[VARIABLE] = str(ranks.bcast(folder))
-        try:
-            yield f"files at the start: {files}"
-            ranks.Barrier()  # all ranks have stored their kernels
-        finally:
-            if before is None:
-                del os.environ[VARIABLE]
-            else:
-                os.environ[VARIABLE] = before
+        kept.enter_context(environment.changed(VARIABLE, str(ranks.bcast(folder))))
+        yield f"files at the start: {files}"
+        ranks.Barrier()  # all ranks have stored their kernels
 
 
 class First(NamedTuple):
@@ -129,8 +122,9 @@ def first_call(
     comm: Communicator,
     allocate: Callable[[int], Any],
     begun: float,
+    ranks: Any,
 ) -> First:
-    """Return what this rank's first call took, of floats.
+    """Return what the first call took on the slowest rank, of floats. Collective.
 
     Args:
         operation: the operation.
@@ -138,6 +132,7 @@ def first_call(
         comm: our communicator.
         allocate: returns a new array of a number of bytes. Collective.
         begun: the time before ``Communicator(…)``, which has just returned.
+        ranks: the mpi4py communicator.
     """
     times = [begun, time.perf_counter()]
     dtype = TYPES["float"]
@@ -148,7 +143,9 @@ def first_call(
     times.append(time.perf_counter())
     comm.synchronize()
     times.append(time.perf_counter())
-    return First(*((b - a) * 1e3 for a, b in itertools.pairwise(times)))
+    mine = First(*((b - a) * 1e3 for a, b in itertools.pairwise(times)))
+    slowest: First = max(ranks.allgather(mine), key=lambda each: each.total)
+    return slowest
 
 
 ColdCase = tuple[BenchOperation, Row]

@@ -12,7 +12,7 @@ import numpy as np
 from numba_symm.bench import operations
 from numba_symm.bench.contenders import Contender, Missing, attempt
 from numba_symm.bench.contenders.ours import Ours
-from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph
+from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph, sent
 from numba_symm.bench.operations import NO_REDUCTION, TYPES, BenchOperation, Tiled
 from numba_symm.bench.options import sizes
 
@@ -245,11 +245,11 @@ class Sweep:
 
     def _tried_once(self, lane: Lane, contender: Contender) -> Lane:
         """Make every call once, and count what ours send between islands."""
-        before = contender.sent if isinstance(contender, Ours) else 0
+        before = sent(contender.comm) if isinstance(contender, Ours) else 0
         self._timer.once(lane)
-        if not isinstance(contender, Ours) or len(contender.islands) == 1:
+        if not isinstance(contender, Ours) or len(contender.comm.islands) == 1:
             return lane
-        everyones = self._ranks.allgather(contender.sent - before)
+        everyones = self._ranks.allgather(sent(contender.comm) - before)
         return replace(lane, sent=sum(everyones) // len(lane.calls))
 
     def _buffers(self, row: Row, contender: Contender) -> list[list[Any]]:

@@ -20,7 +20,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,14 @@ def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["bench"]:  # all other arguments are the benchmark's, -h too
         return _bench(argv[1:])
     words, flags = split_flags(argv)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "info": _info,
+        "doctor": _doctor,
+        "status": _status,
+        "tune": _tune,
+        "completion": _completion,
+        "run": lambda options: _run(options, flags),
+    }
     try:
         if argv[:1] == ["compile"]:
             return _compile(argv[1:])
@@ -185,17 +193,7 @@ def _main(argv: Sequence[str]) -> int:
         if argv[:1] == ["explore"]:
             return _explore(argv[1:], Console())
         options = _parser().parse_args(words)
-        if options.command == "info":
-            return _info(options)
-        if options.command == "doctor":
-            return _doctor(options)
-        if options.command == "status":
-            return _status(options)
-        if options.command == "tune":
-            return _tune(options)
-        if options.command == "completion":
-            return _completion(options.shell)
-        return _run(options, flags)
+        return commands[options.command](options)
     except SymmError as error:
         _tell(f"[red]numba-symm:[/] {escape(str(error))}")
         return 1
@@ -432,7 +430,7 @@ def _compile(argv: Sequence[str]) -> int:
     return 0
 
 
-def _completion(shell: str) -> int:
+def _completion(options: argparse.Namespace) -> int:
     """Print what the shell runs to complete commands, options and files."""
     try:
         import shtab
@@ -453,7 +451,7 @@ def _completion(shell: str) -> int:
         for action in each._actions:
             if action.metavar == "FILE" or action.dest in _FILES:
                 action.complete = shtab.FILE
-    print(shtab.complete(made, shell))
+    print(shtab.complete(made, options.shell))
     return 0
 
 
