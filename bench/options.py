@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from numba_symm.arguments import Parser, meant
+from numba_symm.arguments import Parser, at_least, meant
 from numba_symm.bench.contenders import CONTENDERS, EAGER
 from numba_symm.bench.operations import (
     NO_REDUCTION,
     OPERATIONS,
     BenchOperation,
 )
-from numba_symm.bench.report import NoRun, load
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu import loads
 
@@ -36,7 +35,6 @@ SIDE = 8192
 
 UNUSED = {
     "cold": ("-f", "-i", "-o", "-n", "-w", "-G", "--against", "--algorithm"),
-    "shuffle": ("-f", "-i", "-n", "-w", "-G", "-c", "--against"),
     "overlap": ("-w",),
 }
 """For each kind of run, the options without effect, which are refused with it."""
@@ -65,12 +63,10 @@ def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
 
     Returns:
         ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names.
-        The run that ``plot`` draws is in ``run``.
     """
     made, commands = parser(name)
     options = made.parse_args(argv)
-    complete = _complete_plot if options.command == "plot" else _complete
-    complete(commands.choices[options.command], options)
+    _complete(commands.choices[options.command], options)
     return options
 
 
@@ -80,9 +76,6 @@ def parser(name: str) -> tuple[Parser, "argparse._SubParsersAction[Parser]"]:
     commands = made.add_subparsers(dest="command", metavar="OPERATION", required=True)
     for each in OPERATIONS.values():
         _add(commands, each)
-    plot = commands.add_parser("plot", help="draw a recorded run")
-    plot.add_argument("json", type=Path, help="a file written by --json")
-    plot.add_argument("image", type=Path, help="such as r.png or r.svg")
     return made, commands
 
 
@@ -170,17 +163,17 @@ def _add_messages(parser: argparse.ArgumentParser, operation: BenchOperation) ->
         metavar="TYPE,…",
         type=_names(operation.types),
         help=f"element types: some of {', '.join(operation.types)}, or all "
-        "(default float; with --shuffle: all; with --cold: float,int32)",
+        "(default float; with --cold: float,int32)",
     )
     if operation.reductions:
         add(
             "-o",
             dest="reductions",
             metavar="OP,…",
-            default=(),
+            default=("sum",),
             type=_names(operation.reductions),
             help=f"reductions: some of {', '.join(operation.reductions)}, or all "
-            "(default sum; with --shuffle: all)",
+            "(default sum)",
         )
     if operation.windowed:
         add(
@@ -295,13 +288,6 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         "the calls",
     )
     add(
-        "--shuffle",
-        metavar="N",
-        type=at_least(1),
-        help="instead of timing, make N calls of random size, type, reduction and "
-        "algorithm, in place or not, and check all results",
-    )
-    add(
         "--cold",
         action="store_true",
         help="instead of a table by size, time a program's first calls with an empty "
@@ -317,22 +303,19 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
     )
     add("--seed", type=at_least(0), help="seed of the random numbers (default random)")
     add("--json", type=Path, metavar="FILE", help="write all measurements to a file")
-    add("--plot", type=Path, metavar="FILE", help="draw them to a file, such as r.png")
 
 
 def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuse contradictory options, and set those that depend on others."""
     operation = OPERATIONS[options.command]
-    if not operation.sized and (options.shuffle or options.cold or options.plot):
-        parser.error(f"{operation.name} has no sizes; omit --shuffle, --cold, --plot")
+    if not operation.sized and options.cold:
+        parser.error(f"{operation.name} has no sizes; omit --cold")
     if options.first > options.last:
         parser.error(
             f"expected -b of at most -e, got -b {options.first} -e {options.last}"
         )
-    if options.shuffle and (options.json or options.plot):
-        parser.error("--shuffle records no measurements; omit --json and --plot")
-    if options.window > 1 and (options.shuffle or options.cold):
-        parser.error("--shuffle and --cold make single calls; omit --window")
+    if options.window > 1 and options.cold:
+        parser.error("--cold makes single calls; omit --window")
     if options.eager:
         _complete_eager(parser, options)
     if options.overlap:
@@ -340,8 +323,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     elif options.leave or options.side:
         given = "--leave" if options.leave else "--side"
         parser.error(f"{given} needs --overlap")
-    if options.cold and (options.shuffle or options.overlap or options.plot):
-        parser.error("omit --shuffle, --overlap and --plot with --cold")
+    if options.cold and options.overlap:
+        parser.error("omit --overlap with --cold")
     if options.cache and not options.cold:
         parser.error("--cache needs --cold")
     for kind, unused in UNUSED.items():
@@ -352,21 +335,10 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error(f"expected a folder that you can write, got {options.cache}")
     if options.json:
         _check_file(parser, options.json)
-    if options.plot:
-        check_image(parser, options.plot)
-    shuffled = options.shuffle is not None
-    options.types = options.types or _types(operation, options)
-    every = operation.reductions
-    options.reductions = options.reductions or (every if shuffled else ("sum",))
+    usual = ("float", "int32") if options.cold else ("float",)
+    options.types = options.types or usual
     if options.seed is None:
         options.seed = secrets.randbits(32)
-
-
-def _types(operation: BenchOperation, options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the default of ``-d``."""
-    if options.shuffle is not None:
-        return operation.types
-    return ("float", "int32") if options.cold else ("float",)
 
 
 def torch_multiplies() -> bool:
@@ -377,8 +349,8 @@ def torch_multiplies() -> bool:
 def _complete_eager(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    if options.shuffle or options.cold or options.overlap or options.plot:
-        parser.error("omit --shuffle, --cold, --overlap and --plot with --eager")
+    if options.cold or options.overlap:
+        parser.error("omit --cold and --overlap with --eager")
     if not options.replays:
         parser.error("--eager takes samples; pass -G 1 or more")
     if "-n" not in options.given:
@@ -390,26 +362,11 @@ def _complete_eager(
 def _complete_overlap(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    if options.shuffle:
-        parser.error("--shuffle measures no times; omit --overlap")
-    if options.plot:
-        parser.error("--overlap draws no plot; omit --plot")
     if not options.replays:
         parser.error("--overlap replays graphs; pass -G 1 or more")
     if (options.leave or options.side) and not torch_multiplies():
         given = "--leave" if options.leave else "--side"
         parser.error(f"{given} needs torch and a GPU; omit it")
-
-
-def _complete_plot(
-    parser: argparse.ArgumentParser, options: argparse.Namespace
-) -> None:
-    """Read the run, or refuse the file."""
-    try:
-        options.run = load(options.json)
-    except NoRun as error:
-        parser.error(str(error))
-    check_image(parser, options.image)
 
 
 def _check_file(parser: argparse.ArgumentParser, file: Path) -> None:
@@ -425,24 +382,6 @@ def _check_file(parser: argparse.ArgumentParser, file: Path) -> None:
         parser.error(f"expected a file that you can write, got {file}")
 
 
-def check_image(parser: argparse.ArgumentParser, image: Path) -> None:
-    """Refuse an image that cannot be drawn or written."""
-    _check_file(parser, image)
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error(f"{image} needs matplotlib; pip install matplotlib")
-    known = _formats()
-    if image.suffix[1:].lower() not in known:
-        parser.error(
-            f"expected an image whose suffix is one of {', '.join(known)}, got {image}"
-        )
-
-
-def _formats() -> list[str]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    return sorted(FigureCanvasAgg.get_supported_filetypes())
-
-
 def nbytes(text: str) -> int:
     """Parse a size such as ``64K``; suffixes are binary, as in nccl-tests."""
     unit = UNITS.get(text[-1:].upper(), 1)
@@ -454,35 +393,12 @@ def nbytes(text: str) -> int:
     return int(number) * unit
 
 
-def float_bytes(text: str) -> int:
-    """Parse the size of a message of ``float32``."""
-    number = nbytes(text)
-    if number % 4:
-        raise argparse.ArgumentTypeError(
-            f"expected a multiple of 4, the bytes of a float32, got {text!r}"
-        )
-    return number
-
-
 def sizes(options: argparse.Namespace) -> Iterator[int]:
     """Yield message sizes in bytes."""
     nbytes = options.first
     while nbytes <= options.last:
         yield nbytes
         nbytes = nbytes + options.step if options.step else nbytes * options.factor
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of integers from ``least`` on."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"expected a number of at least {least}, got {text!r}"
-            )
-        return int(text)
-
-    return number
 
 
 def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:

@@ -1,14 +1,12 @@
-"""A run's facts, as text, and as a picture."""
+"""A run's facts, and its figures as text."""
 
 import itertools
-import json
 import math
 import platform
 import statistics
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from numba_symm.bench import measure
 from numba_symm.bench.contenders import PARTS
 from numba_symm.bench.contenders.ours import NAME
 from numba_symm.bench.measure import needed
-from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS, BenchOperation
+from numba_symm.bench.operations import BenchOperation
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import info
 
@@ -35,10 +33,10 @@ def aligned(first: str, cells: Sequence[str], widths: Sequence[int]) -> str:
     return (first + "".join(cell.rjust(width) for cell, width in pairs)).rstrip()
 
 
-def table(
-    title: str, widths: Sequence[int], names: Sequence[str], rows: list[list[str]]
-) -> list[str]:
+def table(title: str, names: Sequence[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a table with a title and the names of its columns."""
+    columns = zip(names, *rows, strict=True)
+    widths = [2 + max(map(len, column)) for column in columns]
     lines = [aligned(" ", cells, widths) for cells in rows]
     return [title, aligned("#", names, widths), *lines]
 
@@ -168,30 +166,6 @@ class Report:
         widths = [12, 12, 9, 7, *self._block * len(self._places)]
         return aligned(first, cells, widths)
 
-    def eager(self, rows: Sequence[Sequence[Record]]) -> list[str]:
-        """Return the table of eager calls: until enqueued / until done."""
-        ways = _unique(
-            (each["column"], each["way"])
-            for records in rows
-            for each in records
-            if "skipped" not in each and not each["in_place"]
-        )
-        names = [label(*way) for way in ways]
-        widths = [12, 9, 7, *(max(20, len(name) + 2) for name in names)]
-        lines = []
-        for records in rows:
-            head = records[0]
-            by_way = {
-                (each["column"], each["way"]): each
-                for each in records
-                if "skipped" not in each and not each["in_place"]
-            }
-            cells = [_message(head)[0], head["type"], head["op"]]
-            cells += [_issue_and_done(by_way.get(way)) for way in ways]
-            lines.append(cells)
-        title = "# Eager, microseconds a call until it is enqueued / done"
-        return table(title, widths, ["size", "type", "redop", *names], lines)
-
     def between(
         self, rows: Sequence[Sequence[Record]], parts: Sequence[Sequence[int]]
     ) -> list[str]:
@@ -211,7 +185,7 @@ class Report:
             "hierarchical algorithm sends"
         )
         names = ["size", "type", "redop", "sent", "needed", "ratio"]
-        return table(title, [12, 9, 7, 16, 16, 8], names, lines)
+        return table(title, names, lines)
 
     def launches(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of how kernels are launched, out of place."""
@@ -233,13 +207,11 @@ class Report:
         )
         names = ["way", "kernel", "blocks", "multiprocessors", "early"]
         names[:0] = "size", "type", "redop"
-        widths = [12, 9, 7, 31, 50, 9, 17, 7]
-        return table(title, widths, names, lines) if lines else []
+        return table(title, names, lines) if lines else []
 
     def messages(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of each rank's messages: rate, and both directions."""
         columns = [NAME, *self._contenders]
-        widths = [12, 9, *(max(20, len(name) + 2) for name in columns)]
         lines = []
         for records in rows:
             head = records[0]
@@ -250,7 +222,7 @@ class Report:
             "# Messages that each rank sends, in millions a second / GB/s of both "
             "directions"
         )
-        return table(title, widths, ["size", "window", *columns], lines)
+        return table(title, ["size", "window", *columns], lines)
 
     def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the lines below the rows: wrong elements, means, spread, skipped."""
@@ -336,10 +308,10 @@ class WaysReport:
 
 
 class EagerReport(WaysReport):
-    """Formats a run of ``--eager`` as text."""
+    """Formats eager calls as text; only those of ``--eager`` are made alone, too."""
 
     _WIDTHS = (12, 12, 9, 7, 30, 12, 12, 12, 8)
-    _TIMED = "alone"
+    _TIMED = "issue"
 
     def header(self) -> list[str]:
         """Return the lines above the rows."""
@@ -353,8 +325,8 @@ class EagerReport(WaysReport):
         ]
 
     def _times(self, record: Record) -> list[str]:
-        kinds = ("issue", "done", "alone")
-        return [_number(record[each]["median"]) for each in kinds]
+        kinds = (record.get(each) for each in ("issue", "done", "alone"))
+        return [NOTHING if each is None else _number(each["median"]) for each in kinds]
 
 
 class OverlapReport(WaysReport):
@@ -472,13 +444,6 @@ def _rate(record: Record) -> str:
     return f"{rate:.4g} / {2 * algorithm_bandwidth(record):.2f}"
 
 
-def _issue_and_done(record: Record | None) -> str:
-    if record is None:
-        return NOTHING
-    issue, done = record["issue"]["median"], record["done"]["median"]
-    return f"{_number(issue)} / {_number(done)}"
-
-
 def _number(value: float) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:.1f}"
 
@@ -505,7 +470,7 @@ def facts(comm: ns.Communicator, ranks: Any) -> dict[str, Any]:
     """Return the facts of a run. Collective."""
     device = f"{comm.device.name}, PCI {comm.device.pci_bus_id}"
     versions = {"numba-symm": ns.__version__, "Python": platform.python_version()}
-    versions |= {name: _installed(name) for name in PACKAGES}
+    versions |= {name: info.installed(name) or "none" for name in PACKAGES}
     return {
         "ranks": comm.size,
         "devices": ranks.allgather("simulated" if SIMULATED else device),
@@ -543,156 +508,3 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-OURS: dict[str, Any] = {"color": "#d62728", "linewidth": 2.6, "zorder": 10}
-THEIRS: dict[str, Any] = {"linewidth": 1.4, "markersize": 4}
-COLORS = ("#1f77b4", "#76b900", "#7f7f7f", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
-SHAPES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
-"""The markers and dashes of the lines that have one color."""
-
-MOST_WITHIN = 8
-"""The most lines whose legend is within a panel."""
-
-Points = list[tuple[int, float, float]]
-
-
-class NoRun(Exception):
-    """A file does not contain a run that can be drawn; the text has the reason."""
-
-
-def load(file: Path) -> dict[str, Any]:
-    """Return a run that ``--json`` has written.
-
-    Raises:
-        NoRun: the file is something else.
-    """
-    try:
-        run: dict[str, Any] = json.loads(file.read_text())
-    except OSError as error:
-        raise NoRun(f"{file}: {error.strerror}") from error
-    except ValueError as error:
-        raise NoRun(f"{file} is not JSON: {error}") from error
-    try:
-        title(run)
-        drawable = bool(lines(run))
-    except Exception:  # a key is missing, or a value has another type
-        drawable = False
-    if not drawable:
-        raise NoRun(
-            f"{file} contains no run; pass a file that --json has written without "
-            "--cold and --overlap"
-        )
-    return run
-
-
-def lines(run: Mapping[str, Any]) -> dict[str, Points]:
-    """Return the lines of a plot by label, ours first.
-
-    Args:
-        run: a run that ``--json`` has written.
-
-    Returns:
-        Points of (bytes, microseconds, bus bandwidth in GB/s), out of place.
-    """
-    bus = OPERATIONS[run["operation"]].bus(run["facts"]["ranks"])
-    several = len({_kind(row[0]) for row in run["rows"]}) > 1
-    columns = dict.fromkeys(each["column"] for row in run["rows"] for each in row)
-    found: dict[str, Points] = {}
-    for column in sorted(columns, key=lambda name: name != NAME):
-        for row in run["rows"]:
-            record = best(row, column)
-            if record is None:
-                continue
-            kind = f", {_kind(record)}" if several else ""
-            bandwidth = algorithm_bandwidth(record) * bus
-            nbytes = record["bytes"] // record.get("messages", 1)
-            point = (nbytes, microseconds(record), bandwidth)
-            found.setdefault(column + kind, []).append(point)
-    return found
-
-
-def draw(run: Mapping[str, Any], image: Path) -> None:
-    """Draw a run.
-
-    Args:
-        run: a run that ``--json`` has written.
-        image: the file to write; its suffix selects the format.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    found = lines(run)
-    figure = Figure(
-        figsize=(11 if len(found) <= MOST_WITHIN else 13.5, 4.6), layout="constrained"
-    )
-    FigureCanvasAgg(figure)
-    latency, bandwidth = figure.subplots(1, 2)
-    for (label, points), style in zip(found.items(), styles(found), strict=True):
-        sizes, times, busbws = zip(*points, strict=True)
-        latency.loglog(sizes, times, label=label, **style)
-        bandwidth.loglog(sizes, busbws, label=label, **style)
-    latency.set_ylabel("time of a call (µs)")
-    bandwidth.set_ylabel("bus bandwidth (GB/s)")
-    for panel in (latency, bandwidth):
-        panel.set_xlabel("message size (bytes)")
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(lambda size, _: human(size))
-        panel.grid(which="major", alpha=0.35)
-        panel.grid(which="minor", axis="y", alpha=0.12)
-    if len(found) <= MOST_WITHIN:
-        latency.legend()
-    else:  # they would hide the lines
-        handles = latency.get_lines()
-        figure.legend(handles=handles, loc="outside right upper", fontsize="small")
-    figure.suptitle(title(run))
-    figure.savefig(image, dpi=150)
-
-
-def styles(labels: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield how each line is drawn, in order; no two of the first 28 look the same.
-
-    Args:
-        labels: of the lines.
-    """
-    ours, theirs = itertools.count(), itertools.count()
-    for label in labels:
-        if label == NAME or label.startswith(f"{NAME}, "):
-            turn, look = next(ours), OURS
-        else:
-            number = next(theirs)
-            turn, at = divmod(number, len(COLORS))
-            look = THEIRS | {"color": COLORS[at]}
-        marker, dashes = SHAPES[turn % len(SHAPES)]
-        yield look | {"marker": marker, "linestyle": dashes}
-
-
-def title(run: Mapping[str, Any]) -> str:
-    """Return the operation, type, reduction and devices of a run."""
-    facts = run["facts"]
-    devices = list(dict.fromkeys(name.split(",")[0] for name in facts["devices"]))
-    kinds = {_kind(row[0]) for row in run["rows"]}
-    kind = kinds.pop() if len(kinds) == 1 else "several types"
-    where = " and ".join(devices)
-    return f"{run['operation']}, {kind}, {facts['ranks']} x {where}"
-
-
-def _kind(record: Mapping[str, Any]) -> str:
-    """Return the elements' type, and the reduction if there is one."""
-    kind, op = str(record["type"]), record["op"]
-    return kind if op == NO_REDUCTION else f"{kind} {op}"
-
-
-def human(size: float) -> str:
-    """Return a size with a binary suffix, such as 64K."""
-    for suffix, unit in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
-        if size >= unit:
-            return f"{size / unit:g}{suffix}"
-    return f"{size:g}"

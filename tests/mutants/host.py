@@ -185,16 +185,16 @@ _MUTANTS = [
         "pass",
     ),
     Mutant(
-        "trees.below_no_min",
+        "trees.too_many_children",
         "launch/waiting.py",
-        "return min(rank & -rank or size, size - rank)",
-        "return rank & -rank or size",
+        "while rank + distance < size and not rank & distance:",
+        "while rank + distance < size:",
     ),
     Mutant(
-        "trees.most",
+        "trees.not_compressed",
         "launch/waiting.py",
-        "return common if common <= MOST else 0",
-        "return common if common < MOST else 0",
+        "return zlib.compress(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))",
+        "return zlib.compress(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), 0)",
     ),
     Mutant(
         "staging.line",
