@@ -57,6 +57,10 @@ def main(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
         name: the command's name in its usage.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["plot"]:  # needs no MPI
+        asked = options.parse(argv, name)
+        _save(asked.run, None, asked.image)
+        return 0
     from mpi4py import MPI
 
     ranks = MPI.COMM_WORLD
@@ -144,7 +148,7 @@ class _Benchmark:
                 "missing": missing,
                 "rows": rows,
             }
-            _save(run, asked.json)
+            _save(run, asked.json, asked.plot)
         for each in others:  # not after an error, as close waits for all ranks
             each.close()
         return wrong_elements(rows)
@@ -219,7 +223,7 @@ class _Benchmark:
                 "summary": cold.summary(records),
                 "calls": records,
             }
-            _save(run, asked.json)
+            _save(run, asked.json, None)
         return wrong_elements([records])
 
     def _header(self, others: Sequence[Contender], missing: dict[str, str]) -> None:
@@ -258,10 +262,13 @@ class _Benchmark:
         _say(self._ranks, *(f"# {line}" for line in lines))
 
 
-def _save(run: dict[str, Any], file: Path | None) -> None:
+def _save(run: dict[str, Any], file: Path | None, image: Path | None) -> None:
     if file:
         file.write_text(json.dumps(run, indent=1) + "\n")
         print(written(file))
+    if image:
+        report.draw(run, image)
+        print(written(image))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from numba_symm.bench.operations import (
     OPERATIONS,
     BenchOperation,
 )
+from numba_symm.bench.report import NoRun, load
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu import loads
 
@@ -63,10 +64,12 @@ def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
 
     Returns:
         ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names.
+        The run that ``plot`` draws is in ``run``.
     """
     made, commands = parser(name)
     options = made.parse_args(argv)
-    _complete(commands.choices[options.command], options)
+    complete = _complete_plot if options.command == "plot" else _complete
+    complete(commands.choices[options.command], options)
     return options
 
 
@@ -76,6 +79,9 @@ def parser(name: str) -> tuple[Parser, "argparse._SubParsersAction[Parser]"]:
     commands = made.add_subparsers(dest="command", metavar="OPERATION", required=True)
     for each in OPERATIONS.values():
         _add(commands, each)
+    plot = commands.add_parser("plot", help="draw a recorded run")
+    plot.add_argument("json", type=Path, help="a file written by --json")
+    plot.add_argument("image", type=Path, help="such as r.png or r.svg")
     return made, commands
 
 
@@ -303,13 +309,14 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
     )
     add("--seed", type=at_least(0), help="seed of the random numbers (default random)")
     add("--json", type=Path, metavar="FILE", help="write all measurements to a file")
+    add("--plot", type=Path, metavar="FILE", help="draw them to a file, such as r.png")
 
 
 def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuse contradictory options, and set those that depend on others."""
     operation = OPERATIONS[options.command]
-    if not operation.sized and options.cold:
-        parser.error(f"{operation.name} has no sizes; omit --cold")
+    if not operation.sized and (options.cold or options.plot):
+        parser.error(f"{operation.name} has no sizes; omit --cold and --plot")
     if options.first > options.last:
         parser.error(
             f"expected -b of at most -e, got -b {options.first} -e {options.last}"
@@ -323,8 +330,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     elif options.leave or options.side:
         given = "--leave" if options.leave else "--side"
         parser.error(f"{given} needs --overlap")
-    if options.cold and options.overlap:
-        parser.error("omit --overlap with --cold")
+    if options.cold and (options.overlap or options.plot):
+        parser.error("omit --overlap and --plot with --cold")
     if options.cache and not options.cold:
         parser.error("--cache needs --cold")
     for kind, unused in UNUSED.items():
@@ -335,6 +342,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error(f"expected a folder that you can write, got {options.cache}")
     if options.json:
         _check_file(parser, options.json)
+    if options.plot:
+        check_image(parser, options.plot)
     usual = ("float", "int32") if options.cold else ("float",)
     options.types = options.types or usual
     if options.seed is None:
@@ -349,8 +358,8 @@ def torch_multiplies() -> bool:
 def _complete_eager(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    if options.cold or options.overlap:
-        parser.error("omit --cold and --overlap with --eager")
+    if options.cold or options.overlap or options.plot:
+        parser.error("omit --cold, --overlap and --plot with --eager")
     if not options.replays:
         parser.error("--eager takes samples; pass -G 1 or more")
     if "-n" not in options.given:
@@ -362,11 +371,24 @@ def _complete_eager(
 def _complete_overlap(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
+    if options.plot:
+        parser.error("--overlap draws no plot; omit --plot")
     if not options.replays:
         parser.error("--overlap replays graphs; pass -G 1 or more")
     if (options.leave or options.side) and not torch_multiplies():
         given = "--leave" if options.leave else "--side"
         parser.error(f"{given} needs torch and a GPU; omit it")
+
+
+def _complete_plot(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> None:
+    """Read the run, or refuse the file."""
+    try:
+        options.run = load(options.json)
+    except NoRun as error:
+        parser.error(str(error))
+    check_image(parser, options.image)
 
 
 def _check_file(parser: argparse.ArgumentParser, file: Path) -> None:
@@ -380,6 +402,24 @@ def _check_file(parser: argparse.ArgumentParser, file: Path) -> None:
         )
     if not os.access(file if file.exists() else folder, os.W_OK):
         parser.error(f"expected a file that you can write, got {file}")
+
+
+def check_image(parser: argparse.ArgumentParser, image: Path) -> None:
+    """Refuse an image that cannot be drawn or written."""
+    _check_file(parser, image)
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error(f"{image} needs matplotlib; pip install matplotlib")
+    known = _formats()
+    if image.suffix[1:].lower() not in known:
+        parser.error(
+            f"expected an image whose suffix is one of {', '.join(known)}, got {image}"
+        )
+
+
+def _formats() -> list[str]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    return sorted(FigureCanvasAgg.get_supported_filetypes())
 
 
 def nbytes(text: str) -> int:

@@ -167,11 +167,12 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --algorithm ring", "expected some of"),
         ("all_reduce --json /not/there/r.json", "/not/there does not exist"),
         ("all_reduce --json /", "expected a file, got the folder /"),
+        ("all_reduce --overlap --plot r.png", "--overlap draws no plot"),
         ("all_reduce --overlap -G 0", "--overlap replays graphs; pass -G 1 or more"),
         ("all_reduce --leave 8", "--leave needs --overlap"),
         ("all_reduce --side 8", "--side needs --overlap"),
         ("all_reduce --overlap --leave 0", "expected a number of at least 1, got '0'"),
-        ("all_reduce --cold --overlap", "omit --overlap with --cold"),
+        ("all_reduce --cold --overlap", "omit --overlap and --plot with"),
         ("all_reduce --cache /tmp", "--cache needs --cold"),
         ("all_reduce --cold --cache /dev/null", "that you can write, got /dev/null"),
         ("all_reduce --cold --cache /dev/null/new", "can write, got /dev/null/new"),
@@ -179,7 +180,7 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --cold -f 4", "--cold does not use -f; omit -f"),
         ("scan --cold -i 1K -n5 -w 5 -G 20", "not use -i and -n and -w and -G; omit"),
         ("scan --cold -o sum --algorithm all", "does not use -o and --algorithm; omit"),
-        ("scan --eager --cold", "omit --cold and --overlap with --eager"),
+        ("scan --eager --cold", "omit --cold, --overlap and --plot with"),
         ("scan --eager -G 0", "--eager takes samples; pass -G 1 or more"),
         ("barrier --overlap -w 5", "--overlap does not use -w; omit -w"),
         ("barrier -b 4", "unrecognized arguments: -b 4"),
@@ -188,6 +189,9 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --window 4", "unrecognized arguments: --window 4"),
         ("sendrecv --window 4 --cold", "makes single calls; omit --window"),
         ("all_reduce -q", "unrecognized arguments: -q"),
+        ("plot r.json", "arguments are required: image"),
+        ("plot /not/there.json r.png", "/not/there.json: No such file or directory"),
+        ("plot / r.png", "/: Is a directory"),
     ],
 )
 def test_wrong_usage_exits_with_code_2_and_the_reason(line, said, capsys):
@@ -220,6 +224,26 @@ def test_help_lists_options_and_choices(capsys):
         assert words in shown
 
 
+def test_plotting_without_matplotlib_is_refused_before_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        options.parse(["all_reduce", "--plot", "r.png"])
+    assert "pip install matplotlib" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # --cold with --plot never needs matplotlib
+        options.parse(["all_reduce", "--cold", "--plot", "r.png"])
+    assert "omit --overlap and --plot with --cold" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["r.foo", "r"])
+def test_an_image_of_an_unknown_kind_is_refused_before_the_run(name, capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit):
+        options.parse(["all_reduce", "--plot", name])
+    shown = capsys.readouterr().err
+    assert "expected an image whose suffix is one of " in shown
+    assert f"png, ps, raw, rgba, svg, svgz, tif, tiff, webp, got {name}\n" in shown
+
+
 def test_a_file_that_cannot_be_written_is_refused_before_the_run(
     tmp_path, monkeypatch, capsys
 ):
@@ -234,7 +258,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_run(
         assert asked.pop() == (checked, os.W_OK)
 
 
-@pytest.mark.parametrize("words", [["-h"], ["reduce", "-h"]])
+@pytest.mark.parametrize("words", [["-h"], ["plot", "-h"]])
 def test_numba_symm_bench_passes_its_arguments_on(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", *words])
