@@ -1,20 +1,21 @@
 """mpi4py's messages on device arrays: their calls, and the sends within a node.
 
-Sends of device arrays: a copy to memory of this process, and an envelope.
-
-To a rank of the same island, the copy is only enqueued, and a word tells when the
-receiver may read it. To other ranks, the data passes through host memory and MPI.
+A message takes one of two ways. To a rank of the same island, its items are copied to a
+room, memory of this process (``rooms.py``), and a word tells when the receiver may read
+it there. To other ranks, and if there is no slot or no room, it passes through host
+memory and MPI.
 
 Above the limit of bytes that a rank has not received, a message is postponed. The
 sender sends its envelope immediately, so the order of messages holds. It copies the
 data when a receive has matched the envelope, or when enough earlier messages were read.
 So it waits at most for the matching receive, as MPI's standard send may do. If it
-fails, its word tells that the message is nowhere, or data by MPI has empty parts. Then
-the receiver raises.
+fails, its word tells that the message is nowhere, and the receiver raises. A message by
+MPI is not postponed: above the limit, its request ends when MPI has sent it.
 """
 
 import ctypes
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,11 +25,11 @@ from mpi4py import MPI
 
 from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import BackendError, CollectiveTimeout, SymmError
+from numba_symm.errors import CollectiveTimeout, SymmError
 from numba_symm.gpu import streams
 from numba_symm.gpu.arrays import KINDS, Memory
 from numba_symm.gpu.events import Event
-from numba_symm.mpi import buffers, progress, rooms
+from numba_symm.mpi import buffers, progress
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import PAUSE, StartedCall, describe, waited
 from numba_symm.mpi.datatypes import translated
@@ -40,14 +41,12 @@ from numba_symm.mpi.rooms import (
     MATCHED,
     NO_SLOT,
     NONE,
-    READ,
     READY,
     SLOTS_OF_ALL,
     Parcel,
-    Room,
     size_of,
 )
-from numba_symm.mpi.words import FIELDS, NUMBER, failure_of
+from numba_symm.mpi.words import BY_MPI, NOWHERE, failure_of
 
 _BYTE = np.dtype(np.uint8)
 
@@ -62,7 +61,8 @@ class Outgoing(NamedTuple):
         address: of the first item.
         size: of the room that it needs.
         apart: whether the rank is on another island.
-        parcel: what the compiled ``send`` sends; None: it is not for this message.
+        plain: whether the compiled ``send`` also copies it.
+        parcel: what that sends.
         parcel_at: its address.
     """
 
@@ -72,6 +72,7 @@ class Outgoing(NamedTuple):
     address: int
     size: int
     apart: bool
+    plain: bool
     parcel: Any
     parcel_at: int
 
@@ -81,7 +82,7 @@ class Outgoing(NamedTuple):
         post.check_message("Send", dest, 0)
         nbytes, apart = found.nbytes, post.islands[dest] != post.islands[post.rank]
         address, size, parcel, at = found.address, size_of(nbytes), None, 0
-        if not apart and found.layout.runs is None and 0 < nbytes <= message_copy.MOST:
+        if not apart:
             stack = ctypes.addressof(post.words.rooms.stack(size))
             unread = ctypes.addressof(post.unread) + 8 * dest
             envelope = *post.to[dest], post.context, post.places[post.rank]
@@ -89,8 +90,9 @@ class Outgoing(NamedTuple):
                 post.words.port_at, stack, address, nbytes, *envelope, unread
             )
             at = ctypes.addressof(parcel)
+        plain = not apart and found.layout.runs is None and nbytes <= message_copy.MOST
         items = found._replace(array=None)
-        return cls(items, dest, nbytes, address, size, apart, parcel, at)
+        return cls(items, dest, nbytes, address, size, apart, plain, parcel, at)
 
 
 def send(
@@ -122,16 +124,16 @@ def send(
     made.post, made.outgoing, made.tag = post, outgoing, tag
     made._array, made._matched = array, matched
     limit = post.limit if limited else 0
-    if outgoing.parcel_at:
+    if outgoing.plain:
         with post._lock:
-            found = post._send(outgoing.parcel_at, stream, tag, matched, limit)
+            found = post._send(outgoing.parcel_at, stream, tag, matched, limit, False)
         if 0 <= found < NONE:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
             return made
         if found < 0:
             raise failure_of(-1 - found)
     post.refuse_capture(stream, "Send")
-    made._send(stream, limit > 0 and not post.admits(outgoing), copied)
+    made._send(stream, limit > 0, copied)
     return made
 
 
@@ -154,164 +156,140 @@ class Sending(Own):
         outgoing: the message.
         tag: its tag.
         number: the message's.
-        slot: of its words; ``NO_SLOT``: MPI sends the data, if there is any.
-        room: the memory from which the message is read.
+        slot: of its words; ``NO_SLOT``: MPI sends it.
     """
 
     post: Post
     outgoing: Outgoing
     tag: int
-    number = -1
-    slot, room = NO_SLOT, None
+    number, slot = -1, NO_SLOT
     _array: Any  # until it may be used
     _matched: bool  # whether it is done only when a receive has matched it
-    _asked: list[MPI.Request] | None = None  # requests of MPI, or none: see _is_matched
-    _requests: list[MPI.Request]  # of MPI, which sends the data
-    _begun = _announced = True
+    _later = False  # whether its receiver has too many bytes to receive before
+    _requests: Sequence[MPI.Request] = ()  # of MPI, if that sends it
+    _begun = True
     _tried = _hurries = False
     _after: Event | None = None  # what has written the array of a postponed message
     _error: Exception | None = None
 
-    def _send(self, stream: int, later: bool = False, copied: bool = False) -> None:
+    def _send(self, stream: int, limited: bool, copied: bool) -> None:
         """Send a message that the compiled function does not send."""
-        post, outgoing = self.post, self.outgoing
-        sent = post._envelopes.sent.copy()
-        self._begun = self._announced = False
-        self._asked = [] if self._matched or later else None
-        self._requests = []
-        if later and (copied or outgoing.items.layout.runs is not None):
-            # A kernel copies items with gaps, and no other thread launches it.
-            items = outgoing.items._replace(array=self._array)
-            found = buffers.copy_of(items, stream)
-            self.outgoing = outgoing = Outgoing.of(post, found, outgoing.dest)
-            self._array = found.array
-        try:
-            with post._lock:  # envelopes are in the order of their numbers
-                if later:
-                    self._after = Event()
-                    self._after.record(stream)
+        post, outgoing, self._begun = self.post, self.outgoing, False
+        with post._lock:  # envelopes are in the order of their numbers
+            self._later = limited and not post.admits(outgoing)
+            if outgoing.apart:
+                self._by_mpi(stream, self.tag)
+                return
+            items = outgoing.items
+            if self._later and (copied or items.layout.runs is not None):
+                # A kernel copies items with gaps, and no other thread launches it.
+                found = buffers.copy_of(items._replace(array=self._array), stream)
+                self.outgoing = outgoing = Outgoing.of(post, found, outgoing.dest)
+                self._array = found.array
+            if self._later:
+                self._after = Event()
+                self._after.record(stream)
+            else:
+                post.room_for(outgoing.size)  # or it raises before the envelope is sent
+            parcel = outgoing.parcel
+            sent = parcel.sent
+            try:
+                if self._later:
                     progress.add(self, post._enter)
-                self.number = post.words.next_number()
-                if outgoing.nbytes and not outgoing.apart:
-                    self.slot = post.words.take()
-                if not later:
+                self._announce(stream)
+                if self.slot != NO_SLOT and not self._later:
                     self._begin(stream)
-                self._announce()
-                self._announced = True
-        except BaseException as error:
-            self._announced = self._is_announced(sent)
-            if not self._announced:
-                self._cancel(isinstance(error, Exception) or post.idle(stream))
-            elif later:
-                self.hurry()
-            raise
+            except BaseException as error:
+                if parcel.sent == sent:
+                    progress.remove(self)
+                else:  # an interrupt may have come after that
+                    self.number, self.slot = divmod(parcel.sent, SLOTS_OF_ALL)
+                    if isinstance(error, Exception):
+                        self._fail(error, stream)
+                    elif self._later:
+                        self.hurry()
+                    else:
+                        self._begin(stream)
+                raise
 
-    def _announce(self) -> None:
-        """Send the envelope."""
-        post, dest, slot, number = self.post, self.outgoing.dest, self.slot, self.number
-        if self._asked is not None and slot == NO_SLOT:
-            empty = np.empty(0, np.uint8)
-            post._envelopes.receive(self._asked, empty, dest, post.answer_of(number))
-        asks = self._asked is not None
-        rest = self.tag, self.outgoing.nbytes, slot, number, asks
-        if self.outgoing.apart:
-            text = FIELDS.pack(post.context, post.rank, *rest)
-            post._envelopes.send([text, MPI.BYTE], dest)
-            return
-        fields = *post.to[dest], post.context, post.places[post.rank], *rest
-        while not post.words.publish(*fields):
-            post.check()  # the receiver has looked at none of very many envelopes
-            progress.advance()
-            time.sleep(PAUSE)
-
-    def _is_announced(self, sent: list[int]) -> bool:
-        """Return whether the envelope was sent before an interrupt.
-
-        Args:
-            sent: by rank, the envelopes that MPI had sent before.
-        """
-        dest = self.outgoing.dest
-        if self.outgoing.apart:
-            return self.post._envelopes.sent[dest] > sent[dest]
-        return bool(rooms.last(self.post.to[dest][0], NUMBER) == self.number)
-
-    def _cancel(self, ended: bool) -> None:
-        """Use the memory again, which nobody knows of.
-
-        Args:
-            ended: whether no copy may write there later. After an exception of a
-                signal's handler, one that was launched may.
-        """
-        post, words, slot, number = self.post, self.post.words, self.slot, self.number
-        progress.remove(self)
-        if slot == NO_SLOT:
-            return
-        with post._lock:
-            if self not in post._unread:
-                words.give_back(slot)
-            elif self._begun or ended:
-                words.store(slot, READ, number)
-                if not self._begun:
-                    words.store(slot, READY, number)
-            else:  # slot and room stay unused
-                self.slot, self.room = NO_SLOT, None
-                post.release(self)
-
-    def _begin(self, stream: int) -> None:
-        """Enqueue the copy to a room, or send the data. The caller has the lock."""
-        post, slot, number = self.post, self.slot, self.number
-        if slot != NO_SLOT and self not in post._unread:
-            post.lend(self, slot, number, None)
-        if slot != NO_SLOT and self.room is None:
-            self.room = post.room_for(self.outgoing.size)
-        if self.room is not None:
-            if not post.words.holds(slot, READY, number):
-                self._fill(self.room, stream)
-        elif self._announced and slot != NO_SLOT:
-            raise BackendError("Send: expected memory for a message, got none")
+    def _announce(self, stream: int) -> None:
+        """Send the envelope within the island; without a slot, also the data."""
+        post, outgoing, words = self.post, self.outgoing, self.post.words
+        parcel, asks = outgoing.parcel_at, self._matched or self._later
+        while (found := post._send(parcel, stream, self.tag, asks, 0, True)) == NONE:
+            if not words.port.free:
+                break
+            self._pause()  # the receiver has looked at none of very many envelopes
         else:
-            if slot != NO_SLOT:
-                post.release(self)
-                self.slot = NO_SLOT
-            if self.outgoing.nbytes:
-                self._send_data(stream)
+            self.number, self.slot = divmod(found, SLOTS_OF_ALL)
+            return
+        words.port.number += 1
+        self.number = words.port.number
+        self._by_mpi(stream, self.number % post.tags)
+        fields = *post.to[outgoing.dest], post.context, post.places[post.rank]
+        rest = self.tag, outgoing.nbytes, NO_SLOT, self.number, False
+        while not words.publish(*fields, *rest):
+            self._pause()
+
+    def _pause(self) -> None:
+        self.post.check()
+        progress.advance()
+        time.sleep(PAUSE)
+
+    def _by_mpi(self, stream: int, tag: int) -> None:
+        """Send the data by MPI; above the limit, wait for that later."""
+        if not self._requests:
+            post, items = self.post, self.outgoing.items._replace(array=self._array)
+            self._requests = []
+            given = self.outgoing.dest, tag, self._matched, self._requests
+            post.mpi.send(on_host(items, stream), *given)
         self._begun = True
 
-    def _fill(self, room: Room, stream: int) -> None:
+    def _begin(self, stream: int) -> None:
+        """Copy the items to a room, or send them by MPI. The caller has the lock."""
+        post, outgoing, slot, number = self.post, self.outgoing, self.slot, self.number
+        words, port = post.words, post.words.port
+        if not words.holds(slot, READY, number):
+            room = port.loans[words.loan(slot) + 1]
+            if room >= 0:  # an interrupt has come after that
+                self._fill(port.rooms[5 * room], stream)
+            elif post.room_for(outgoing.size):
+                given = slot, outgoing.parcel.stack, outgoing.nbytes
+                self._fill(words.house(words.port_at, *given), stream)
+            else:
+                self._by_mpi(stream, number % post.tags)
+                words.end(slot, number, BY_MPI)
+        self._begun = True
+
+    def _fill(self, target: int, stream: int) -> None:
         """Enqueue the copy of the items to a room, and its word."""
-        outgoing, words, target = self.outgoing, self.post.words, room.address
+        outgoing, words = self.outgoing, self.post.words
         items, nbytes = outgoing.items, outgoing.nbytes
         if items.layout.runs is not None:
-            packed = Memory(target, nbytes, room.memory).array(nbytes, _BYTE)
+            packed = Memory(target, nbytes, self).array(nbytes, _BYTE)
             buffers.pack(items, packed)(stream)
             nbytes = 0
         elif nbytes > message_copy.MOST:
             streams.copy(target, outgoing.address, nbytes, stream)
             nbytes = 0
-        words.put(self.slot, room)
         given = target, outgoing.address, nbytes, stream, self.slot, READY, self.number
         status = words.copy(words.port_at, *given)
         if status:
             raise failure_of(status)
 
-    def _send_data(self, stream: int) -> None:
-        """Send the data by MPI."""
-        post, dest, number = self.post, self.outgoing.dest, self.number
-        data = on_host(self.outgoing.items._replace(array=self._array), stream)
-        post._data.send_parts(data, dest, number, self._requests)
-        post.lend(self, NO_SLOT, number, None)
-
     def advance(self) -> bool:
         """Do what can be done now; return whether the array may be used. Never wait."""
         lock = self.post._lock
         # The thread that has the lock may wait for one that this thread has.
-        if not self._begun and self._announced and lock.acquire(blocking=False):
+        known = self.slot != NO_SLOT  # its receiver knows of it
+        if known and not self._begun and lock.acquire(blocking=False):
+            stream = self.post.outgoing.stream
             try:
                 if self._may_begin():
                     self._tried = True
-                    self._begin(self.post.outgoing.stream)
+                    self._begin(stream)
             except Exception as error:  # for its own request, whoever calls this
-                self._fail(error)
+                self._fail(error, stream)
             finally:
                 lock.release()
         return self._is_copied()
@@ -336,13 +314,14 @@ class Sending(Own):
         if self.slot != NO_SLOT:
             return bool(self.post.words.holds(self.slot, MATCHED, self.number))
         with self.post._lock:  # two threads must not ask MPI at a time
-            return all([request.Test() for request in self._asked or ()])
+            return all([request.Test() for request in self._requests])
 
     def _is_copied(self) -> bool:
         if self._array is not None:
-            there = self.slot == NO_SLOT or self.post.words.holds(
-                self.slot, READY, self.number
-            )
+            if self.slot == NO_SLOT:
+                there = not self._later or self._is_matched()
+            else:
+                there = self.post.words.holds(self.slot, READY, self.number)
             if not (self._begun and there):
                 return False
             self._array = None  # the program may drop the array
@@ -351,23 +330,21 @@ class Sending(Own):
     def _is_done(self) -> bool:
         return self.advance() and (not self._matched or self._is_matched())
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, stream: int) -> None:
         """Make its request raise, and the receive that matches it."""
-        post, slot, dest = self.post, self.slot, self.outgoing.dest
-        self._error, self._begun = error, True
+        self._error, self._begun, self._array = error, True, None
         try:
-            if slot == NO_SLOT:
-                post._data.refuse_parts(self.outgoing.nbytes, dest, self.number)
-            else:  # it keeps the slot until the receiver has refused it
-                post.outgoing.settle()  # a copy may still write the room
-                post.give_back(self)
-                post.words.end(slot, self.number)
+            if not SIMULATED:
+                streams.synchronize(stream)  # a copy may still write the room
+            self.post.words.end(self.slot, self.number, NOWHERE)
         except Exception as another:
+            dest = self.outgoing.dest
             error.add_note(f"This could not be reported to rank {dest}: {another!r}.")
-        self._array = None
 
     def hurry(self) -> None:
         """Copy the array now: the call raises, so its caller may change the array."""
+        if self.slot == NO_SLOT:
+            return  # MPI has a copy
         if not self._begun:
             self.post.check_open("Send")  # or this thread would never advance it
         self._hurries = True
@@ -385,7 +362,7 @@ class Sending(Own):
 
     def _finish(self, status: MPI.Status | None) -> None:
         post, slot, number = self.post, self.slot, self.number
-        if not self._begun:
+        if (slot == NO_SLOT or not self._begun) and not self._is_done():
             self._wait_for_limit()
         if self._error is not None:
             self._active = False

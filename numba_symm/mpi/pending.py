@@ -20,11 +20,12 @@ from numba_symm.mpi.calls import describe
 from numba_symm.mpi.datatypes import translated
 from numba_symm.mpi.errors import MPIError, refusal
 from numba_symm.mpi.messages import LOOKS, Post
-from numba_symm.mpi.progress import MOST, seen
+from numba_symm.mpi.progress import MOST
 from numba_symm.mpi.requests import Own
 from numba_symm.mpi.rooms import (
     ANY,
     BEGUN,
+    BLOCK,
     CANCELLED,
     ENDED,
     FOUND,
@@ -37,7 +38,7 @@ from numba_symm.mpi.rooms import (
     Opened,
     Order,
 )
-from numba_symm.mpi.words import Envelope, failure_of
+from numba_symm.mpi.words import BY_MPI, Envelope, failure_of
 
 
 class Incoming(NamedTuple):
@@ -94,7 +95,6 @@ class Receiving(Own):
     _error: Exception | None = None
     _data: Any = None  # in host memory, and on the GPU
     _staged: Any = None
-    _requests: Any = ()
     _block: Opened | None = None
     _done: Event | None = None
 
@@ -223,18 +223,12 @@ class Receiving(Own):
                 f"{found.source} with tag {found.tag}, got {nbytes}; pass a larger "
                 "array",
             )
-        if not nbytes:
+        if not nbytes and self._order[0] == FOUND:
+            post.refuse(found)
             self._order[0] = ENDED
         if self._order[0] == ENDED:
             return
         with post._lock:
-            if found.slot == NO_SLOT:
-                if self._on != post.copies.stream:
-                    # A copy from the host could wait for that stream's work.
-                    self._after = post.copies.event(self._on)
-                    self._on = post.copies.stream
-                self._data, self._requests = np.empty(nbytes, np.uint8), []
-                post._data.receive_parts(found, self._data, self._requests, seen)
             if len(post.arriving) >= MOST:
                 post.reap()
             post.arriving[self] = None  # also if its request is dropped
@@ -266,30 +260,27 @@ class Receiving(Own):
                 self._end()
         return order[0] == ENDED
 
-    def _has_arrived(self, found: Envelope) -> bool:
-        """Return whether MPI has brought the data, or raise if it was not sent."""
-        status = MPI.Status()
-        for request in self._requests:
-            if not request.Get_status(status):
-                return False
-            # A request that MPI has ended before has a status without a source.
-            if status.source != MPI.ANY_SOURCE and not status.Get_count(MPI.BYTE):
-                raise _not_sent(found)
-        MPI.Request.Waitall(self._requests)
-        return True
-
     def _begin(self, found: Envelope) -> None:
         """Start the copy, if the data is there. The caller has the lock."""
-        post, into, nbytes, stream = self._post, self._into, found.nbytes, self._on
-        words, slot = post.words, found.slot
-        if slot == NO_SLOT:
-            if not self._has_arrived(found):
+        post, into, nbytes, slot = self._post, self._into, found.nbytes, found.slot
+        words = post.words
+        if slot != NO_SLOT and words.values[LINE * slot + READY] < found.number:
+            return
+        by_mpi = slot == NO_SLOT or words.values[LINE * slot + BLOCK] == BY_MPI
+        if by_mpi:
+            data, requests = post.data_of(found) or (None, [])
+            if data is None or not all([request.Test() for request in requests]):
                 return
+            if self._on != post.copies.stream:
+                # A copy from the host could wait for that stream's work.
+                self._after = post.copies.event(self._on)
+                self._on = post.copies.stream
+            if slot != NO_SLOT:
+                words.store(slot, READ, found.number)
             self._staged = arrays.empty((nbytes,), _BYTE, "Recv")
             place = view(self._staged, "Recv").address
-            streams.copy_from_host(place, self._data.ctypes.data, nbytes, stream)
-        elif words.values[LINE * slot + READY] < found.number:
-            return
+            self._data = data
+            streams.copy_from_host(place, data.ctypes.data, nbytes, self._on)
         else:
             opened = words.opened(slot)
             if opened is None:
@@ -300,6 +291,7 @@ class Receiving(Own):
                     raise failure_of(-1 - status)
                 return
             self._block, place = opened
+        stream = self._on
         if self._after is not None:
             self._after.wait(stream)
         if not into.dense:
@@ -310,7 +302,7 @@ class Receiving(Own):
             buffers.unpack(items, packed)(stream)
         else:
             streams.copy(into.address, place, nbytes, stream)
-        if slot == NO_SLOT:
+        if by_mpi:
             self._done, self._order[0] = post.copies.event(stream), BEGUN
             return
         status = post.arrive(self._order)
@@ -326,6 +318,8 @@ class Receiving(Own):
                 post.copies.reuse(event)
         if self._taken:
             post.arriving.pop(self, None)
+            if self._data is not None and self.envelope is not None:
+                post.drop(self.envelope)
             block, self._block = self._block, None
             if block is not None and block.once:
                 rooms.copied(block)

@@ -55,11 +55,10 @@ from numba_symm.mpi.rooms import (
     Opened,
     Port,
     Ring,
-    Room,
     Rooms,
 )
 
-_NOWHERE, _UNKNOWN = -1, -2  # numbers that no block has
+BY_MPI, NOWHERE, _UNKNOWN = -1, -2, -3  # numbers that no block has
 
 HANDLE = 2048
 """Bytes of the handle of a block, at most, with its length."""
@@ -68,9 +67,6 @@ _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
 
 FIELDS = struct_.Struct("<7q")
 """An envelope: context, the sender's place or rank, and the rest of ``Envelope``."""
-
-NUMBER = 5
-"""The place of the message's number in these fields."""
 
 
 class Envelope(NamedTuple):
@@ -119,7 +115,7 @@ class Words:
         at: the address of the first word in this process.
         to: by place, this rank's ring there, and the bell.
         bell: this rank's.
-        copy, publish: see ``mpi/rooms.py``.
+        copy, house, publish, reclaim: see ``mpi/rooms.py``.
         look: see ``mpi/rooms.py``: ``wait``.
     """
 
@@ -175,6 +171,8 @@ class Words:
         self._entries = deque(range(BLOCKS))
         self._take, self.copy = rooms.compiled("take"), rooms.compiled("copy")
         self.publish, self.look = rooms.compiled("publish"), rooms.compiled("wait")
+        self.reclaim, self.house = rooms.compiled("reclaim"), rooms.compiled("house")
+        self._silence = rooms.compiled("silence")
         address = ctypes.addressof(self._memory)
         self.at, self._handles = address, address + int(memory.handles.offset)
         first = address + memory.bells.offset
@@ -183,9 +181,13 @@ class Words:
         at, ring = address + memory.rings.offset, ctypes.sizeof(Ring)
         to = [at + ring * (place * size + rank) for place in range(size)]
         self.to = list(zip(to, bells, strict=True))
-        self._from = at + ring * size * rank, size, ring, self.bell, self._inbox
+        self._rings = [at + ring * (size * rank + place) for place in range(size)]
         self._places = (WORD * (2 * BLOCKS * size))(*[_UNKNOWN] * 2 * BLOCKS * size)
-        self.port.rings, self.port.writers, self.port.stride = self._from[:3]
+        self.port.rings, self.port.writers, self.port.stride = (
+            self._rings[0],
+            size,
+            ring,
+        )
         self.port.inbox = id(self._inbox)
         self.port.opened = ctypes.addressof(self._places)
         progress.match_by(self.progress, self.lock)
@@ -221,25 +223,6 @@ class Words:
         """Return the address of the ring from a rank of this island."""
         return int(self.port.rings + self.port.stride * place)
 
-    def take(self) -> int:
-        """Return a slot of this rank, or ``NO_SLOT`` if all are in use."""
-        port = self.port
-        if not port.free:
-            return NO_SLOT
-        port.free -= 1
-        return int(port.slots[port.free])
-
-    def give_back(self, slot: int) -> None:
-        """Let another message use a slot."""
-        port = self.port
-        port.slots[port.free] = slot
-        port.free += 1
-
-    def next_number(self) -> int:
-        """Return the number of a new message."""
-        self.port.number += 1
-        return int(self.port.number)
-
     def holds(self, slot: int, word: int, number: int) -> bool:
         """Return whether a word was stored for a message."""
         return bool(self.values[LINE * slot + word] >= number)
@@ -265,26 +248,24 @@ class Words:
         return self._handles + HANDLE * (BLOCKS * place + number % BLOCKS)
 
     def lent(self, unread: Any) -> list[tuple[int, int]]:
-        """Return slots and numbers of messages that the compiled function has sent.
+        """Return slots and numbers of messages that their receivers have not read.
 
         Args:
-            unread: where it counts their bytes.
+            unread: where their bytes are counted.
         """
         first, port = ctypes.addressof(unread), self.port
         last = first + ctypes.sizeof(unread)
-        loans = [port.loans[6 * n : 6 * n + 6] for n in range(port.lent)]
-        return [(each[0], each[1]) for each in loans if first <= each[4] < last]
+        found = [(slot, self.loan(slot)) for slot in port.unread[: port.lent]]
+        counts = ((slot, port.loans[at], port.loans[at + 2]) for slot, at in found)
+        return [(slot, number) for slot, number, at in counts if first <= at < last]
 
-    def put(self, slot: int, room: Room) -> None:
-        """Store where a message is."""
-        first = LINE * slot
-        self.values[first + BLOCK] = room.block
-        self.values[first + OFFSET] = room.offset
-        self.values[first + ONCE] = room.once is not None
+    def loan(self, slot: int) -> int:
+        """Return where the loan of a slot is."""
+        return 4 * (slot % SLOTS)
 
-    def end(self, slot: int, number: int) -> None:
-        """Store that a message is nowhere, because its sender could not copy it."""
-        self.values[LINE * slot + BLOCK] = _NOWHERE
+    def end(self, slot: int, number: int, why: int) -> None:
+        """Store that a message is in no room, because its sender could not copy it."""
+        self.values[LINE * slot + BLOCK] = why
         self.values[LINE * slot + READY] = number
 
     def opened(self, slot: int) -> tuple[Opened, int] | None:
@@ -294,7 +275,7 @@ class Words:
         """
         first, place = LINE * slot, slot // SLOTS
         number, offset = self.values[first + BLOCK], self.values[first + OFFSET]
-        if number == _NOWHERE:
+        if number == NOWHERE:
             return None
         index = BLOCKS * place + number % BLOCKS
         found = self._opened.get(index)
@@ -310,8 +291,11 @@ class Words:
     def progress(self) -> None:
         """Match the envelopes that have arrived."""
         with self.lock:
-            self._take(*self._from)
             inbox = self._inbox
+            for ring in self._rings:
+                while self._take(ring, inbox):
+                    pass
+            self._silence(self.port_at)
             while inbox:
                 context, place, *rest = FIELDS.unpack(inbox[0])
                 post = self.posts.get(context)

@@ -10,13 +10,14 @@ import pytest
 
 from numba_symm.errors import ArgumentError, CollectiveTimeout, ExchangeError
 from numba_symm.gpu import streams
-from numba_symm.mpi import progress, rooms
+from numba_symm.mpi import p2p, progress, rooms
+from numba_symm.mpi.buffers import Items
 from numba_symm.mpi.messages import Post as Whole
 from numba_symm.mpi.p2p import Sending
-from numba_symm.mpi.progress import Data
-from numba_symm.mpi.rooms import LINE, MATCHED, NO_SLOT, READ, READY
+from numba_symm.mpi.rooms import LINE, MATCHED, READY
+from numba_symm.mpi.words import BY_MPI, NOWHERE
 
-NUMBER, DEST, NBYTES, SLOT, COPIES = 7, 1, 64, 2, 0xC0
+NUMBER, DEST, NBYTES, SLOT, COPIES, ROOM = 7, 1, 64, 2, 0xC0, 0x2000
 
 
 class Post(Whole):
@@ -24,37 +25,41 @@ class Post(Whole):
 
     def __init__(self, steps):
         self.limit, self.timeout, self._freed, self.rank = NBYTES, 0, False, 0
-        self.unread, self._unread, self._looks = [0, NBYTES], {}, 99
-        self._lock, self._data = threading.RLock(), object.__new__(Data)
-        self._data.tags = 100
-        self._data.reap = lambda: None
-        self._reclaim = lambda port: None
-        self._data.send = lambda data, *given: steps.append((data[0].size, *given))
+        self.unread, self._lock, self.tags = [0, NBYTES], threading.RLock(), 100
+        self.mpi = SimpleNamespace(reap=lambda: None)
         self.check_open = self.check = lambda *_: None
-        self.steps, self.matched = steps, True
-        self.outgoing = SimpleNamespace(
-            stream=COPIES, settle=lambda: steps.append("settle")
-        )
+        self.steps = steps
+        self.outgoing = SimpleNamespace(stream=COPIES)
         stored = defaultdict(int)
 
         def store(slot, word, number):
             stored[LINE * slot + word] = number
 
+        def house(port, slot, stack, nbytes):
+            self.unread[DEST] += nbytes
+            return ROOM
+
         self.words = SimpleNamespace(
             values=stored,
             holds=lambda slot, word, number: stored[LINE * slot + word] >= number,
-            end=lambda slot, number: store(slot, READY, number),
+            end=lambda slot, number, why: (
+                steps.append(why),
+                store(slot, READY, number),
+            ),
             store=store,
             port_at=0,
-            rooms=SimpleNamespace(give_back=steps.append, shrink=lambda: None),
-            give_back=lambda slot: steps.append(("slot", slot)),
+            port=SimpleNamespace(loans=defaultdict(lambda: -1)),
+            loan=lambda slot: 4 * slot,
+            house=house,
+            reclaim=lambda port: None,
+            lock=self._lock,
         )
 
     def idle(self, stream):
         return True
 
     def room_for(self, size):
-        return "room"
+        return self.steps != ["full"]
 
 
 @pytest.fixture
@@ -69,7 +74,7 @@ class Message(Sending):
     def _fill(self, room, stream):
         # Whoever looks meanwhile knows of it.
         assert self.post.unread[DEST] == 2 * NBYTES
-        self.post.steps.append((room, stream, self.slot, self.number))
+        self.post.steps.append((room, stream))
 
 
 @pytest.fixture
@@ -78,7 +83,8 @@ def message(steps):
     made = Message()
     made.post, made.tag, made.slot, made.number = Post(steps), 3, SLOT, NUMBER
     made.outgoing = SimpleNamespace(dest=DEST, nbytes=NBYTES, size=NBYTES)
-    made._array, made._asked, made._requests = "array", [], []
+    made.outgoing.parcel = SimpleNamespace(stack=0)
+    made._array, made._later = "array", True
     made._begun = made._matched = False
     made._after = SimpleNamespace(query=lambda: True)
     made.post.words.store(SLOT, MATCHED, NUMBER)
@@ -101,29 +107,24 @@ def test_a_copy_follows_what_wrote_the_array(message, steps):
     assert not steps
     done.append(True)
     assert not message.advance()
-    assert steps == [("room", COPIES, SLOT, NUMBER)]
+    assert steps == [(ROOM, COPIES)]
     assert not message.advance()  # the array is in use
     assert message._array
-    message.post.words.end(SLOT, NUMBER)
+    message.post.words.store(SLOT, READY, NUMBER)
     assert message.advance()
     assert len(steps) == 1
     assert message._array is None
 
 
-def test_a_request_keeps_no_room_that_was_given_back(message, steps):
-    post = message.post
-    message.advance()
-    post.take_back()
-    assert message.room == "room"
-    for word in (READ, READY):
-        post.words.store(SLOT, word, NUMBER + 1)  # a later message has used the slot
-    post.take_back()
-    assert steps[1:] == ["room", ("slot", SLOT)]
-    assert message.room is None
+def test_a_message_without_a_room_passes_through_mpi(message, steps, monkeypatch):
+    """Its word tells so."""
+    message.post.mpi.send = lambda *given: steps.append(given[1:4])
+    message.outgoing.items = Items(None, None, 0, 0, None)
+    monkeypatch.setattr(p2p, "on_host", lambda items, stream: items.array)
+    steps.append("full")
     assert message.advance()
-    assert post.unread[DEST] == NBYTES
-    post.take_back()
-    assert len(steps) == 3
+    assert steps[1:] == [(DEST, NUMBER, False), BY_MPI]
+    assert message.post.unread[DEST] == NBYTES
 
 
 def test_a_message_waits_for_its_match_or_for_the_limit(message, steps):
@@ -161,35 +162,20 @@ def test_a_thread_with_another_gpu_fails_no_message_of_others(message):
     assert message
 
 
-def test_a_failed_message_keeps_only_its_slot_until_it_is_refused(message, steps):
-    """Its receiver learns that the message is nowhere. No copy writes the room then."""
-    post = message.post
+def test_a_failed_message_is_reported_when_no_copy_writes_its_room(
+    message, steps, monkeypatch
+):
+    """Its receiver learns that the message is nowhere."""
 
     def failing(*_):
         raise MemoryError
 
     message._fill = failing
+    monkeypatch.setattr(p2p, "SIMULATED", False)
+    monkeypatch.setattr(p2p.streams, "synchronize", steps.append)
     assert message.advance()
-    assert steps == ["settle", "room"]
-    assert post.words.holds(SLOT, READY, NUMBER)
-    post.take_back()
-    assert post.unread[DEST] == 2 * NBYTES  # until the receiver has answered
-    post.words.store(SLOT, READ, NUMBER)
-    post.take_back()
-    assert steps[2:] == [("slot", SLOT)]
-    assert post.unread[DEST] == NBYTES
+    assert steps == [COPIES, NOWHERE]
     with pytest.raises(MemoryError):
-        message.Wait()
-
-
-def test_a_failed_message_to_another_island_ends_on_both_sides(message, steps):
-    """The sender's parts are empty, so the receiver raises."""
-    message.slot, message._hurries = NO_SLOT, True
-    message.outgoing.nbytes = (1 << 30) + 1
-    assert message.advance()  # there are no items that could be copied
-    assert steps == [(0, DEST, NUMBER)] * 2
-    assert message.post.unread[DEST] == NBYTES
-    with pytest.raises(AttributeError):
         message.Wait()
 
 
@@ -204,7 +190,7 @@ def test_a_dropped_message_raises_its_first_error(message):
 def test_only_a_send_that_needs_no_match_has_a_deadline(message):
     """Another receive may match a synchronous send at any later time."""
     message.post.timeout = 1e-9
-    message.post.words.end(SLOT, NUMBER)
+    message.post.words.store(SLOT, READY, NUMBER)
     for matched, error in ((True, None), (False, CollectiveTimeout)):
         looks = iter([False] * 3 + [True] * 2)
         message.advance = lambda looks=looks: next(looks)
@@ -226,8 +212,14 @@ def test_a_failed_allocation_frees_the_rooms_of_one_message(monkeypatch):
     blocks = SimpleNamespace(remove=removed.append)
     made = rooms.Rooms(SimpleNamespace(release=released.append), blocks, None)
     for number, block in enumerate(("first", "second")):
-        made.give_back(rooms.Room(None, number, 0, 8, -1, once=MagicMock()))
+        made._rooms[number] = None, MagicMock()
+        made._used.rooms[number] = number
         made._freeable.append((block, number))
+    made._used.free = 2
+    monkeypatch.setattr(rooms.loads, "idle", lambda: False)
+    made.shrink()
+    assert not released
+    monkeypatch.setattr(rooms.loads, "idle", lambda: True)
     (callback,) = failing
     callback()
     assert released == ["first", "second"]

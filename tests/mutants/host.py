@@ -230,12 +230,6 @@ _MUTANTS = [
         "if False:",
     ),
     Mutant(
-        "postponed.flow_not_noted",
-        "numba_symm/mpi/p2p.py",
-        "post.lend(self, slot, number, None)",
-        "pass",
-    ),
-    Mutant(
         "postponed.copy_no_wait",
         "numba_symm/mpi/p2p.py",
         "self._after.query() and ",
@@ -244,20 +238,20 @@ _MUTANTS = [
     Mutant(
         "postponed.back_no_settle",
         "numba_symm/mpi/p2p.py",
-        "post.outgoing.settle()  # a copy may still write the room",
+        "streams.synchronize(stream)  # a copy may still write the room",
         "pass",
     ),
     Mutant(
         "postponed.back_no_word",
         "numba_symm/mpi/p2p.py",
-        "post.words.end(slot, self.number)",
+        "self.post.words.end(self.slot, self.number, NOWHERE)",
         "pass",
     ),
     Mutant(
-        "postponed.end_keeps_room",
+        "postponed.house_not_counted",
         "numba_symm/mpi/rooms.py",
-        "room, made.room = made.room, None",
-        "room = made.room",
+        "self.count(self.load(loan, 16), nbytes)",
+        "pass",
     ),
     Mutant(
         "buffers.high",

@@ -8,7 +8,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.errors import CollectiveTimeout, RankLeft
-from numba_symm.mpi import p2p, progress
+from numba_symm.mpi import progress
 from numba_symm.mpi.rooms import READY
 from tests.interrupts import Interrupt
 from tests.ranks.helpers import needs_peers, of_one_island
@@ -55,7 +55,8 @@ def test_isends_copy_later_and_in_order(limited, world):
     right, left = around(limited)
     post, xs = limited.post, [array(number) for number in range(7)]
     requests = [limited.Isend(x, right, 1) for x in xs[:5]]
-    assert post.unread[right] == 2 * SIZE
+    if right in post.to:
+        assert post.unread[right] == 2 * SIZE
     assert not requests[4].Test()
     requests.append(limited.Issend(xs[5], right, 2))
     requests.append(limited.Isend(xs[6], right, 1))
@@ -185,8 +186,11 @@ def test_a_refused_message_keeps_nothing(limited, world, monkeypatch):
     def failing(*_):
         raise MemoryError
 
-    monkeypatch.setattr(p2p.Sending, "_send_data", failing)  # to another island
-    monkeypatch.setattr(limited.post, "room_for", failing)  # in an island
+    if right not in limited.post.to:  # MPI has a copy
+        assert received(limited, left, 2) == 2
+        MPI.Request.Waitall(requests[:3])
+        return
+    monkeypatch.setattr(limited.post, "room_for", failing)
     world.Barrier()
     with pytest.raises(MPI.Exception, match="could not send its message with tag"):
         limited.Recv(array(0), left, 2)
@@ -200,7 +204,6 @@ def test_a_refused_message_keeps_nothing(limited, world, monkeypatch):
     world.Barrier()
     while limited.post.unread[right]:
         limited.Iprobe()
-    assert not limited.post._unread
 
 
 @needs_peers

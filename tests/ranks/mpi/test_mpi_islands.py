@@ -169,19 +169,19 @@ def test_postponed_messages_of_all_islands(islands, monkeypatch):
 
 @pytest.mark.parametrize("islands", ["1"], indirect=True)
 def test_data_for_other_islands(islands, monkeypatch):
-    """It is sent in parts, before the envelope that announces it."""
-    monkeypatch.setattr(progress, "_PART", 1000)
+    """More items than a count of C can be have a datatype of their own."""
+    monkeypatch.setattr(progress, "_MOST", 1000)
     comm, (right, left) = islands, around(islands)
     post, x, out = comm.post, array(*range(600)), array(*(-1 for _ in range(600)))
     comm.Sendrecv(x, right, 1, out, left, 1)
     assert out.copy_to_host().tolist() == list(range(600))
-    assert post._data.sent[right] == 3
+    assert post.mpi.sent[right] == 1
     comm.Barrier()
     for _ in range(1000):  # later messages let go of data that was sent
         comm.Sendrecv(x, comm.rank, 1, out, comm.rank, 1)
-        if not (post._data._kept or post.unread[right]):
+        if not (post.mpi._kept or post.unread[right]):
             break
-    assert not post._data._kept
+    assert not post.mpi._kept
     assert not post.unread[right]
 
     class Refused:
@@ -190,7 +190,7 @@ def test_data_for_other_islands(islands, monkeypatch):
             raise OverflowError
 
     with monkeypatch.context() as patch:
-        patch.setattr(post._data, "comm", Refused)
+        patch.setattr(post.mpi, "comm", Refused)
         with pytest.raises(OverflowError):
             comm.Send(x, right, 2)
     comm.Send(np.ones(1, "i4"), right, 3)
