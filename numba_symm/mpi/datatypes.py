@@ -255,6 +255,10 @@ _OBJECTS: dict[Any, tuple[int, str]] = {
 }
 
 
+_TEXTS: dict[Any, Any] = {"int": int, "Info": MPI.Info, "Group": MPI.Group}
+_TEXTS |= {"Status | None": MPI.Status | None, "Info | None": MPI.Info | None}
+"""mpi4py's annotations."""
+
 _INT = struct.Struct("i")  # C's
 
 
@@ -332,8 +336,8 @@ def _parameters(
     the argument, or refuses it.
     """
     for name, each in inspect.signature(method).parameters.items():
-        kind = each.annotation
-        if kind in (int, "int") and name not in _AGREED:  # mpi4py's are texts
+        kind = _TEXTS.get(each.annotation, each.annotation)
+        if kind is int and name not in _AGREED:
             code = _CODES.get(name, MPI.ERR_ARG)
             fine = (int,) if name in _CODES else ()  # else mpi4py gets it, as C's
             yield name, fine, functools.partial(integer, code=code)
@@ -439,6 +443,12 @@ def translated(
     exec(compile(text, __file__, "exec"), known)
     raising: Callable[P, T] = functools.wraps(method)(known["raising"])
     return raising
+
+
+def like(plain: Any, method: Callable[..., Any]) -> Any:
+    """Return a method with the name, the parameters and the text of mpi4py's."""
+    found = translated(method, plain, plain.__name__)
+    return functools.update_wrapper(found, plain)
 
 
 def _as_raised(call: str, error: SymmError) -> tuple[MPIError, BaseException | None]:

@@ -20,7 +20,7 @@ from numba_symm.gpu.events import Event
 from numba_symm.gpu.streams import SideStream
 from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import Items, PackedStep, array_in, on_device
-from numba_symm.mpi.datatypes import translated
+from numba_symm.mpi.datatypes import like
 from numba_symm.mpi.errors import MPIError, refusal, unsupported
 from numba_symm.mpi.requests import Prequest, Started
 
@@ -333,10 +333,11 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
         used = [buffers.there(array_in(spec)) for spec in specs]
         return Prequest(functools.partial(_started, self, job), used)
 
+    of = MPI.Topocomm
     return (
-        _named(blocking, name, build, ""),
-        _named(nonblocking, f"I{name.lower()}", build, _STARTED),
-        _named(persistent, f"{name}_init", build, _PREPARED),
+        like(getattr(of, name), blocking),
+        like(getattr(of, f"I{name.lower()}"), nonblocking),
+        like(getattr(of, f"{name}_init"), persistent),
     )
 
 
@@ -397,10 +398,6 @@ def _remember(key: Any, job: Job, given: list[Any]) -> None:
     prepare = getattr(job.communicator, f"{method.__name__}_init")
     call = prepare(*x, **options, stream=job.stream).call
     within.memory.put(key, (call, places.index(id(job.array))))
-
-
-_STARTED = "\n\nReturns a request; until it is done, use none of the arrays."
-_PREPARED = "\n\nReturns a request, which ``Start()`` starts each time."
 
 
 def _started(comm: Any, job: Job) -> Started:
@@ -465,12 +462,3 @@ def of_objects(name: str) -> Method:
         )
 
     return functools.update_wrapper(method, plain)
-
-
-def _named(method: Method, name: str, build: Build, more: str) -> Method:
-    found = translated(method, build, name)
-    functools.update_wrapper(found, build)  # its arguments, for inspect.signature
-    found.__name__ = name
-    found.__qualname__ = f"Comm.{name}"
-    found.__doc__ = f"{build.__doc__}{more}"
-    return found

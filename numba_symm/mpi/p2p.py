@@ -32,7 +32,7 @@ from numba_symm.gpu.events import Event
 from numba_symm.mpi import buffers, progress
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import PAUSE, StartedCall, describe, waited
-from numba_symm.mpi.datatypes import translated
+from numba_symm.mpi.datatypes import like, translated
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import DoneRequest, Incoming, Message, receiving
 from numba_symm.mpi.requests import Own, Prequest
@@ -435,12 +435,13 @@ class Messages:
     A send copies its array and returns: ``Send``, ``Bsend``, ``Rsend`` and the
     nonblocking ones do not wait for the receiver; ``Ssend`` does. Above the limit of
     bytes that the receiver has not received, ``Send`` and ``Rsend`` wait, too, and the
-    nonblocking ones copy later. Only a receive into a device array receives a message
+    nonblocking ones copy later. ``Bsend`` never waits. Only a receive into a device array receives a message
     of a device array. The same holds for host arrays.
     """
 
     host: Any
     post: Post
+    Isend: Any
 
     def _items(self, buf: Any, rank: int, make: Any) -> tuple[Any, Any, Any]:
         """Return the message that a send names or the items that a receive writes.
@@ -495,43 +496,6 @@ class Messages:
         return getattr(self.host, name)(buf, dest, tag)
 
     @translated
-    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a message. The array may be used when this returns."""
-        _complete(self._sent("Send", buf, dest, tag))
-
-    Rsend = Send
-
-    @translated
-    def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a message, regardless of the limit."""
-        _complete(self._sent("Bsend", buf, dest, tag, limited=False))
-
-    @translated
-    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a message, and wait until a receive has matched it, without a deadline.
-
-        A receive waits as long for its message. Both raise if the communicator fails.
-        """
-        _complete(self._sent("Ssend", buf, dest, tag, matched=True))
-
-    @translated
-    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message; return a request, which is done when it was copied."""
-        return self._sent("Isend", buf, dest, tag)
-
-    Irsend = Isend
-
-    @translated
-    def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message, regardless of the limit; return a request."""
-        return self._sent("Ibsend", buf, dest, tag, limited=False)
-
-    @translated
-    def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message; return a request, which is done when it was matched."""
-        return self._sent("Issend", buf, dest, tag, matched=True)
-
-    @translated
     def Recv(
         self,
         buf: Any,
@@ -574,21 +538,8 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Send a message and receive one."""
-        into, array, on = self._items(recvbuf, source, Incoming)
-        sent, of_sent, stream = self._items(sendbuf, dest, Outgoing)
-        if into is None or sent is None:
-            both = self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
-            _complete(both, status)
-            return
-        self.post.check_receive(source, recvtag)  # before the send is announced
-        sends = send(self.post, sent, of_sent, sendtag, stream=stream)
-        try:
-            given = self.post, into, array, source, recvtag, True, None, on
-            receives = receiving(*given)
-        except BaseException:
-            sends._withdraw()
-            raise
-        _complete(Together(receives, sends), status)
+        given = sendbuf, dest, sendtag, recvbuf, source, recvtag
+        _complete(self._exchanged(*given, waits=True), status)
 
     @translated
     def Isendrecv(
@@ -601,17 +552,46 @@ class Messages:
         recvtag: int = MPI.ANY_TAG,
     ) -> Any:
         """Send a message and receive one; return a request."""
-        if NOBODY not in (dest, source):
-            on_device(sendbuf, recvbuf)  # refuses one of each kind
-        receives = self.Irecv(recvbuf, source, recvtag)
+        given = sendbuf, dest, sendtag, recvbuf, source, recvtag
+        return self._exchanged(*given)
+
+    def _exchanged(
+        self,
+        sendbuf: Any,
+        dest: int,
+        sendtag: int,
+        recvbuf: Any,
+        source: int,
+        recvtag: int,
+        waits: bool = False,
+        copied: bool = False,
+    ) -> "Together":
+        """Start to send a message and to receive one.
+
+        ``waits`` and ``copied`` are as for ``receiving`` and ``send``.
+        """
+        into, array, on = self._items(recvbuf, source, Incoming)
+        sent, of_sent, stream = self._items(sendbuf, dest, Outgoing)
+        if into is None or sent is None:
+            if NOBODY not in (dest, source):
+                on_device(sendbuf, recvbuf)  # refuses one of each kind
+            receives = self.Irecv(recvbuf, source, recvtag)
+            try:
+                return Together(receives, self.Isend(sendbuf, dest, sendtag))
+            except BaseException:
+                if isinstance(receives, StartedCall):
+                    receives._withdraw()
+                else:
+                    receives.Cancel()
+                    receives.Wait()
+                raise
+        self.post.check_receive(source, recvtag)  # before the send is announced
+        sends = send(self.post, sent, of_sent, sendtag, copied=copied, stream=stream)
         try:
-            sends = self.Isend(sendbuf, dest, sendtag)
+            given = self.post, into, array, source, recvtag, waits, None, on
+            receives = receiving(*given)
         except BaseException:
-            if isinstance(receives, StartedCall):
-                receives._withdraw()
-            else:
-                receives.Cancel()
-                receives.Wait()
+            sends._withdraw()
             raise
         return Together(receives, sends)
 
@@ -627,8 +607,8 @@ class Messages:
     ) -> None:
         """Send an array's message, and receive another one into the array."""
         if on_device(buf):
-            both = self.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
-            _complete(both, status)
+            given = buf, dest, sendtag, buf, source, recvtag
+            _complete(self._exchanged(*given, copied=True), status)
         else:
             self.host.Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
 
@@ -644,17 +624,20 @@ class Messages:
         """Send an array's message, and receive another one into it; a request."""
         if not on_device(buf):
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
-        if source != NOBODY:  # before the send, which is not taken back
-            self.post.check_receive(source, recvtag)
-        found, array, _ = self._items(buf, dest, Outgoing)
-        if found is None:
-            return self.Irecv(buf, source, recvtag)
-        sends = send(self.post, found, array, sendtag, copied=True)
-        return Together(self.Irecv(buf, source, recvtag), sends)
+        given = buf, dest, sendtag, buf, source, recvtag
+        return self._exchanged(*given, copied=True)
 
     # Persistent ones.
 
-    def _prepared(self, name: str, buf: Any, dest: int, tag: int, **how: bool) -> Any:
+    def _prepared(
+        self,
+        name: str,
+        buf: Any,
+        dest: int,
+        tag: int,
+        matched: bool = False,
+        limited: bool = True,
+    ) -> Any:
         """Prepare what :meth:`_sent` does; mpi4py's method prepares one of the host."""
         found, array, _ = self._items(buf, dest, Outgoing)
         if found is None:
@@ -662,24 +645,8 @@ class Messages:
                 return Prequest(DoneRequest)
             return getattr(self.host, name)(buf, dest, tag)
         self.post.check_message("Send", dest, tag)
-        return Prequest(partial(send, self.post, found, array, tag, **how), [array])
-
-    @translated
-    def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Prepare a send."""
-        return self._prepared("Send_init", buf, dest, tag)
-
-    Rsend_init = Send_init
-
-    @translated
-    def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Prepare a send."""
-        return self._prepared("Bsend_init", buf, dest, tag, limited=False)
-
-    @translated
-    def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Prepare a send that is done when a receive has matched it."""
-        return self._prepared("Ssend_init", buf, dest, tag, matched=True)
+        given = self.post, found, array, tag, matched, limited
+        return Prequest(partial(send, *given), [array])
 
     @translated
     def Recv_init(
@@ -747,6 +714,28 @@ class Messages:
     ) -> Any:
         """Wait for a message; return it, so that no other receive gets it."""
         return waited(partial(self.Improbe, source, tag, status), self.post.check)
+
+
+def _sends(kind: str, *how: bool) -> None:
+    """Add the three methods of a kind of sends, with these options of ``send``."""
+    name = f"{kind}send"
+
+    def blocking(self: Messages, buf: Any, dest: int, tag: int) -> None:
+        _complete(self._sent(name.capitalize(), buf, dest, tag, *how))
+
+    def nonblocking(self: Messages, buf: Any, dest: int, tag: int) -> Any:
+        return self._sent(f"I{name}", buf, dest, tag, *how)
+
+    def persistent(self: Messages, buf: Any, dest: int, tag: int) -> Any:
+        return self._prepared(f"{name.capitalize()}_init", buf, dest, tag, *how)
+
+    each = name.capitalize(), f"I{name}", f"{name.capitalize()}_init"
+    for own, method in zip(each, (blocking, nonblocking, persistent), strict=True):
+        setattr(Messages, own, like(getattr(MPI.Comm, own), method))
+
+
+for _kind, *_how in (("",), ("r",), ("s", True), ("b", False, False)):
+    _sends(_kind, *_how)
 
 
 def _complete(request: Any, status: MPI.Status | None = None) -> None:
