@@ -21,7 +21,7 @@ from numba_symm.errors import ClosedError, CollectiveError
 from numba_symm.gpu.streams import SideStream
 from numba_symm.launch import devices, ranks
 from numba_symm.launch.ranks import TaggedComm
-from numba_symm.mpi import buffers, calls, collectives, jobs, messages, progress
+from numba_symm.mpi import buffers, calls, collectives, jobs, messages
 from numba_symm.mpi.buffers import Items, Kind, message, of_host, on_device
 from numba_symm.mpi.calls import Life
 from numba_symm.mpi.collectives import exchanged
@@ -280,8 +280,6 @@ class Device(Messages):
         if life.made is not None:
             life.watched = life.made
         try:
-            if life.failure is None:
-                progress.hurry_all(self.post)  # a peer may still receive these
             self._close()
             if life.failure is None:
                 self.post.free()
@@ -397,14 +395,8 @@ def _close_all() -> None:
     It closes nothing after an exception, because the other ranks may not come. They get
     an error that names the exception.
     """
-    try:
-        if getattr(sys, "last_value", None) is None and not MPI.Is_finalized():
-            _close_open()
-    finally:
-        progress.stop()
-
-
-def _close_open() -> None:
+    if getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
+        return
     messages.settle_all()
     for comm in reversed(list(_open)):
         try:

@@ -4,13 +4,12 @@ A send copies its data to memory of its process (``rooms.py``), and sends an env
 through memory that the ranks of an island share (``words.py``), or to other islands
 through MPI. Here the receiver matches envelopes and receives by MPI's rules of source,
 tag and order. The receive then copies the data, on a stream of its own, so it may run
-beside the program's kernels. Words tell when each copy has ended. Above a limit of
-bytes that were not received, a send copies later (``mpi/p2p.py``).
+beside the program's kernels. Words tell when each copy has ended.
 
 All other messages pass through host memory and MPI: those to ranks of other islands,
 which MPI's matched probe finds here, and those of an island without a slot or a room,
-whose envelopes are the same as of others. They have a communicator of their own, so
-host messages do not meet them.
+or above the limit (``mpi/p2p.py``), whose envelopes are as of all others. They have a
+communicator of their own, so host messages do not meet them.
 """
 
 import os
@@ -82,9 +81,8 @@ class Post:
         threads: has ``ready`` in threads where the GPU is current.
         known: messages and the places for them that the program has named before.
         copies: the stream of receives.
-        outgoing: the stream of messages that were postponed.
         limit: the bytes of messages to a rank that it has not read, at most; above it,
-            a message is postponed. 0: there is no limit.
+            a message passes through MPI. 0: there is no limit.
         unread: by rank, the bytes that it has not read.
         arriving: receives whose copy has not ended.
         posted: receives without a message, in their order.
@@ -135,7 +133,7 @@ class Post:
         self._status = MPI.Status()
         self.brought: dict[tuple[int, int], tuple[MPI.Message, int]] = {}
         self._data, self._wanted = {}, set()
-        self.copies, self.outgoing = CopyStream(), CopyStream()
+        self.copies = CopyStream()
         self.arriving: dict[Any, None] = {}
         self.posted: dict[Any, None] = {}
         self.unexpected: list[Envelope] = []
@@ -169,7 +167,7 @@ class Post:
         _next[0] = max(_next[0], self.context + 1)
         self.words.open(self.context, self)
         if self._has_others:
-            progress.match_by(self.fetch, self.words.lock)
+            progress.match_by(self.fetch)
         return [each for _, each in found]
 
     def free(self) -> None:
@@ -193,7 +191,6 @@ class Post:
             return not self.arriving
 
         waited(copied, check)
-        progress.hurry_all(self)
         self._settle()
         sent = np.array(self.mpi.sent)
         wanted = np.empty_like(sent)
@@ -217,15 +214,13 @@ class Post:
             return self.mpi.has_ended and self.mpi.taken >= wanted.sum()
 
         waited(taken, check)
-        if self._has_others:
-            progress.forget(self.fetch)
+        progress.forget(self.fetch)
         waited(self._own.Ibarrier().Test, check)  # all have refused what is left
         self.take_back()
         self.words.counted.remove(self.unread)
         _posts.discard(self)
         self._freed = True
         self.words.forget(self.context)
-        self.outgoing.close()
         self.copies.close()
         self.words.users -= 1
         if not self.words.users:
@@ -238,20 +233,16 @@ class Post:
 
     def _settle(self) -> None:
         """Wait for this rank's copies."""
-        self.outgoing.settle()
         self.copies.settle()
         for slot, number in self.words.lent(self.unread):
             waited(partial(self.words.holds, slot, READY, number), self._check)
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
-        progress.drop_all(self, MPIError(MPI.ERR_COMM, FREED))
-        self.outgoing.close()
         self.copies.close()
         self._freed = True  # and kept, because MPI may still write a receive's room
         self.words.forget(self.context)
-        if self._has_others:
-            progress.forget(self.fetch)
+        progress.forget(self.fetch)
 
     def check(self) -> None:
         """Raise if the communicator has failed, also after it was freed."""
@@ -288,10 +279,6 @@ class Post:
     def key_of(self, found: Envelope) -> tuple[int, int]:
         """Return the source and the number by which MPI brings a message."""
         return found.source, found.number % self.tags
-
-    def idle(self, stream: int) -> bool:
-        """Return whether all work of a stream is done."""
-        return SIMULATED or streams.is_done(stream)
 
     def check_receive(self, source: int, tag: int, what: str = "Recv") -> None:
         """Begin a receive or a probe, or refuse its source or its tag."""
@@ -387,8 +374,7 @@ class Post:
                 if source in sources and tag in tags:
                     each.envelope = found
             if each.envelope == found:  # also if an interrupt has come after that
-                if found.asks:
-                    self.answer(found)
+                self.answer(found)
                 return each
         if not (self.unexpected and self.unexpected[-1] == found):
             self.unexpected.append(found)
@@ -431,10 +417,9 @@ class Post:
         if found.asks:
             self.words.store(found.slot, MATCHED, found.number)
         elif found.slot == NO_SLOT and self.data_of(found) is None:
+            if not self._wanted and not self._has_others:  # let waits look for it
+                progress.match_by(self.fetch)
             self._wanted.add(self.key_of(found))
-            if not self._has_others:  # from now on, waits look for messages of MPI
-                self._has_others = True
-                progress.match_by(self.fetch, self.words.lock)
 
     def data_of(self, found: Envelope) -> tuple[Any, list[MPI.Request]] | None:
         """Return the data that MPI brings, and requests until it has; None: later."""
@@ -453,6 +438,8 @@ class Post:
         self.mpi.receive(message, data, requests)
         del self.brought[key]
         self._wanted.discard(key)
+        if not self._wanted and not self._has_others:
+            progress.forget(self.fetch)
 
     def drop(self, found: Envelope) -> None:
         """Let go of the data of a message."""
@@ -528,7 +515,6 @@ class Post:
 
 def settle_all() -> None:
     """Wait for all copies, for the end of the program."""
-    progress.hurry_all()
     for post in _posts:
         with suppress(SymmError):  # of a communicator that has failed
             post._settle()

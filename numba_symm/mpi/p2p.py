@@ -5,12 +5,10 @@ room, memory of this process (``rooms.py``), and a word tells when the receiver 
 it there. To other ranks, and if there is no slot or no room, it passes through host
 memory and MPI.
 
-Above the limit of bytes that a rank has not received, a message is postponed. The
-sender sends its envelope immediately, so the order of messages holds. It copies the
-data when a receive has matched the envelope, or when enough earlier messages were read.
-So it waits at most for the matching receive, as MPI's standard send may do. If it
-fails, its word tells that the message is nowhere, and the receiver raises. A message by
-MPI is not postponed: above the limit, its request ends when MPI has sent it.
+Above the limit of bytes that a rank has not received, a message takes the second way,
+and its request ends when MPI has sent it. So its sender waits at most for the matching
+receive, as MPI's standard send may do. If the copy to a room fails, its word tells that
+the message is nowhere, and the receiver raises.
 """
 
 import ctypes
@@ -28,7 +26,6 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout, SymmError
 from numba_symm.gpu import streams
 from numba_symm.gpu.arrays import KINDS, Memory
-from numba_symm.gpu.events import Event
 from numba_symm.mpi import buffers, progress
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import PAUSE, StartedCall, describe, waited
@@ -37,6 +34,7 @@ from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import DoneRequest, Incoming, Message, receiving
 from numba_symm.mpi.requests import Own, Prequest
 from numba_symm.mpi.rooms import (
+    FULL,
     LINE,
     MATCHED,
     NO_SLOT,
@@ -46,7 +44,7 @@ from numba_symm.mpi.rooms import (
     Parcel,
     size_of,
 )
-from numba_symm.mpi.words import BY_MPI, NOWHERE, failure_of
+from numba_symm.mpi.words import failure_of
 
 _BYTE = np.dtype(np.uint8)
 
@@ -102,10 +100,9 @@ def send(
     tag: int,
     matched: bool = False,
     limited: bool = True,
-    copied: bool = False,
     stream: int | None = None,
 ) -> "Sending":
-    """Send a message now, or above the limit later; return its request.
+    """Send a message; return its request.
 
     Args:
         post: of its communicator.
@@ -113,8 +110,7 @@ def send(
         array: the array of its items.
         tag: its tag.
         matched: whether the request is done only when a receive has matched it.
-        limited: whether it may be postponed.
-        copied: whether the caller may change the array before the request is done.
+        limited: whether the request may wait for the receiver above the limit.
         stream: of the array; None: the array is asked.
     """
     if post._freed or not (hasattr(post.threads, "ready") and 0 <= tag < post.tags):
@@ -127,13 +123,13 @@ def send(
     if outgoing.plain:
         with post._lock:
             found = post._send(outgoing.parcel_at, stream, tag, matched, limit, False)
-        if 0 <= found < NONE:
+        if 0 <= found < FULL:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
             return made
         if found < 0:
             raise failure_of(-1 - found)
     post.refuse_capture(stream, "Send")
-    made._send(stream, limit > 0, copied)
+    made._send(stream, limit)
     return made
 
 
@@ -149,7 +145,7 @@ def on_host(found: buffers.Items, stream: int) -> Any:
 
 
 class Sending(Own):
-    """A send: its data is copied at once, or later if it was postponed.
+    """A send, whose copy was enqueued, or that MPI sends.
 
     Attributes:
         post: of its communicator.
@@ -165,106 +161,71 @@ class Sending(Own):
     number, slot = -1, NO_SLOT
     _array: Any  # until it may be used
     _matched: bool  # whether it is done only when a receive has matched it
-    _later = False  # whether its receiver has too many bytes to receive before
+    _over = False  # whether it was above the limit
     _requests: Sequence[MPI.Request] = ()  # of MPI, if that sends it
-    _begun = True
-    _tried = _hurries = False
-    _after: Event | None = None  # what has written the array of a postponed message
-    _error: Exception | None = None
 
-    def _send(self, stream: int, limited: bool, copied: bool) -> None:
+    def _send(self, stream: int, limit: int) -> None:
         """Send a message that the compiled function does not send."""
-        post, outgoing, self._begun = self.post, self.outgoing, False
+        post, size = self.post, self.outgoing.size
         with post._lock:  # envelopes are in the order of their numbers
-            self._later = limited and not post.admits(outgoing)
-            if outgoing.apart:
-                self._by_mpi(stream, self.tag)
+            self._over = limit > 0 and not post.admits(self.outgoing)
+            roomy = not (self.outgoing.apart or self._over) and post.room_for(size)
+            if roomy and self._copied(stream):
                 return
-            items = outgoing.items
-            if self._later and (copied or items.layout.runs is not None):
-                # A kernel copies items with gaps, and no other thread launches it.
-                found = buffers.copy_of(items._replace(array=self._array), stream)
-                self.outgoing = outgoing = Outgoing.of(post, found, outgoing.dest)
-                self._array = found.array
-            if self._later:
-                self._after = Event()
-                self._after.record(stream)
-            else:
-                post.room_for(outgoing.size)  # or it raises before the envelope is sent
-            parcel = outgoing.parcel
-            sent = parcel.sent
-            try:
-                if self._later:
-                    progress.add(self, post._enter)
-                self._announce(stream)
-                if self.slot != NO_SLOT and not self._later:
-                    self._begin(stream)
-            except BaseException as error:
-                if parcel.sent == sent:
-                    progress.remove(self)
-                else:  # an interrupt may have come after that
-                    self.number, self.slot = divmod(parcel.sent, SLOTS_OF_ALL)
-                    if isinstance(error, Exception):
-                        self._fail(error, stream)
-                    elif self._later:
-                        self.hurry()
-                    else:
-                        self._begin(stream)
-                raise
+        self._by_mpi(stream)
 
-    def _announce(self, stream: int) -> None:
-        """Send the envelope within the island; without a slot, also the data."""
-        post, outgoing, words = self.post, self.outgoing, self.post.words
-        parcel, asks = outgoing.parcel_at, self._matched or self._later
-        while (found := post._send(parcel, stream, self.tag, asks, 0, True)) == NONE:
-            if not words.port.free:
-                break
-            self._pause()  # the receiver has looked at none of very many envelopes
-        else:
+    def _copied(self, stream: int) -> bool:
+        """Send the envelope, and copy to a room; return False if there is no slot."""
+        post, parcel, found = self.post, self.outgoing.parcel, FULL
+        sent, given = parcel.sent, (stream, self.tag, self._matched, 0, True)
+        try:
+            while found == FULL:
+                found = post._send(self.outgoing.parcel_at, *given)
+                if found == FULL:
+                    self._pause()
+            if found == NONE:
+                return False
             self.number, self.slot = divmod(found, SLOTS_OF_ALL)
-            return
-        words.port.number += 1
-        self.number = words.port.number
-        self._by_mpi(stream, self.number % post.tags)
-        fields = *post.to[outgoing.dest], post.context, post.places[post.rank]
-        rest = self.tag, outgoing.nbytes, NO_SLOT, self.number, False
-        while not words.publish(*fields, *rest):
-            self._pause()
+            self._fill(stream)
+        except BaseException as error:
+            if parcel.sent != sent:  # an interrupt may have come after that
+                self.number, self.slot = divmod(parcel.sent, SLOTS_OF_ALL)
+                if isinstance(error, Exception):
+                    if not SIMULATED:
+                        streams.synchronize(stream)  # a copy may still write the room
+                    post.words.end(self.slot, self.number)
+                else:
+                    self._fill(stream)
+            raise
+        return True
 
     def _pause(self) -> None:
+        """Wait for a receiver that has looked at none of very many envelopes."""
         self.post.check()
         progress.advance()
         time.sleep(PAUSE)
 
-    def _by_mpi(self, stream: int, tag: int) -> None:
-        """Send the data by MPI; above the limit, wait for that later."""
-        if not self._requests:
-            post, items = self.post, self.outgoing.items._replace(array=self._array)
-            self._requests = []
-            given = self.outgoing.dest, tag, self._matched, self._requests
-            post.mpi.send(on_host(items, stream), *given)
-        self._begun = True
+    def _by_mpi(self, stream: int) -> None:
+        """Send the message by MPI; within the island, before its envelope."""
+        post, outgoing, words = self.post, self.outgoing, self.post.words
+        data = on_host(outgoing.items._replace(array=self._array), stream)
+        self._array, self._requests, tag = None, [], self.tag
+        with post._lock:  # messages and envelopes are in one order
+            if not outgoing.apart:
+                words.port.number += 1
+                self.number = words.port.number
+                tag = self.number % post.tags
+            post.mpi.send(data, outgoing.dest, tag, self._matched, self._requests)
+            if not outgoing.apart:
+                fields = *post.to[outgoing.dest], post.context, post.places[post.rank]
+                rest = self.tag, outgoing.nbytes, NO_SLOT, self.number, False
+                while not words.publish(*fields, *rest):
+                    self._pause()
 
-    def _begin(self, stream: int) -> None:
-        """Copy the items to a room, or send them by MPI. The caller has the lock."""
-        post, outgoing, slot, number = self.post, self.outgoing, self.slot, self.number
-        words, port = post.words, post.words.port
-        if not words.holds(slot, READY, number):
-            room = port.loans[words.loan(slot) + 1]
-            if room >= 0:  # an interrupt has come after that
-                self._fill(port.rooms[5 * room], stream)
-            elif post.room_for(outgoing.size):
-                given = slot, outgoing.parcel.stack, outgoing.nbytes
-                self._fill(words.house(words.port_at, *given), stream)
-            else:
-                self._by_mpi(stream, number % post.tags)
-                words.end(slot, number, BY_MPI)
-        self._begun = True
-
-    def _fill(self, target: int, stream: int) -> None:
+    def _fill(self, stream: int) -> None:
         """Enqueue the copy of the items to a room, and its word."""
         outgoing, words = self.outgoing, self.post.words
-        items, nbytes = outgoing.items, outgoing.nbytes
+        items, nbytes, target = outgoing.items, outgoing.nbytes, words.room(self.slot)
         if items.layout.runs is not None:
             packed = Memory(target, nbytes, self).array(nbytes, _BYTE)
             buffers.pack(items, packed)(stream)
@@ -277,133 +238,43 @@ class Sending(Own):
         if status:
             raise failure_of(status)
 
-    def advance(self) -> bool:
-        """Do what can be done now; return whether the array may be used. Never wait."""
-        lock = self.post._lock
-        # The thread that has the lock may wait for one that this thread has.
-        known = self.slot != NO_SLOT  # its receiver knows of it
-        if known and not self._begun and lock.acquire(blocking=False):
-            stream = self.post.outgoing.stream
-            try:
-                if self._may_begin():
-                    self._tried = True
-                    self._begin(stream)
-            except Exception as error:  # for its own request, whoever calls this
-                self._fail(error, stream)
-            finally:
-                lock.release()
-        return self._is_copied()
-
-    def _may_begin(self) -> bool:
-        post = self.post
-        try:
-            post.check_open("Send")
-        except Exception:  # another GPU is current in this thread
-            return False
-        if self._begun or not (
-            self._hurries or self._is_matched() or post.admits(self.outgoing)
-        ):
-            return False
-        # The copy to the host would wait for that, and an interrupt may have come here.
-        assert self._after is not None
-        idle = not self._tried or post.idle(post.outgoing.stream)
-        return self._after.query() and idle
-
     def _is_matched(self) -> bool:
-        """Return whether a receive has matched a message that asked for that."""
+        """Return whether a receive has matched the message."""
         if self.slot != NO_SLOT:
             return bool(self.post.words.holds(self.slot, MATCHED, self.number))
         with self.post._lock:  # two threads must not ask MPI at a time
             return all([request.Test() for request in self._requests])
 
-    def _is_copied(self) -> bool:
-        if self._array is not None:
-            if self.slot == NO_SLOT:
-                there = not self._later or self._is_matched()
-            else:
-                there = self.post.words.holds(self.slot, READY, self.number)
-            if not (self._begun and there):
-                return False
-            self._array = None  # the program may drop the array
-        return True
-
     def _is_done(self) -> bool:
-        return self.advance() and (not self._matched or self._is_matched())
+        slot, words = self.slot, self.post.words
+        if slot != NO_SLOT and not words.holds(slot, READY, self.number):
+            return False
+        self._array = None  # the program may drop the array
+        return not (self._matched or self._over) or self._is_matched()
 
-    def _fail(self, error: Exception, stream: int) -> None:
-        """Make its request raise, and the receive that matches it."""
-        self._error, self._begun, self._array = error, True, None
-        try:
-            if not SIMULATED:
-                streams.synchronize(stream)  # a copy may still write the room
-            self.post.words.end(self.slot, self.number, NOWHERE)
-        except Exception as another:
-            dest = self.outgoing.dest
-            error.add_note(f"This could not be reported to rank {dest}: {another!r}.")
-
-    def hurry(self) -> None:
-        """Copy the array now: the call raises, so its caller may change the array."""
-        if self.slot == NO_SLOT:
-            return  # MPI has a copy
-        if not self._begun:
-            self.post.check_open("Send")  # or this thread would never advance it
-        self._hurries = True
-        with suppress(SymmError):
-            waited(self.advance, self.post.check)
-
-    _withdraw = hurry
-
-    def drop(self, error: Exception) -> None:
-        """End without the receiver, in a communicator that was freed or has failed."""
-        with self.post._lock:
-            if not self._begun:
-                self._error, self._begun, self._array = error, True, None
-        progress.remove(self)
+    def _withdraw(self) -> None:
+        """Wait for the copy: the call raises, so its caller may change the array."""
+        if self.slot != NO_SLOT:
+            with suppress(SymmError):
+                self.post.until(self.slot, READY, self.number)
 
     def _finish(self, status: MPI.Status | None) -> None:
         post, slot, number = self.post, self.slot, self.number
-        if (slot == NO_SLOT or not self._begun) and not self._is_done():
-            self._wait_for_limit()
-        if self._error is not None:
-            self._active = False
-            raise self._error
         if slot != NO_SLOT and post.words.values[LINE * slot + READY] < number:
             post.until(slot, READY, number)
-        if self._matched:
-            waited(self._is_done, post.check)
+        if (self._matched or self._over) and not self._is_done():
+            waited(self._is_done, partial(self._check, time.monotonic()))
         self._array = None
         if status is not None:
             describe(status)
 
-    def _wait_for_limit(self) -> None:
-        """Wait until the array may be used, or, if asked, until a receive has matched.
-
-        Raises:
-            ArgumentError: another GPU is current in this thread; it may be waited for
-                again.
-        """
-        post, begin = self.post, time.monotonic()
-        post.check_open("Send")
-
-        def check() -> None:
-            try:
-                post.check()
-            except Exception as error:
-                self.drop(error)
-                raise
-            seconds = 0 if self._matched else post.timeout
-            if seconds and time.monotonic() - begin > seconds:
-                raise self._late()
-
-        try:
-            waited(self._is_done, check)
-        except BaseException:
-            self.hurry()
-            self._active = False
-            raise
-        finally:
-            if self._array is None:
-                progress.remove(self)
+    def _check(self, begin: float) -> None:
+        """Raise after a failure, or if a message above the limit has waited long."""
+        post = self.post
+        post.check()
+        seconds = 0 if self._matched else post.timeout
+        if seconds and time.monotonic() - begin > seconds:
+            raise self._late()
 
     def _late(self) -> CollectiveTimeout:
         post, rank, dest = self.post, self.post.rank, self.outgoing.dest
@@ -434,9 +305,9 @@ class Messages:
 
     A send copies its array and returns: ``Send``, ``Bsend``, ``Rsend`` and the
     nonblocking ones do not wait for the receiver; ``Ssend`` does. Above the limit of
-    bytes that the receiver has not received, ``Send`` and ``Rsend`` wait, too, and the
-    nonblocking ones copy later. ``Bsend`` never waits. Only a receive into a device array receives a message
-    of a device array. The same holds for host arrays.
+    bytes that the receiver has not received, ``Send`` and ``Rsend`` wait, and so do
+    the requests of the nonblocking ones. ``Bsend`` never waits. Only a receive into a
+    device array receives a message of a device array. The same holds for host arrays.
     """
 
     host: Any
@@ -489,8 +360,7 @@ class Messages:
         """
         found, array, stream = self._items(buf, dest, Outgoing)
         if found is not None:
-            how = matched, limited, False, stream
-            return send(self.post, found, array, tag, *how)
+            return send(self.post, found, array, tag, matched, limited, stream)
         if dest == NOBODY:
             return DoneRequest()
         return getattr(self.host, name)(buf, dest, tag)
@@ -564,12 +434,8 @@ class Messages:
         source: int,
         recvtag: int,
         waits: bool = False,
-        copied: bool = False,
     ) -> "Together":
-        """Start to send a message and to receive one.
-
-        ``waits`` and ``copied`` are as for ``receiving`` and ``send``.
-        """
+        """Start to send a message, and to receive one as ``receiving`` does."""
         into, array, on = self._items(recvbuf, source, Incoming)
         sent, of_sent, stream = self._items(sendbuf, dest, Outgoing)
         if into is None or sent is None:
@@ -586,7 +452,7 @@ class Messages:
                     receives.Wait()
                 raise
         self.post.check_receive(source, recvtag)  # before the send is announced
-        sends = send(self.post, sent, of_sent, sendtag, copied=copied, stream=stream)
+        sends = send(self.post, sent, of_sent, sendtag, stream=stream)
         try:
             given = self.post, into, array, source, recvtag, waits, None, on
             receives = receiving(*given)
@@ -608,7 +474,7 @@ class Messages:
         """Send an array's message, and receive another one into the array."""
         if on_device(buf):
             given = buf, dest, sendtag, buf, source, recvtag
-            _complete(self._exchanged(*given, copied=True), status)
+            _complete(self._exchanged(*given), status)
         else:
             self.host.Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
 
@@ -625,7 +491,7 @@ class Messages:
         if not on_device(buf):
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
         given = buf, dest, sendtag, buf, source, recvtag
-        return self._exchanged(*given, copied=True)
+        return self._exchanged(*given)
 
     # Persistent ones.
 

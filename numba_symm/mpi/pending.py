@@ -25,7 +25,6 @@ from numba_symm.mpi.requests import Own
 from numba_symm.mpi.rooms import (
     ANY,
     BEGUN,
-    BLOCK,
     CANCELLED,
     ENDED,
     FOUND,
@@ -38,7 +37,7 @@ from numba_symm.mpi.rooms import (
     Opened,
     Order,
 )
-from numba_symm.mpi.words import BY_MPI, Envelope, failure_of
+from numba_symm.mpi.words import Envelope, failure_of
 
 
 class Incoming(NamedTuple):
@@ -141,7 +140,7 @@ class Receiving(Own):
         if post._freed or not hasattr(post.threads, "ready"):
             post.check_open("Recv")  # after a Free, the sender reuses the memory
         try:
-            if progress._pending or len(progress._matching) > 1:
+            if len(progress._matching) > 1:
                 progress.advance()
             while True:
                 found = receive(order, stage, LOOKS, next(iter(posted), None) is self)
@@ -266,8 +265,7 @@ class Receiving(Own):
         words = post.words
         if slot != NO_SLOT and words.values[LINE * slot + READY] < found.number:
             return
-        by_mpi = slot == NO_SLOT or words.values[LINE * slot + BLOCK] == BY_MPI
-        if by_mpi:
+        if slot == NO_SLOT:
             data, requests = post.data_of(found) or (None, [])
             if data is None or not all([request.Test() for request in requests]):
                 return
@@ -275,8 +273,6 @@ class Receiving(Own):
                 # A copy from the host could wait for that stream's work.
                 self._after = post.copies.event(self._on)
                 self._on = post.copies.stream
-            if slot != NO_SLOT:
-                words.store(slot, READ, found.number)
             self._staged = arrays.empty((nbytes,), _BYTE, "Recv")
             place = view(self._staged, "Recv").address
             self._data = data
@@ -302,7 +298,7 @@ class Receiving(Own):
             buffers.unpack(items, packed)(stream)
         else:
             streams.copy(into.address, place, nbytes, stream)
-        if by_mpi:
+        if slot == NO_SLOT:
             self._done, self._order[0] = post.copies.event(stream), BEGUN
             return
         status = post.arrive(self._order)

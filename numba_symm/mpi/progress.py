@@ -1,134 +1,37 @@
 """What moves messages on: every wait of this package, and communicators of MPI.
 
-Every wait matches the messages that have arrived, and sends the data of those that were
-postponed when it may. A peer may wait for such data while this rank waits for something
-else, also within MPI or on the GPU. So a thread does the same, while there are any.
-
-Messages by MPI have a communicator of their own.
+Every wait matches the messages that have arrived, and calls MPI, if messages pass
+through it. These have a communicator of their own.
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
 
-from numba_symm import environment, process
-from numba_symm.gpu import streams
+from numba_symm import environment
 from numba_symm.launch import locks, waiting
 from numba_symm.launch.waiting import Wait, begin
 
-_PAUSE = 1e-3  # seconds between two looks of the thread
-
-_pending: dict[Any, None] = {}  # of ``p2p.Sending``
-_matching: list[tuple[Callable[[], None], Any]] = []
-_lock = threading.Lock()  # of the thread's start and end
-_thread: threading.Thread | None = None
-_stopped = False
+_matching: list[Callable[[], None]] = []
 
 
-def add(message: Any, enter: Callable[[str], None]) -> None:
-    """Let waits advance a message, until its ``advance`` returns True.
-
-    A thread does the same, if several threads may call MPI.
-
-    Args:
-        message: the message.
-        enter: makes the rank's GPU current in the thread, for a named call.
-    """
-    global _thread
-    _pending[message] = None
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        return
-    with _lock:
-        if (_thread is None or not _thread.is_alive()) and not _stopped:
-            made = threading.Thread(
-                target=_serve, args=(enter,), name="numba_symm messages", daemon=True
-            )
-            process.start(made, "Isend")
-            _thread = made
-
-
-def hurry_all(post: object = None) -> None:
-    """Send those of a communicator, or all, whatever their receivers do."""
-    for each in list(_pending):
-        if post in (None, each.post):
-            each.hurry()
-            remove(each)
-
-
-def drop_all(post: object, error: Exception) -> None:
-    """Drop those of a communicator, which ends; their requests raise an error."""
-    for each in list(_pending):
-        if each.post is post:
-            each.drop(error)
-
-
-def remove(message: Any) -> None:
-    """Let no wait advance it any more. Idempotent."""
-    _pending.pop(message, None)
-
-
-def match_by(match: Callable[[], None], lock: Any) -> None:
-    """Call this in every wait; it matches the messages that have arrived.
-
-    Args:
-        match: what to call.
-        lock: the lock that it takes.
-    """
-    _matching.append((match, lock))
+def match_by(match: Callable[[], None]) -> None:
+    """Call this in every wait; it matches the messages that have arrived."""
+    _matching.append(match)
 
 
 def forget(match: Callable[[], None]) -> None:
     """Call this no more."""
-    _matching[:] = [each for each in _matching if each[0] != match]
+    _matching[:] = [each for each in _matching if each != match]
 
 
-def advance(blocking: bool = True) -> None:
-    """Do what can be done now for all messages. Never wait.
-
-    Args:
-        blocking: whether it may wait for locks. The thread does not, because an
-            interrupt may have left a lock to the main thread for ever.
-    """
-    for match, lock in tuple(_matching):
-        if blocking:
-            match()
-        elif lock.acquire(blocking=False):
-            try:
-                match()
-            finally:
-                lock.release()
-    if _pending:
-        with streams.relaxed():  # the program may be capturing one of its streams
-            for each in list(_pending):
-                if each.advance():
-                    remove(each)
-
-
-def _serve(enter: Callable[[str], None]) -> None:
-    global _thread
-    enter("Isend")
-    while True:
-        with _lock:
-            if _stopped or not _pending or MPI.Is_finalized():
-                _thread = None
-                return
-        advance(blocking=False)
-        time.sleep(_PAUSE)
-
-
-def stop() -> None:
-    """End the thread, at the end of the program."""
-    global _stopped
-    thread, _stopped = _thread, True
-    try:
-        if thread is not None:
-            thread.join()
-    finally:
-        _stopped = False
+def advance() -> None:
+    """Match what has arrived. Never wait."""
+    for match in tuple(_matching):
+        match()
 
 
 MOST = 16

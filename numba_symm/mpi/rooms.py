@@ -129,7 +129,7 @@ Port = struct(
     lent=WORD,  # messages that were not read
     looks=WORD,  # how many there may be before they are looked at
     unread=WORD * SLOTS,  # the slots of these
-    loans=WORD * (4 * SLOTS),  # by slot: number, room or -1, where bytes count, bytes
+    loans=WORD * (4 * SLOTS),  # by slot: number, room, where bytes count, bytes
 )
 """What the messages of a process share."""
 
@@ -255,17 +255,6 @@ class _Stepper(Emitter):
         free = self.load(stack)
         self.store(what, self.b.add(stack, self.b.shl(free, _I64(3))), 8)
         self.store(self.b.add(free, _I64(1)), stack)
-
-    def give_room(self, port: Any, slot: Any, stack: Any, nbytes: Any) -> Any:
-        """Give the message of a slot a room; return the room's number."""
-        room, loan = self.pop(stack), self.loan(port, slot)
-        self.store(room, loan, 8)
-        self.store(nbytes, loan, 24)
-        self.count(self.load(loan, 16), nbytes)
-        where, line = self.room(port, room), self.line(port, slot)
-        for word, there in ((BLOCK, 8), (OFFSET, 16), (ONCE, 24)):
-            self.store(self.load(where, there), line, 8 * word)
-        return room
 
     def driver(self, port: Any, name: str, *args: Any) -> Any:
         """Call a function of the driver; return its status."""
@@ -417,6 +406,9 @@ def _emit_copy(module: ir.Module) -> None:
 NONE = (1 << 63) - 1
 """What ``send`` returns if Python has to send the message."""
 
+FULL = NONE - 1
+"""What ``send`` returns if the receiver has looked at none of very many envelopes."""
+
 REFUSED = -1 << 40
 """What ``receive`` returns if the stream may be captured, which Python refuses."""
 
@@ -438,8 +430,7 @@ def _emit_reclaim(module: ir.Module) -> None:
         with b.if_else(b.and_(read, ready)) as (is_read, is_not):
             with is_read:
                 e.push(b.add(port, _I64(_FREE)), slot)
-                with b.if_then(b.icmp_signed(">=", room, _I64(0))):
-                    e.push(e.load(e.room(port, room), 32), room)
+                e.push(e.load(e.room(port, room), 32), room)
                 e.count(count, b.neg(nbytes))
             with is_not:
                 left = b.load(kept)
@@ -457,29 +448,27 @@ def _emit_reclaim(module: ir.Module) -> None:
 
 
 def _emit_send(module: ir.Module) -> None:
-    """Emit ``send(parcel, stream, tag, asks, limit, later)``.
+    """Emit ``send(parcel, stream, tag, asks, limit, held)``.
 
     The parcel's address comes first. It returns NONE if the stream may be captured,
-    there is no slot, room or place in the ring, or there were more bytes than the limit
-    that the receiver has not read. Otherwise the message is announced, and it returns
-    its number times SLOTS_OF_ALL plus its slot; or the driver's status, as -1 less it.
-    A message that Python copies later has no room yet.
+    there is no slot or room, or there were more bytes than the limit that the receiver
+    has not read; and FULL if there is no place in the ring. Otherwise the message is
+    announced, and it returns its number times SLOTS_OF_ALL plus its slot; or the
+    driver's status, as -1 less it. Python copies a message that is held.
     """
     e = _Fast(module, "send", 6)
     b = e.b
-    parcel, stream, tag, asks, limit, later = e.args
+    parcel, stream, tag, asks, limit, held = e.args
     port, stack, source, nbytes, ring, bell, context, place, unread = (
         e.load(parcel, 8 * n) for n in range(9)
     )
     refused = e.python("captured", _I64, port, stream)
     with b.if_then(e.is_("!=", refused, 0), likely=False):
         e.leave(_I64(NONE))
-    now = e.is_("==", later, 0)
 
     def lacks() -> Any:
         """Return whether something lacks that messages that were read give back."""
-        none = b.and_(e.is_("==", e.load(stack), 0), now)
-        none = b.or_(e.is_("==", e.load(port, _FREE), 0), none)
+        none = b.or_(e.is_("==", e.load(port, _FREE), 0), e.is_("==", e.load(stack), 0))
         before = e.load(unread)
         over = b.icmp_signed(">", b.add(before, nbytes), limit)
         over = b.and_(over, b.and_(e.is_("!=", limit, 0), e.is_("!=", before, 0)))
@@ -489,41 +478,34 @@ def _emit_send(module: ir.Module) -> None:
     many = b.icmp_signed(">=", lent, looks)
     with b.if_then(b.or_(many, lacks()), likely=False):
         e.python("reclaim_all", ir.VoidType(), port)
-    with b.if_then(b.or_(lacks(), e.is_full(ring)), likely=False):
+    with b.if_then(lacks(), likely=False):
         e.leave(_I64(NONE))
+    with b.if_then(e.is_full(ring), likely=False):
+        e.leave(_I64(FULL))
     slots = b.add(port, _I64(_FREE))
-    slot = e.pop(slots)  # before another thread may run
+    slot, room = e.pop(slots), e.pop(stack)  # before another thread may run
     number = b.add(e.load(port, Port.number.offset), _I64(1))
     e.store(number, port, Port.number.offset)
-    loan = e.loan(port, slot)
-    for n, value in enumerate((number, _I64(-1), unread, _I64(0))):
+    loan, where, line = e.loan(port, slot), e.room(port, room), e.line(port, slot)
+    for n, value in enumerate((number, room, unread, nbytes)):
         e.store(value, loan, 8 * n)
-    with b.if_then(now):
-        room = e.give_room(port, slot, stack, nbytes)
+    for n, word in enumerate((BLOCK, OFFSET, ONCE)):
+        e.store(e.load(where, 8 * (n + 1)), line, 8 * word)
+    with b.if_then(e.is_("==", held, 0)):
         words = slot, _I64(READY), number
-        target = e.load(e.room(port, room))
-        status = e.launch(port, target, source, nbytes, stream, *words)
+        status = e.launch(port, e.load(where), source, nbytes, stream, *words)
         with b.if_then(e.is_("!=", status, 0), likely=False):
             e.push(slots, slot)
             e.push(stack, room)
-            e.count(unread, b.neg(nbytes))
             e.leave(b.sub(_I64(-1), status))
     lent = e.load(port, Port.lent.offset)
     e.store(slot, b.add(port, b.shl(lent, _I64(3))), Port.unread.offset)
     e.store(b.add(lent, _I64(1)), port, Port.lent.offset)
+    e.count(unread, nbytes)
     e.publish(ring, bell, (context, place, tag, nbytes, slot, number, asks))
     sent = b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot)
     e.store(sent, parcel, Parcel.sent.offset)
     e.leave(sent)
-
-
-def _emit_house(module: ir.Module) -> None:
-    """Emit ``house(port, slot, stack, nbytes)``.
-
-    It gives a message a room, and returns the room's address.
-    """
-    e = _Fast(module, "house", 4)
-    e.leave(e.load(e.room(e.args[0], e.give_room(*e.args))))
 
 
 def _emit_expect(module: ir.Module) -> None:
@@ -746,7 +728,7 @@ def _emit_wait(module: ir.Module) -> None:
 def _engine() -> Any:
     return engine_of(
         *(_emit_launch, _emit_captured, _emit_look, _emit_copy, _emit_reclaim),
-        *(_emit_send, _emit_house, _emit_expect, _emit_quiet, _emit_match, _emit_begin),
+        *(_emit_send, _emit_expect, _emit_quiet, _emit_match, _emit_begin),
         *(_emit_receive, _emit_arrive, _emit_publish, _emit_take, _emit_wait),
     )
 

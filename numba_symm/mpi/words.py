@@ -58,7 +58,7 @@ from numba_symm.mpi.rooms import (
     Rooms,
 )
 
-BY_MPI, NOWHERE, _UNKNOWN = -1, -2, -3  # numbers that no block has
+_NOWHERE, _UNKNOWN = -1, -2  # numbers that no block has
 
 HANDLE = 2048
 """Bytes of the handle of a block, at most, with its length."""
@@ -115,7 +115,7 @@ class Words:
         at: the address of the first word in this process.
         to: by place, this rank's ring there, and the bell.
         bell: this rank's.
-        copy, house, publish, reclaim: see ``mpi/rooms.py``.
+        copy, publish, reclaim: see ``mpi/rooms.py``.
         look: see ``mpi/rooms.py``: ``wait``.
     """
 
@@ -171,7 +171,7 @@ class Words:
         self._entries = deque(range(BLOCKS))
         self._take, self.copy = rooms.compiled("take"), rooms.compiled("copy")
         self.publish, self.look = rooms.compiled("publish"), rooms.compiled("wait")
-        self.reclaim, self.house = rooms.compiled("reclaim"), rooms.compiled("house")
+        self.reclaim = rooms.compiled("reclaim")
         self._silence = rooms.compiled("silence")
         address = ctypes.addressof(self._memory)
         self.at, self._handles = address, address + int(memory.handles.offset)
@@ -190,7 +190,7 @@ class Words:
         )
         self.port.inbox = id(self._inbox)
         self.port.opened = ctypes.addressof(self._places)
-        progress.match_by(self.progress, self.lock)
+        progress.match_by(self.progress)
 
     def _register(self) -> int:
         """Map the words for this process' kernels."""
@@ -255,17 +255,17 @@ class Words:
         """
         first, port = ctypes.addressof(unread), self.port
         last = first + ctypes.sizeof(unread)
-        found = [(slot, self.loan(slot)) for slot in port.unread[: port.lent]]
+        found = [(slot, 4 * (slot % SLOTS)) for slot in port.unread[: port.lent]]
         counts = ((slot, port.loans[at], port.loans[at + 2]) for slot, at in found)
         return [(slot, number) for slot, number, at in counts if first <= at < last]
 
-    def loan(self, slot: int) -> int:
-        """Return where the loan of a slot is."""
-        return 4 * (slot % SLOTS)
+    def room(self, slot: int) -> int:
+        """Return the address of the room that was lent to a slot."""
+        return int(self.port.rooms[5 * self.port.loans[4 * (slot % SLOTS) + 1]])
 
-    def end(self, slot: int, number: int, why: int) -> None:
-        """Store that a message is in no room, because its sender could not copy it."""
-        self.values[LINE * slot + BLOCK] = why
+    def end(self, slot: int, number: int) -> None:
+        """Store that a message is nowhere, because its sender could not copy it."""
+        self.values[LINE * slot + BLOCK] = _NOWHERE
         self.values[LINE * slot + READY] = number
 
     def opened(self, slot: int) -> tuple[Opened, int] | None:
@@ -275,7 +275,7 @@ class Words:
         """
         first, place = LINE * slot, slot // SLOTS
         number, offset = self.values[first + BLOCK], self.values[first + OFFSET]
-        if number == NOWHERE:
+        if number == _NOWHERE:
             return None
         index = BLOCKS * place + number % BLOCKS
         found = self._opened.get(index)

@@ -15,6 +15,7 @@ from numba_symm.mpi.rooms import (
     BLOCKS,
     ENDED,
     FOUND,
+    FULL,
     LINE,
     MATCHED,
     NO_SLOT,
@@ -224,26 +225,22 @@ def test_a_sender_reuses_the_memory_of_messages_that_were_read(memory):
     assert (*counts, memory.left()) == (2, 1, 0, 0, 0)
 
 
-def test_a_message_that_is_copied_later_counts_when_it_has_a_room(memory):
+def test_what_lacks_is_told_before_a_message_is_announced(memory):
+    """A message that is held is announced, and Python copies it to its room."""
     send, port, address = rooms.compiled("send"), memory.port, ctypes.addressof
-    port.free, memory.stack.free = 1, 0
+    port.free, memory.stack.free = 1, 1
+    port.rooms[:5] = ROOM, 7, 256, 0, address(memory.stack)
     envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
     parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
-    sent = send(address(parcel), STREAM, 3, 1, 0, 1)
-    assert sent == parcel.sent == SLOTS_OF_ALL
-    assert (memory.left(), memory.unread.value, port.lent) == (1, 0, 1)
-    assert send(address(parcel), STREAM, 3, 1, 0, 1) == NONE  # there is no slot
-    assert not memory.driver.works
-    port.rooms[:5] = ROOM, 7, 256, 0, address(memory.stack)
-    memory.stack.free = 1
-    house = rooms.compiled("house")
-    assert house(memory.at, 0, address(memory.stack), 8) == ROOM
+    given = address(parcel), STREAM, 3, 1, 0, 1
+    memory.rings[0].sent = rooms.ENTRIES
+    assert send(*given) == FULL
+    memory.rings[0].sent = 0
+    assert send(*given) == parcel.sent == SLOTS_OF_ALL
+    assert send(*given) == NONE
+    assert (memory.left(), memory.unread.value, port.lent) == (1, 8, 1)
     assert memory.words[BLOCK : BLOCK + 2] == [7, 256]
-    assert (memory.unread.value, memory.stack.free) == (8, 0)
-    for word in (READ, READY):
-        memory.store(word, 0, 1)
-    rooms.compiled("reclaim")(memory.at)
-    assert (memory.unread.value, memory.stack.free, port.free) == (0, 1, 1)
+    assert not memory.driver.works
 
 
 def test_a_closed_stream_of_copies_is_not_settled_again(monkeypatch):

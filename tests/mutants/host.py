@@ -34,7 +34,7 @@ NEAREST = {
         "tests/ranks/operations/test_gaps.py",
     ),
     "postponed": (
-        "tests/host/test_mpi_postponed.py",
+        "tests/host/test_mpi_limit.py",
         "tests/host/test_guarded_order.py",
         "tests/ranks/mpi/test_mpi_flow.py",
         "tests/ranks/mpi/test_mpi_memory.py",
@@ -230,27 +230,21 @@ _MUTANTS = [
         "if False:",
     ),
     Mutant(
-        "postponed.copy_no_wait",
-        "numba_symm/mpi/p2p.py",
-        "self._after.query() and ",
-        "",
-    ),
-    Mutant(
-        "postponed.back_no_settle",
+        "messages.failed_no_settle",
         "numba_symm/mpi/p2p.py",
         "streams.synchronize(stream)  # a copy may still write the room",
         "pass",
     ),
     Mutant(
-        "postponed.back_no_word",
+        "messages.failed_no_word",
         "numba_symm/mpi/p2p.py",
-        "self.post.words.end(self.slot, self.number, NOWHERE)",
+        "post.words.end(self.slot, self.number)",
         "pass",
     ),
     Mutant(
-        "postponed.house_not_counted",
+        "messages.not_counted",
         "numba_symm/mpi/rooms.py",
-        "self.count(self.load(loan, 16), nbytes)",
+        "e.count(unread, nbytes)",
         "pass",
     ),
     Mutant(

@@ -147,7 +147,7 @@ def test_any_source_gets_the_messages_of_each_rank_in_order(islands):
     comm.Barrier()
 
 
-def test_postponed_messages_of_all_islands(islands, monkeypatch):
+def test_messages_above_the_limit_of_all_islands(islands, monkeypatch):
     """Those that do not fit under the limit come in order with the others."""
     comm = islands
     monkeypatch.setattr(comm.post, "limit", 8)
@@ -156,8 +156,6 @@ def test_postponed_messages_of_all_islands(islands, monkeypatch):
         for step in range(5)
         for rank in range(comm.size)
     ]
-    if comm.size > 1:
-        assert max(comm.post.unread) <= 8
     out = room(2)
     for rank in range(comm.size):
         for step in range(5):
