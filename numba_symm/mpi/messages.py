@@ -424,18 +424,18 @@ class Post:
     def data_of(self, found: Envelope) -> tuple[Any, list[MPI.Request]] | None:
         """Return the data that MPI brings, and requests until it has; None: later."""
         key = self.key_of(found)
-        if key not in self._data:
-            if key not in self.brought:
-                self.fetch()
-            if key in self.brought:
-                self._receive(key)
+        if key not in self._data and key not in self.brought:
+            self.fetch()
+        if key in self.brought:
+            self._receive(key)
         return self._data.get(key)
 
     def _receive(self, key: tuple[int, int]) -> None:
         """Receive a message that MPI has brought."""
         message, nbytes = self.brought[key]
-        data, requests = self._data[key] = np.empty(nbytes, np.uint8), []
-        self.mpi.receive(message, data, requests)
+        data, requests = self._data.setdefault(key, (np.empty(nbytes, np.uint8), []))
+        if not requests:  # else an interrupt has come after that
+            self.mpi.receive(message, data, requests)
         del self.brought[key]
         self._wanted.discard(key)
         if not self._wanted and not self._has_others:
