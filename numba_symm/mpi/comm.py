@@ -8,6 +8,7 @@ two ranks, or over several edges) is matched as MPI defines.
 """
 
 import atexit
+import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -500,20 +501,19 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
         calls.note(made)
         return made
 
-    @classmethod
-    def fromhandle(cls, handle: int) -> Any:
-        """Return the communicator of a handle."""
-        return _known(MPI.Comm.fromhandle(handle))
 
-    @classmethod
-    def fromint(cls, arg: int) -> Any:
-        """Return the communicator of an integer of MPI's ABI."""
-        return _known(MPI.Comm.fromint(arg))
+def _from_mpis(name: str) -> Any:
+    """Return mpi4py's class method of that name, whose result may be known here."""
+    plain = getattr(MPI.Comm, name)
 
-    @classmethod
-    def f2py(cls, arg: int) -> Any:
-        """Return the communicator of a handle of Fortran."""
-        return _known(MPI.Comm.f2py(arg))
+    def method(cls: Any, given: Any) -> Any:
+        return _known(plain(given))
+
+    return classmethod(functools.update_wrapper(method, plain))
+
+
+for _name in ("fromhandle", "fromint", "f2py"):
+    setattr(Comm, _name, _from_mpis(_name))
 
 
 class Intracomm(Comm, MPI.Intracomm):  # type: ignore[misc]
@@ -594,17 +594,19 @@ class Intercomm(Comm, MPI.Intercomm):  # type: ignore[misc]
         made = self.host.Merge(high)
         return _adopted(made) if self._of_program else made
 
-    @translated
-    def Free(self) -> None:
-        """Free the communicator. Collective."""
-        MPI.Intercomm.Free(self)
+
+def _freeing(plain: Any) -> Any:
+    """Return a method of mpi4py after which there is no communicator."""
+
+    def method(self: Intercomm) -> None:
+        plain(self)
         self.host = MPI.Intercomm()
 
-    @translated
-    def Disconnect(self) -> None:
-        """Wait for the messages of this rank, and free the communicator. Collective."""
-        MPI.Intercomm.Disconnect(self)
-        self.host = MPI.Intercomm()
+    return like(plain, method)
+
+
+for _name in ("Free", "Disconnect"):
+    setattr(Intercomm, _name, _freeing(getattr(MPI.Intercomm, _name)))
 
 
 _MADE_HERE = (

@@ -414,12 +414,7 @@ def translated(
     for each in inspect.signature(like or method).parameters.values():
         own = each.name
         word = _STARS.get(each.kind, "")
-        if each.kind == each.KEYWORD_ONLY:
-            if not any(before.startswith("*") for before in taken):
-                taken.append("*")
-            passed.append(f"{own}={own}")
-        else:
-            passed.append(word + own)
+        passed.append(word + own)
         if each.default is not each.empty:
             known[f"{own}_0"], own = each.default, f"{own}={own}_0"
         taken.append(word + own)

@@ -31,8 +31,8 @@ from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import PAUSE, StartedCall, describe, waited
 from numba_symm.mpi.datatypes import like, translated
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.pending import DoneRequest, Incoming, Message, receiving
-from numba_symm.mpi.requests import Own, Prequest
+from numba_symm.mpi.pending import Incoming, Message, receiving
+from numba_symm.mpi.requests import Own, Prequest, Started
 from numba_symm.mpi.rooms import (
     FULL,
     LINE,
@@ -362,7 +362,7 @@ class Messages:
         if found is not None:
             return send(self.post, found, array, tag, matched, limited, stream)
         if dest == NOBODY:
-            return DoneRequest()
+            return Started()
         return getattr(self.host, name)(buf, dest, tag)
 
     @translated
@@ -392,7 +392,7 @@ class Messages:
         into, array, stream = self._items(buf, source, Incoming)
         if into is None:
             if source == NOBODY:
-                return DoneRequest(NOBODY)
+                return Started(source=NOBODY)
             return self.host.Irecv(buf, source, tag)
         return receiving(self.post, into, array, source, tag, False, None, stream)
 
@@ -510,7 +510,7 @@ class Messages:
         found, array, _ = self._items(buf, dest, Outgoing)
         if found is None:
             if on_device(buf):
-                return Prequest(DoneRequest)
+                return Prequest(Started)
             return getattr(self.host, name)(buf, dest, tag)
         self.post.check_message("Send", dest, tag)
         given = self.post, found, array, tag, matched, limited
@@ -524,7 +524,7 @@ class Messages:
         into, array, _ = self._items(buf, source, Incoming)
         if into is None:
             if on_device(buf):
-                return Prequest(partial(DoneRequest, NOBODY))
+                return Prequest(partial(Started, source=NOBODY))
             return self.host.Recv_init(buf, source, tag)
         self.post.check_receive(source, tag)
         return Prequest(

@@ -423,24 +423,6 @@ def _not_sent(found: Envelope) -> MPIError:
     )
 
 
-class DoneRequest(Own):
-    """A call that was done when it was started.
-
-    Args:
-        source: the source of its status.
-    """
-
-    def __init__(self, source: int = MPI.ANY_SOURCE):
-        self._source = source
-
-    def _finish(self, status: MPI.Status | None) -> None:
-        describe(status, self._source)
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        self._finish(status)
-        return True
-
-
 class Message(MPI.Message, metaclass=Kind):
     """A message that a matched probe has found, of a device array."""
 
