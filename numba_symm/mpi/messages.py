@@ -383,8 +383,9 @@ class Post:
     def fetch(self) -> None:
         """Take what MPI has brought, and match the messages of other islands."""
         with self.words.lock:
-            coming, status = self._coming, self._status
             while not self._freed:
+                coming, status = self._coming, self._status
+                number = self.mpi.taken
                 if not coming:
                     probe = self.mpi.comm.Improbe
                     begin(coming, probe, MPI.ANY_SOURCE, MPI.ANY_TAG, status)
@@ -398,12 +399,11 @@ class Post:
                     if (source, tag) in self._wanted:
                         self._receive((source, tag))
                 else:
-                    number = self.mpi.taken
                     found = Envelope(source, tag, nbytes, NO_SLOT, number, 0)
                     self.brought[self.key_of(found)] = coming[0], nbytes
                     matched = self.match(found)
-                coming.clear()
-                self.mpi.taken += 1
+                # At once, so that an interrupt counts no message twice, or never.
+                self._coming, self.mpi.taken = [], number + 1
                 if matched is not None:
                     self.posted.pop(matched, None)
                     if not matched._active:
