@@ -57,6 +57,7 @@ from numba_symm.mpi.errors import refusal
 if SIMULATED:
     from numba_symm import simulator
 
+BYTE = np.dtype(np.uint8)
 _OWNERS = (bytes, bytearray, array.array)
 ASKED = (MPI.buffer, memoryview, ctypes.Array, np.ndarray)
 """Buffers that may be over memory of the GPU."""
@@ -78,7 +79,12 @@ def there(buffer: Any) -> Any:
     if not place.address or not any_on_device([place.address]):
         return buffer
     nbytes = place.nbytes or _end(place.address) - place.address
-    return Memory(place.address, nbytes, buffer).array(nbytes, np.dtype(np.uint8))
+    return at(place.address, nbytes, BYTE, buffer)
+
+
+def at(address: int, count: int, dtype: np.dtype[Any], owner: Any) -> Any:
+    """Return the array of some elements in memory that an object keeps."""
+    return Memory(address, count * dtype.itemsize, owner).array(count, dtype)
 
 
 def buffer_on_device(buffer: Any) -> bool:
@@ -643,13 +649,9 @@ def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:
         *(8, layout.run, abs(layout.extent), start, target.address, target.nbytes),
         *(runs - low),
     )
-    kind = _WORDS[word]
-    spread = Memory(start, high - low, message.array).array(
-        (high - low) // word, np.dtype(kind)
-    )
-    flat = Memory(target.address, target.nbytes, packed).array(
-        target.nbytes // word, np.dtype(kind)
-    )
+    kind = np.dtype(_WORDS[word])
+    spread = at(start, (high - low) // word, kind, message.array)
+    flat = at(target.address, target.nbytes // word, kind, packed)
     places = _table(((runs - low) // word).tobytes())
     args = flat, spread, places, layout.extent // word, layout.run // word
     return functools.partial(_launch, irregular, flat.size, args)

@@ -19,9 +19,8 @@ from numba_symm import dtypes
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.invocation import check_writable
 from numba_symm.gpu import arrays, streams
-from numba_symm.gpu.arrays import Memory
 from numba_symm.mpi import buffers
-from numba_symm.mpi.buffers import Items, in_place, message, on_device
+from numba_symm.mpi.buffers import BYTE, Items, in_place, message, on_device
 from numba_symm.mpi.datatypes import naturals
 from numba_symm.mpi.errors import refusal, unsupported
 from numba_symm.mpi.jobs import Job
@@ -46,6 +45,16 @@ class Ranks(Protocol):
     @property
     def post(self) -> Post:
         """The messages of this rank."""
+
+
+def of_arrays(build: Callable[..., Job]) -> Callable[..., Job | None]:
+    """Return what makes no job if the first two arguments are on the host."""
+
+    def built(comm: Ranks, sendbuf: Any, recvbuf: Any, *rest: Any) -> Job | None:
+        there = on_device(sendbuf, recvbuf)
+        return build(comm, sendbuf, recvbuf, *rest) if there else None
+
+    return built
 
 
 def barrier(comm: Ranks) -> Job:
@@ -163,7 +172,7 @@ def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | No
     packed, counts = _room(job, parts), _counts(parts)
     _collect(job, parts, packed)
     if in_place(recvbuf):
-        out = job.temporary(counts[root], np.dtype(np.uint8))
+        out = job.temporary(counts[root], BYTE)
     else:
         into = _as_many(message(recvbuf), parts[root], root, "Scatterv")
         out = _as_bytes(job, job.write(into))
@@ -171,20 +180,18 @@ def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | No
     return job
 
 
-def allgather(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+@of_arrays
+def allgather(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Give every rank the items of all ranks."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     into = message(recvbuf, comm.size)
     job, x, out = _gathered(comm, "Allgather", sendbuf, into, comm.rank)
     job.call(comm.communicator.all_gather, job.like(x, out), out=job.flat(out))
     return job
 
 
-def allgatherv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+@of_arrays
+def allgatherv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Give every rank the items of all ranks, of any numbers."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     parts = buffers.vector(recvbuf, comm.size).parts
     job = Job(comm.communicator, "Allgatherv", parts[0].array)
     packed, counts = _room(job, parts), _counts(parts)
@@ -197,10 +204,9 @@ def allgatherv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
     return job
 
 
-def alltoall(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+@of_arrays
+def alltoall(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Send each rank its items, and receive items from every rank."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     into = message(recvbuf, comm.size)
     job = Job(comm.communicator, "Alltoall", into.array)
     whole = into._replace(number=into.number * comm.size)
@@ -217,10 +223,9 @@ def alltoall(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
     return job
 
 
-def alltoallv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+@of_arrays
+def alltoallv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Send each rank items, of any number, and receive items from every rank."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     incoming = buffers.vector(recvbuf, comm.size).parts
     outgoing = incoming
     if not in_place(sendbuf):
@@ -228,10 +233,9 @@ def alltoallv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
     return _exchanged(comm, "Alltoallv", outgoing, incoming)
 
 
-def alltoallw(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+@of_arrays
+def alltoallw(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Send each rank items of any type and number, and receive such."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     incoming = buffers.typed(recvbuf, comm.size)
     outgoing = incoming
     if not in_place(sendbuf):
@@ -314,10 +318,9 @@ def _room(job: Job, parts: list[Items]) -> Any:
         for part, start in zip(parts, starts[:-1], strict=True)
     )
     if parts and ordered:
-        memory = Memory(parts[0].address, sum(counts), parts[0].array)
         job.keep(parts[0].array)
-        return memory.array(sum(counts), np.dtype(np.uint8))
-    return job.temporary(sum(counts), np.dtype(np.uint8))
+        return buffers.at(parts[0].address, sum(counts), BYTE, parts[0].array)
+    return job.temporary(sum(counts), BYTE)
 
 
 def _collect(job: Job, parts: list[Items], packed: Any) -> None:
@@ -336,8 +339,7 @@ def _moved(job: Job, parts: list[Items], packed: Any, out: bool) -> None:
     address, first = arrays.view(packed, job.what).address, 0
     for part in parts:
         if part.nbytes and part.layout.runs is not None:
-            memory = Memory(address + first, part.nbytes, packed)
-            place = memory.array(part.nbytes, np.dtype(np.uint8))
+            place = buffers.at(address + first, part.nbytes, BYTE, packed)
             job.then_move(buffers.unpack if out else buffers.pack, part, place)
         elif part.nbytes and part.address != address + first:
             places = part.address, address + first
@@ -350,8 +352,7 @@ def _moved(job: Job, parts: list[Items], packed: Any, out: bool) -> None:
 def _as_bytes(job: Job, array: Any) -> Any:
     view = arrays.view(array, job.what)
     job.keep(array)
-    memory = Memory(view.address, view.nbytes, array)
-    return memory.array(view.nbytes, np.dtype(np.uint8))
+    return buffers.at(view.address, view.nbytes, BYTE, array)
 
 
 def at_root(comm: Ranks, root: int, spec: Any) -> tuple[Any, ...]:
@@ -430,28 +431,25 @@ def reduce(
     return job
 
 
-def allreduce(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | None:
+@of_arrays
+def allreduce(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job:
     """Reduce all ranks' items, element by element. Every rank gets the result."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     job, x, out = _reduced(comm, "Allreduce", sendbuf, recvbuf)
     _call(job, comm.communicator.all_reduce, x, op, out=out)
     return job
 
 
-def scan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | None:
+@of_arrays
+def scan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job:
     """Reduce the items of ranks 0 to r, on each rank r."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     job, x, out = _reduced(comm, "Scan", sendbuf, recvbuf)
     _call(job, comm.communicator.scan, x, op, out=out)
     return job
 
 
-def exscan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | None:
+@of_arrays
+def exscan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job:
     """Reduce the items of ranks 0 to r - 1, on each rank r but 0."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     if comm.rank == 0 and in_place(sendbuf):  # MPI does not change the array there
         found = _elements(message(recvbuf), "Exscan")
         job, x, _ = sent(comm, "Exscan", found)
@@ -462,12 +460,11 @@ def exscan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | 
     return job
 
 
+@of_arrays
 def reduce_scatter_block(
     comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM
-) -> Job | None:
+) -> Job:
     """Reduce all ranks' items, and give each rank as many of the result."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     what = "Reduce_scatter_block"
     if in_place(sendbuf):
         into = _elements(message(recvbuf, comm.size), what)
@@ -481,16 +478,15 @@ def reduce_scatter_block(
     return _reduced_shards(comm, what, of, into, counts, op)
 
 
+@of_arrays
 def reduce_scatter(
     comm: Ranks,
     sendbuf: Any,
     recvbuf: Any,
     recvcounts: Sequence[int] | None = None,
     op: Any = MPI.SUM,
-) -> Job | None:
+) -> Job:
     """Reduce all ranks' items, and give each rank a number of the result."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     what = "Reduce_scatter"
     into = _elements(message(recvbuf), what)
     if recvcounts is not None:

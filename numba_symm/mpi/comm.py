@@ -23,7 +23,7 @@ from numba_symm.gpu.streams import SideStream
 from numba_symm.launch import devices, ranks
 from numba_symm.launch.ranks import TaggedComm
 from numba_symm.mpi import buffers, calls, collectives, jobs, messages
-from numba_symm.mpi.buffers import Items, Kind, message, of_host, on_device
+from numba_symm.mpi.buffers import Items, Kind, message, of_host
 from numba_symm.mpi.calls import Life
 from numba_symm.mpi.collectives import exchanged
 from numba_symm.mpi.datatypes import like, translated
@@ -643,9 +643,8 @@ def _vector(spec: Any, number: int) -> list[Items]:
 def _with_neighbours(name: str, sent: Items_of, received: Items_of) -> Build:
     """Return what makes the job of a collective between neighbours."""
 
-    def build(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
-        if not on_device(sendbuf, recvbuf):
-            return None
+    @collectives.of_arrays
+    def build(comm: Any, sendbuf: Any, recvbuf: Any) -> Job:
         sources, destinations = comm.host.inoutedges
         incoming = received(recvbuf, len(sources))
         return _between(comm, name, sent(sendbuf, len(destinations)), incoming)

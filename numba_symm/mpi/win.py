@@ -43,7 +43,7 @@ from numba_symm.collectives.invocation import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft, SymmError
 from numba_symm.gpu import arrays, streams
-from numba_symm.gpu.arrays import ArrayView, Memory
+from numba_symm.gpu.arrays import ArrayView
 from numba_symm.launch import locks
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.ranks import grouped, name_ranks
@@ -231,8 +231,7 @@ _BYTE = np.dtype(np.uint8)
 
 def bytes_of(found: Items) -> Any:
     """Return the bytes of a message without gaps."""
-    memory = Memory(found.address, found.nbytes, found.array)
-    return memory.array(found.nbytes, _BYTE)
+    return buffers.at(found.address, found.nbytes, _BYTE, found.array)
 
 
 def copied(of: Items, into: Items) -> list[buffers.PackedStep]:
@@ -274,7 +273,7 @@ def reduced(of: Items, into: Items, op: Any, what: str) -> list[buffers.PackedSt
     dtypes.check(name, element, what)
     function = dtypes.REDUCTIONS.get(name, name)
     made = [
-        Memory(each.address, each.nbytes, each.array).array(each.size, base)
+        buffers.at(each.address, each.size, base, each.array)
         if each.layout.runs is None
         else arrays.empty((each.size,), base, what)
         for each in (of, into)
