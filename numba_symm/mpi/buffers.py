@@ -48,7 +48,7 @@ from numba_symm.collectives.kernels import pack as kernel
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.device.intrinsics import device_function
 from numba_symm.environment import SIMULATED
-from numba_symm.gpu import arrays, driver, streams
+from numba_symm.gpu import arrays, driver
 from numba_symm.gpu.arrays import ArrayView, Memory
 from numba_symm.mpi import datatypes
 from numba_symm.mpi.datatypes import ItemLayout, listed, natural, naturals
@@ -617,15 +617,11 @@ def unpack(message: Items, packed: Any) -> PackedStep:
     return _moved(False, message, packed)
 
 
-def copy_of(found: Items, stream: int) -> Items:
+def packed(found: Items, stream: int) -> Items:
     """Return a copy of a message's elements, without gaps."""
-    made = arrays.empty((found.nbytes,), np.dtype(np.uint8), "Send")
-    copy = message(made)
-    if found.layout.runs is None:
-        streams.copy(copy.address, found.address, found.nbytes, stream)
-    else:
-        pack(found, made)(stream)
-    return copy
+    made = arrays.empty((found.nbytes,), BYTE, "Send")
+    pack(found, made)(stream)
+    return message(made)
 
 
 def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:

@@ -57,6 +57,25 @@ def of_arrays(build: Callable[..., Job]) -> Callable[..., Job | None]:
     return built
 
 
+def rooted(own: int) -> Callable[[Callable[..., Job]], Callable[..., Job | None]]:
+    """Return what does so for a call with a root, the last argument.
+
+    Args:
+        own: the argument that is an array on all ranks; the other is one at the root.
+    """
+
+    def of(build: Callable[..., Job]) -> Callable[..., Job | None]:
+        def built(comm: Ranks, *args: Any) -> Job | None:
+            root = args[-1]
+            check_root(comm, root, build.__name__.capitalize(), args[own])
+            there = on_device(*args[:2]) if comm.rank == root else on_device(args[own])
+            return build(comm, *args) if there else None
+
+        return built
+
+    return of
+
+
 def barrier(comm: Ranks) -> Job:
     """Wait for all ranks, and for the earlier work of their streams."""
     job = Job(comm.communicator, "Barrier")
@@ -76,11 +95,9 @@ def bcast(comm: Ranks, buf: Any, root: int = 0) -> Job | None:
     return job
 
 
-def gather(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+@rooted(0)
+def gather(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     """Gather every rank's items on ``root``."""
-    check_root(comm, root, "Gather", sendbuf)
-    if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
-        return None
     into = message(recvbuf, comm.size) if comm.rank == root else None
     job, x, out = _gathered(comm, "Gather", sendbuf, into, root)
     job.call(comm.communicator.gather, x, root=root, out=out)
@@ -111,11 +128,9 @@ def sent(comm: Ranks, what: str, found: Items) -> tuple[Job, Any, None]:
     return job, job.read(found), None
 
 
-def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+@rooted(0)
+def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     """Gather every rank's items, of any number, on ``root``."""
-    check_root(comm, root, "Gatherv", sendbuf)
-    if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
-        return None
     if comm.rank != root:
         job, x, _ = sent(comm, "Gatherv", message(sendbuf))
         job.call(comm.communicator.gather_v, _as_bytes(job, x), root=root)
@@ -133,11 +148,9 @@ def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | Non
     return job
 
 
-def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+@rooted(1)
+def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     """Give each rank its items of ``root``'s array."""
-    check_root(comm, root, "Scatter", recvbuf)
-    if not on_device(*at_root(comm, root, sendbuf), recvbuf):
-        return None
     method = comm.communicator.scatter
     if comm.rank != root:
         into = message(recvbuf)
@@ -156,11 +169,9 @@ def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | Non
     return job
 
 
-def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+@rooted(1)
+def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     """Give each rank its items, of any number, of ``root``'s array."""
-    check_root(comm, root, "Scatterv", recvbuf)
-    if not on_device(*at_root(comm, root, sendbuf), recvbuf):
-        return None
     method = comm.communicator.scatter_v
     if comm.rank != root:
         into = message(recvbuf)
@@ -355,11 +366,6 @@ def _as_bytes(job: Job, array: Any) -> Any:
     return buffers.at(view.address, view.nbytes, BYTE, array)
 
 
-def at_root(comm: Ranks, root: int, spec: Any) -> tuple[Any, ...]:
-    """Return an argument that only the root's call reads."""
-    return (spec,) if comm.rank == root else ()
-
-
 def check_root(comm: Ranks, root: Any, what: str, own: Any = None) -> None:
     """Refuse a root that is not a rank, and MPI.IN_PLACE as ``own`` of other ranks."""
     if not 0 <= root < comm.size:
@@ -415,13 +421,11 @@ def operator(op: Any, dtype: np.dtype[Any], what: str) -> Any:
     )
 
 
+@rooted(0)
 def reduce(
     comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0
-) -> Job | None:
+) -> Job:
     """Reduce all ranks' items, element by element, on ``root``."""
-    check_root(comm, root, "Reduce", sendbuf)
-    if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
-        return None
     if comm.rank == root:
         job, x, out = _reduced(comm, "Reduce", sendbuf, recvbuf)
     else:

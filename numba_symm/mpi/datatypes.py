@@ -192,30 +192,24 @@ def _elements(datatype: MPI.Datatype) -> Iterator[tuple[np.dtype[Any], Any]]:
 
 def _starts(name: str, info: Any, extent: int, basetype: MPI.Datatype) -> Any:
     """Return the offsets of the items of the basetype, in order, in bytes."""
-
-    def blocks(displacements: Any, lengths: Any) -> Any:
-        made = [
-            displacement + np.arange(length, dtype=np.int64) * extent
-            for displacement, length in zip(displacements, lengths, strict=True)
-        ]
-        return np.concatenate([np.empty(0, np.int64), *made])
-
     count = info.get("count", 0)
     if name in ("DUP", "RESIZED"):
         return np.zeros(1, np.int64)
     if name == "CONTIGUOUS":
         return np.arange(count, dtype=np.int64) * extent
-    if name in ("VECTOR", "HVECTOR"):
-        stride = info["stride"] * (extent if name == "VECTOR" else 1)
-        return blocks(np.arange(count) * stride, [info["blocklength"]] * count)
-    if name in ("INDEXED", "HINDEXED"):
-        factor = extent if name == "INDEXED" else 1
-        displacements = np.array(info["displacements"], np.int64) * factor
-        return blocks(displacements, info["blocklengths"])
-    if name in ("INDEXED_BLOCK", "HINDEXED_BLOCK"):
-        factor = extent if name == "INDEXED_BLOCK" else 1
-        displacements = np.array(info["displacements"], np.int64) * factor
-        return blocks(displacements, [info["blocklength"]] * len(displacements))
+    if name.lstrip("H") in ("VECTOR", "INDEXED", "INDEXED_BLOCK"):
+        places = info.get("displacements")
+        if places is None:
+            places = np.arange(count) * info["stride"]
+        starts = np.asarray(places, np.int64) * (1 if name[0] == "H" else extent)
+        lengths = info.get("blocklengths")
+        if lengths is None:
+            lengths = [info["blocklength"]] * len(starts)
+        made = [
+            start + np.arange(length, dtype=np.int64) * extent
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+        return np.concatenate([np.empty(0, np.int64), *made])
     if name == "SUBARRAY":
         return _subarray(info) * extent
     raise unsupported(

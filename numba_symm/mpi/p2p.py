@@ -137,7 +137,7 @@ def on_host(found: buffers.Items, stream: int) -> Any:
     """Return the bytes of a message in host memory, when the stream has come there."""
     data = np.empty(found.nbytes, _BYTE)
     if found.layout.runs is not None:
-        found = buffers.copy_of(found, stream)
+        found = buffers.packed(found, stream)
     streams.copy_to_host(data.ctypes.data, found.address, found.nbytes, stream)
     if not SIMULATED:
         streams.synchronize(stream)
@@ -646,19 +646,3 @@ class Together(Own):
             return False
         self._finish(status)
         return True
-
-
-_attached: list[Any] = []
-
-
-def Attach_buffer(buf: Any) -> None:
-    """Attach memory for ``Bsend``; sends of device arrays do not need it."""
-    if on_device(buf):
-        _attached.append(buf)
-    else:
-        MPI.Attach_buffer(buf)
-
-
-def Detach_buffer() -> Any:
-    """Return the memory that was attached."""
-    return _attached.pop() if _attached else MPI.Detach_buffer()

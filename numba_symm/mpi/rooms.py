@@ -393,16 +393,6 @@ def _emit_look(module: ir.Module) -> None:
     b.ret(b.load(found))
 
 
-def _emit_copy(module: ir.Module) -> None:
-    """Emit ``copy(port, target, source, nbytes, stream, slot, word, number)``.
-
-    It enqueues a copy, which may have no bytes, and the store of a word after it, and
-    returns the driver's status. One thread at a time.
-    """
-    e = _Fast(module, "copy", 8)
-    e.leave(e.launch(*e.args))
-
-
 NONE = (1 << 63) - 1
 """What ``send`` returns if Python has to send the message."""
 
@@ -415,7 +405,7 @@ REFUSED = -1 << 40
 
 def _emit_reclaim(module: ir.Module) -> None:
     """Emit ``reclaim_all(port)``: reuse slots and rooms of messages that were read."""
-    e = _Stepper(module, "reclaim_all", ir.VoidType(), _I64)
+    e = _Stepper(module, "reclaim_all", _I64, _I64)
     b, (port,) = e.b, e.function.args
     kept = b.alloca(_I64)
     b.store(_I64(0), kept)
@@ -441,10 +431,7 @@ def _emit_reclaim(module: ir.Module) -> None:
     # It grows with what is kept, so a message costs the same on average.
     looks = b.add(b.shl(left, _I64(1)), _I64(MOST))
     e.store(looks, port, Port.looks.offset)
-    b.ret_void()
-    e = _Fast(module, "reclaim", 1)
-    e.python("reclaim_all", ir.VoidType(), *e.args)
-    e.leave(_I64(0))
+    b.ret(_I64(0))
 
 
 def _emit_send(module: ir.Module) -> None:
@@ -477,7 +464,7 @@ def _emit_send(module: ir.Module) -> None:
     lent, looks = (e.load(port, at.offset) for at in (Port.lent, Port.looks))
     many = b.icmp_signed(">=", lent, looks)
     with b.if_then(b.or_(many, lacks()), likely=False):
-        e.python("reclaim_all", ir.VoidType(), port)
+        e.python("reclaim_all", _I64, port)
     with b.if_then(lacks(), likely=False):
         e.leave(_I64(NONE))
     with b.if_then(e.is_full(ring), likely=False):
@@ -529,7 +516,7 @@ def _emit_expect(module: ir.Module) -> None:
 
 def _emit_quiet(module: ir.Module) -> None:
     """Emit ``quiet(port)``: stop the bell, unless an envelope is there."""
-    e = _Stepper(module, "quiet", ir.VoidType(), _I64)
+    e = _Stepper(module, "quiet", _I64, _I64)
     b, (port,) = e.b, e.function.args
     bell = e.at(e.load(port, Port.bell.offset), 0)
     # Before the looks: who publishes later rings again.
@@ -542,10 +529,7 @@ def _emit_quiet(module: ir.Module) -> None:
         found = e.acquire(e.at(e.entry(ring, number), 0))
         with b.if_then(b.icmp_signed("==", found, number), likely=False):
             b.atomic_rmw("or", bell, _I64(1), "release")
-    b.ret_void()
-    e = _Fast(module, "silence", 1)
-    e.python("quiet", ir.VoidType(), *e.args)
-    e.leave(_I64(0))
+    b.ret(_I64(0))
 
 
 def _emit_match(module: ir.Module) -> None:
@@ -589,7 +573,7 @@ def _emit_match(module: ir.Module) -> None:
         # The writer uses the entry again.
         taken = e.at(ring, Ring.taken.offset)
         b.store_atomic(number, taken, "release", 8)
-        e.python("quiet", ir.VoidType(), port)
+        e.python("quiet", _I64, port)
     b.ret_void()
 
 
@@ -714,22 +698,29 @@ def _emit_take(module: ir.Module) -> None:
     e.leave(_I64(1))
 
 
-def _emit_wait(module: ir.Module) -> None:
-    """Emit ``wait(bell, word, value, looks)``.
+def _emit_parts(module: ir.Module) -> None:
+    """Emit functions for Python of what the others call.
 
-    It returns THERE if a word has at least a value, RINGS if the bell rings, and
-    NOTHING after so many looks.
+    ``copy(port, target, source, nbytes, stream, slot, word, number)`` enqueues a copy,
+    which may have no bytes, and the store of a word after it, and returns the driver's
+    status. ``wait(bell, word, value, looks)`` returns THERE if a word has at least a
+    value, RINGS if the bell rings, and NOTHING after so many looks. ``reclaim(port)``
+    and ``silence(port)`` return nothing of use.
     """
-    e = _Fast(module, "wait", 4)
-    e.leave(e.python("look", _I64, *e.args))
+    for name, numbers, inner in (
+        *(("copy", 8, "launch_copy"), ("wait", 4, "look")),
+        *(("reclaim", 1, "reclaim_all"), ("silence", 1, "quiet")),
+    ):
+        e = _Fast(module, name, numbers)
+        e.leave(e.python(inner, _I64, *e.args))
 
 
 @functools.cache
 def _engine() -> Any:
     return engine_of(
-        *(_emit_launch, _emit_captured, _emit_look, _emit_copy, _emit_reclaim),
+        *(_emit_launch, _emit_captured, _emit_look, _emit_reclaim),
         *(_emit_send, _emit_expect, _emit_quiet, _emit_match, _emit_begin),
-        *(_emit_receive, _emit_arrive, _emit_publish, _emit_take, _emit_wait),
+        *(_emit_receive, _emit_arrive, _emit_publish, _emit_take, _emit_parts),
     )
 
 
