@@ -23,7 +23,7 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import BYTE, Items, in_place, message, on_device
 from numba_symm.mpi.datatypes import naturals
 from numba_symm.mpi.errors import refusal, unsupported
-from numba_symm.mpi.jobs import Job
+from numba_symm.mpi.jobs import Build, Job
 from numba_symm.mpi.messages import Post
 
 
@@ -135,15 +135,31 @@ def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
         job, x, _ = sent(comm, "Gatherv", message(sendbuf))
         job.call(comm.communicator.gather_v, _as_bytes(job, x), root=root)
         return job
+    given = comm, "Gatherv", sendbuf, recvbuf, root, comm.communicator.gather_v
+    return _gathered_parts(*given, root=root)
+
+
+def _gathered_parts(
+    comm: Ranks,
+    what: str,
+    sendbuf: Any,
+    recvbuf: Any,
+    rank: int,
+    method: Any,
+    **options: int,
+) -> Job:
+    """Return the job of a rank whose output has the items of all ranks.
+
+    The items of ``rank``, this one, may be there before.
+    """
     parts = buffers.vector(recvbuf, comm.size).parts
-    job = Job(comm.communicator, "Gatherv", parts[0].array)
+    job = Job(comm.communicator, what, parts[0].array)
     packed, counts = _room(job, parts), _counts(parts)
-    own = parts[root]
+    own = parts[rank]
     if not in_place(sendbuf):
-        own = _as_many(message(sendbuf), own, root, "Gatherv")
+        own = _as_many(message(sendbuf), own, rank, what)
     x = _as_bytes(job, job.read(own))
-    options = {"counts": counts, "root": root, "out": packed}
-    job.call(comm.communicator.gather_v, x, **options)
+    job.call(method, x, counts=counts, out=packed, **options)
     _spread(job, parts, packed)
     return job
 
@@ -203,16 +219,8 @@ def allgather(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
 @of_arrays
 def allgatherv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Give every rank the items of all ranks, of any numbers."""
-    parts = buffers.vector(recvbuf, comm.size).parts
-    job = Job(comm.communicator, "Allgatherv", parts[0].array)
-    packed, counts = _room(job, parts), _counts(parts)
-    own = parts[comm.rank]
-    if not in_place(sendbuf):
-        own = _as_many(message(sendbuf), own, comm.rank, "Allgatherv")
-    x = _as_bytes(job, job.read(own))
-    job.call(comm.communicator.all_gather_v, x, counts=counts, out=packed)
-    _spread(job, parts, packed)
-    return job
+    method = comm.communicator.all_gather_v
+    return _gathered_parts(comm, "Allgatherv", sendbuf, recvbuf, comm.rank, method)
 
 
 @of_arrays
@@ -237,26 +245,26 @@ def alltoall(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
 @of_arrays
 def alltoallv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Send each rank items, of any number, and receive items from every rank."""
-    incoming = buffers.vector(recvbuf, comm.size).parts
-    outgoing = incoming
-    if not in_place(sendbuf):
-        outgoing = buffers.vector(sendbuf, comm.size).parts
-    return _exchanged(comm, "Alltoallv", outgoing, incoming)
+    given = comm, "Alltoallv", sendbuf, recvbuf
+    return _exchanged(*given, lambda *spec: buffers.vector(*spec).parts)
 
 
 @of_arrays
 def alltoallw(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Send each rank items of any type and number, and receive such."""
-    incoming = buffers.typed(recvbuf, comm.size)
-    outgoing = incoming
-    if not in_place(sendbuf):
-        outgoing = buffers.typed(sendbuf, comm.size)
-    return _exchanged(comm, "Alltoallw", outgoing, incoming)
+    return _exchanged(comm, "Alltoallw", sendbuf, recvbuf, buffers.typed)
 
 
 def _exchanged(
-    comm: Ranks, what: str, outgoing: list[Items], incoming: list[Items]
+    comm: Ranks,
+    what: str,
+    sendbuf: Any,
+    recvbuf: Any,
+    items: Callable[[Any, int], list[Items]],
 ) -> Job:
+    outgoing = incoming = items(recvbuf, comm.size)
+    if not in_place(sendbuf):
+        outgoing = items(sendbuf, comm.size)
     there, here = outgoing[comm.rank].nbytes, incoming[comm.rank].nbytes
     if there != here:
         raise refusal(
@@ -435,20 +443,19 @@ def reduce(
     return job
 
 
-@of_arrays
-def allreduce(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job:
-    """Reduce all ranks' items, element by element. Every rank gets the result."""
-    job, x, out = _reduced(comm, "Allreduce", sendbuf, recvbuf)
-    _call(job, comm.communicator.all_reduce, x, op, out=out)
-    return job
+def _reduction(what: str, method: str) -> Build:
+    """Return what makes the job of a reduction that all ranks get."""
+
+    @of_arrays
+    def build(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any) -> Job:
+        job, x, out = _reduced(comm, what, sendbuf, recvbuf)
+        _call(job, getattr(comm.communicator, method), x, op, out=out)
+        return job
+
+    return build
 
 
-@of_arrays
-def scan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job:
-    """Reduce the items of ranks 0 to r, on each rank r."""
-    job, x, out = _reduced(comm, "Scan", sendbuf, recvbuf)
-    _call(job, comm.communicator.scan, x, op, out=out)
-    return job
+allreduce, scan = _reduction("Allreduce", "all_reduce"), _reduction("Scan", "scan")
 
 
 @of_arrays

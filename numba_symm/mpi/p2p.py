@@ -641,8 +641,5 @@ class Together(Own):
             else:
                 each.Wait(found)
 
-    def _poll(self, status: MPI.Status | None) -> bool:
-        if not all([each.Get_status() for each in (self._receives, self._sends)]):
-            return False
-        self._finish(status)
-        return True
+    def _is_done(self) -> bool:
+        return all([each.Get_status() for each in (self._receives, self._sends)])

@@ -291,11 +291,7 @@ class Own(Request):
             "of both kinds)"
         )
 
-    def _finish(self, status: MPI.Status | None) -> None:
-        raise NotImplementedError
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        raise NotImplementedError
+    _finish, _poll = StartedCall._finish, StartedCall._poll
 
     def Cancel(self) -> None:
         """Cancel a receive that no message has matched. Do nothing for other calls."""
@@ -330,15 +326,12 @@ class Started(Own):
     ):
         self._wait, self._test, self._source = wait, test, source
 
+    def _is_done(self) -> bool:
+        return self._test()
+
     def _finish(self, status: MPI.Status | None) -> None:
         self._wait()
         describe(status, self._source)
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        if not self._test():
-            return False
-        describe(status, self._source)
-        return True
 
 
 def _place(array: Any) -> tuple[Any, ...]:
