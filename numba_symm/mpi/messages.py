@@ -394,14 +394,14 @@ class Post:
                     return
                 source, tag = status.source, status.tag
                 nbytes, matched = status.Get_elements(MPI.BYTE), None
-                if source in self.to:
-                    self.brought[source, tag] = coming[0], nbytes
-                    if (source, tag) in self._wanted:
-                        self._receive((source, tag))
-                else:
-                    found = Envelope(source, tag, nbytes, NO_SLOT, number, 0)
-                    self.brought[self.key_of(found)] = coming[0], nbytes
+                found = Envelope(source, tag, nbytes, NO_SLOT, number, 0)
+                key = (source, tag) if source in self.to else self.key_of(found)
+                if coming[0]:  # else it was received before an interrupt
+                    self.brought[key] = coming[0], nbytes
+                if source not in self.to:
                     matched = self.match(found)
+                elif key in self._wanted:
+                    self._receive(key)
                 # At once, so that an interrupt counts no message twice, or never.
                 self._coming, self.mpi.taken = [], number + 1
                 if matched is not None:
@@ -433,11 +433,11 @@ class Post:
     def _receive(self, key: tuple[int, int]) -> None:
         """Receive a message that MPI has brought."""
         message, nbytes = self.brought[key]
+        self._wanted.discard(key)
         data, requests = self._data.setdefault(key, (np.empty(nbytes, np.uint8), []))
         if not requests:  # else an interrupt has come after that
             self.mpi.receive(message, data, requests)
         del self.brought[key]
-        self._wanted.discard(key)
         if not self._wanted and not self._has_others:
             progress.forget(self.fetch)
 
