@@ -201,14 +201,6 @@ def on_device(*specs: Any) -> bool:
         MPIError: some are on the GPU and some on the host, or MPI.BOTTOM stands for
             addresses of the GPU.
     """
-    if len(specs) == 1:
-        array = array_in(specs[0])
-        if arrays.on_device(array):  # first, because most are
-            return True
-        if is_bottom(array):
-            _check_bottom(specs[0])
-            return False
-        return buffer_on_device(array)
     for spec in specs:
         if is_bottom(array_in(spec)):
             _check_bottom(spec)

@@ -167,7 +167,7 @@ class Post:
         _next[0] = max(_next[0], self.context + 1)
         self.words.open(self.context, self)
         if self._has_others:
-            progress.match_by(self.fetch)
+            progress.matching[self.fetch] = None
         return [each for _, each in found]
 
     def free(self) -> None:
@@ -214,7 +214,7 @@ class Post:
             return self.mpi.has_ended and self.mpi.taken >= wanted.sum()
 
         waited(taken, check)
-        progress.forget(self.fetch)
+        progress.matching.pop(self.fetch, None)
         waited(self._own.Ibarrier().Test, check)  # all have refused what is left
         self.take_back()
         self.words.counted.remove(self.unread)
@@ -242,7 +242,7 @@ class Post:
         self.copies.close()
         self._freed = True  # and kept, because MPI may still write a receive's room
         self.words.forget(self.context)
-        progress.forget(self.fetch)
+        progress.matching.pop(self.fetch, None)
 
     def check(self) -> None:
         """Raise if the communicator has failed, also after it was freed."""
@@ -418,7 +418,7 @@ class Post:
             self.words.store(found.slot, MATCHED, found.number)
         elif found.slot == NO_SLOT and self.data_of(found) is None:
             if not self._wanted and not self._has_others:  # let waits look for it
-                progress.match_by(self.fetch)
+                progress.matching[self.fetch] = None
             self._wanted.add(self.key_of(found))
 
     def data_of(self, found: Envelope) -> tuple[Any, list[MPI.Request]] | None:
@@ -439,7 +439,7 @@ class Post:
             self.mpi.receive(message, data, requests)
         del self.brought[key]
         if not self._wanted and not self._has_others:
-            progress.forget(self.fetch)
+            progress.matching.pop(self.fetch, None)
 
     def drop(self, found: Envelope) -> None:
         """Let go of the data of a message."""

@@ -140,7 +140,7 @@ class Receiving(Own):
         if post._freed or not hasattr(post.threads, "ready"):
             post.check_open("Recv")  # after a Free, the sender reuses the memory
         try:
-            if len(progress._matching) > 1:
+            if len(progress.matching) > 1:
                 progress.advance()
             while True:
                 found = receive(order, stage, LOOKS, next(iter(posted), None) is self)
@@ -273,9 +273,9 @@ class Receiving(Own):
                 # A copy from the host could wait for that stream's work.
                 self._after = post.copies.event(self._on)
                 self._on = post.copies.stream
+            self._data = data
             self._staged = arrays.empty((nbytes,), _BYTE, "Recv")
             place = view(self._staged, "Recv").address
-            self._data = data
             streams.copy_from_host(place, data.ctypes.data, nbytes, self._on)
         else:
             opened = words.opened(slot)

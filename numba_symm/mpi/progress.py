@@ -15,22 +15,13 @@ from numba_symm import environment
 from numba_symm.launch import locks, waiting
 from numba_symm.launch.waiting import Wait, begin
 
-_matching: list[Callable[[], None]] = []
-
-
-def match_by(match: Callable[[], None]) -> None:
-    """Call this in every wait; it matches the messages that have arrived."""
-    _matching.append(match)
-
-
-def forget(match: Callable[[], None]) -> None:
-    """Call this no more."""
-    _matching[:] = [each for each in _matching if each != match]
+matching: dict[Callable[[], None], None] = {}
+"""What every wait calls to match the messages that have arrived."""
 
 
 def advance() -> None:
     """Match what has arrived. Never wait."""
-    for match in tuple(_matching):
+    for match in tuple(matching):
         match()
 
 

@@ -49,7 +49,7 @@ from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.ranks import grouped, name_ranks
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait, watching
-from numba_symm.memory.backends import memory_file
+from numba_symm.memory.backends import file_of_all
 from numba_symm.mpi import buffers, collectives, datatypes
 from numba_symm.mpi.buffers import Items, Kind, message
 from numba_symm.mpi.comm import Device
@@ -80,27 +80,19 @@ class WindowLocks:
         process.note(self, what)
         self._threads = threading.RLock()  # threads of one process share its locks
         self._inside = [False] * size  # whether this rank is in ``held``
-        with ExitStack() as undo:
-            channel, fd = undo.enter_context(IpcChannel(exchange)), -1
-            with exchange.agreed("making the locks of a window"):
-                if self._rank == 0:
-                    fd = memory_file("numba_symm window", 16 * size)
-                    undo.callback(os.close, fd)
-                    for rank in range(1, size):
-                        channel.send_fd(rank, fd)
-            with ExitStack() as made:
-                made.callback(self.close)
-                with exchange.agreed("mapping the locks of a window"):
-                    if self._rank != 0:
-                        fd = channel.recv_fd(0)
-                        undo.callback(os.close, fd)
-                    self._fd = locks.reopened(fd)
-                    locks.lock(self._fd, _ALIVE + self._rank)
-                    memory = mmap.mmap(fd, 16 * size)
-                    self._holders, self._met = np.frombuffer(memory, "i8").reshape(
-                        2, size
-                    )
-                made.pop_all()
+        with (
+            IpcChannel(exchange) as channel,
+            file_of_all(exchange, channel, "locks of a window", 16 * size) as fd,
+            ExitStack() as made,
+        ):
+            made.callback(self.close)
+            with exchange.agreed("mapping the locks of a window"):
+                self._fd = locks.reopened(fd)
+                locks.lock(self._fd, _ALIVE + self._rank)
+                memory = mmap.mmap(fd, 16 * size)
+                both = np.frombuffer(memory, "i8").reshape(2, size)
+                self._holders, self._met = both
+            made.pop_all()
         process.watch(self)
 
     @contextmanager
@@ -781,6 +773,8 @@ class Win(MPI.Win, metaclass=Kind):
     ) -> None:
         """Get a rank's items, and reduce the origin's into them, atomically."""
         what = "Get_accumulate"
+        if op == MPI.NO_OP:
+            origin = result  # any array serves, because it is ignored
         self._get_accumulate(origin, result, target_rank, target, op, what)
 
     def _get_accumulate(
@@ -788,8 +782,6 @@ class Win(MPI.Win, metaclass=Kind):
     ) -> None:
         if rank == MPI.PROC_NULL:
             return
-        if op == MPI.NO_OP:
-            origin = result  # any array serves, because it is ignored
         with (
             Origin(self, result, written=True) as got,
             Origin(self, origin) as found,
@@ -797,9 +789,8 @@ class Win(MPI.Win, metaclass=Kind):
         ):
             into = self._target(rank, target, got, what)
             steps = copied(into, got)
-            if op != MPI.NO_OP:
-                _check_equal(what, self._target(rank, target, found, what), into)
-                steps += reduced(found, into, op, what)
+            _check_equal(what, self._target(rank, target, found, what), into)
+            steps += reduced(found, into, op, what)
             self._run(steps, got.array)
 
     @moving

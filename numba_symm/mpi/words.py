@@ -23,7 +23,6 @@ before it launches the copy whose end is ``READY``.
 """
 
 import ctypes
-import os
 import struct as struct_
 import threading
 from collections import deque
@@ -40,7 +39,7 @@ from numba_symm.gpu.compiled import WORD, struct
 from numba_symm.launch import waiting
 from numba_symm.launch.members import Members
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.memory.backends import address_of, mapped, memory_file
+from numba_symm.memory.backends import address_of, file_of_all, mapped
 from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.rooms import (
     BLOCK,
@@ -142,17 +141,11 @@ class Words:
             rings=Ring * (size * size),  # by reader, and by writer
         )
         nbytes = ctypes.sizeof(memory)
-        with ExitStack() as files, ExitStack() as undo:
-            with exchange.agreed("making the memory of messages"):
-                if rank == 0:
-                    fd = memory_file("numba_symm messages", nbytes)
-                    files.callback(os.close, fd)
-                    for other in range(1, size):
-                        channel.send_fd(other, fd)
+        with (
+            file_of_all(exchange, channel, "memory of messages", nbytes) as fd,
+            ExitStack() as undo,
+        ):
             with exchange.agreed("mapping the memory of messages"):
-                if rank != 0:
-                    fd = channel.recv_fd(0)
-                    files.callback(os.close, fd)
                 self._mapping = mapped(fd, nbytes)
                 self._memory = memory.from_buffer(self._mapping)
                 self._undo = undo  # in case a rank fails
@@ -190,7 +183,7 @@ class Words:
         )
         self.port.inbox = id(self._inbox)
         self.port.opened = ctypes.addressof(self._places)
-        progress.match_by(self.progress)
+        progress.matching[self.progress] = None
 
     def _register(self) -> int:
         """Map the words for this process' kernels."""
@@ -343,6 +336,6 @@ class Words:
 
     def close(self) -> None:
         """Unmap the words, which no kernel may store any more."""
-        progress.forget(self.progress)
+        progress.matching.pop(self.progress, None)
         self.let_go()
         self._undo.close()

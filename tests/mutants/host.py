@@ -33,7 +33,7 @@ NEAREST = {
         "tests/host/test_staging.py",
         "tests/ranks/operations/test_gaps.py",
     ),
-    "postponed": (
+    "sends": (
         "tests/host/test_mpi_limit.py",
         "tests/host/test_guarded_order.py",
         "tests/ranks/mpi/test_mpi_flow.py",
@@ -230,19 +230,19 @@ _MUTANTS = [
         "if False:",
     ),
     Mutant(
-        "messages.failed_no_settle",
+        "sends.failed_no_settle",
         "numba_symm/mpi/p2p.py",
         "streams.synchronize(stream)  # a copy may still write the room",
         "pass",
     ),
     Mutant(
-        "messages.failed_no_word",
+        "sends.failed_no_word",
         "numba_symm/mpi/p2p.py",
         "post.words.end(self.slot, self.number)",
         "pass",
     ),
     Mutant(
-        "messages.not_counted",
+        "sends.not_counted",
         "numba_symm/mpi/rooms.py",
         "e.count(unread, nbytes)",
         "pass",

@@ -214,7 +214,7 @@ def test_waits_for_others_receive_what_has_matched(limited, world):
         limited.Send(array(tag), right, tag)
     MPI.Request.Waitall(receives)
     assert [value(out) for out in outs] == [*range(4)]
-    assert limited.post.fetch in progress._matching or right in limited.post.to
+    assert limited.post.fetch in progress.matching or right in limited.post.to
 
 
 def test_a_wait_ends_by_a_signal(limited, world, monkeypatch):

@@ -286,6 +286,11 @@ def test_refused_calls_on_a_window(comm, win):
         ),
         (lambda: win.Fetch_and_op(x, x, own), MPI.ERR_COUNT, "as many bytes"),
         (
+            lambda: win.Fetch_and_op([x, 2], [x, 1], own, op=MPI.NO_OP),
+            MPI.ERR_COUNT,
+            "as many bytes",
+        ),
+        (
             lambda: win.Compare_and_swap([x, 1], [x, 1, MPI.SHORT], [x, 1], own),
             MPI.ERR_TYPE,
             "expected items of 4 bytes, got 2",
