@@ -204,7 +204,8 @@ def on_device(*specs: Any) -> bool:
     for spec in specs:
         if is_bottom(array_in(spec)):
             _check_bottom(spec)
-    given = [array for array in map(array_in, specs) if not _nowhere(array)]
+    arrays_of = map(array_in, specs)
+    given = [each for each in arrays_of if not (in_place(each) or is_bottom(each))]
     found = {buffer_on_device(array) for array in given}
     if len(found) == 2:
         kinds = " and ".join(type(array).__name__ for array in given)
@@ -262,10 +263,6 @@ def of_host(plain: Any, advice: str) -> Any:
         return plain(*args, **options)
 
     return method
-
-
-def _nowhere(array: Any) -> bool:
-    return array is None or is_constant(array, MPI.IN_PLACE) or is_bottom(array)
 
 
 def is_constant(value: Any, constant: Any) -> bool:

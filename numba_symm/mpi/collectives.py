@@ -133,7 +133,7 @@ def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     """Gather every rank's items, of any number, on ``root``."""
     if comm.rank != root:
         job, x, _ = sent(comm, "Gatherv", message(sendbuf))
-        job.call(comm.communicator.gather_v, _as_bytes(job, x), root=root)
+        job.call(comm.communicator.gather_v, job.like(x, BYTE), root=root)
         return job
     given = comm, "Gatherv", sendbuf, recvbuf, root, comm.communicator.gather_v
     return _gathered_parts(*given, root=root)
@@ -158,7 +158,7 @@ def _gathered_parts(
     own = parts[rank]
     if not in_place(sendbuf):
         own = _as_many(message(sendbuf), own, rank, what)
-    x = _as_bytes(job, job.read(own))
+    x = job.like(job.read(own), BYTE)
     job.call(method, x, counts=counts, out=packed, **options)
     _spread(job, parts, packed)
     return job
@@ -180,7 +180,7 @@ def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
         out = job.part(x, root * of.size, of.size)
     else:
         out = job.write(message(recvbuf))
-        out = job.like(out, x)
+        out = job.like(out, arrays.view(x, job.what).dtype)
     job.call(method, x, root=root, out=out)
     return job
 
@@ -192,17 +192,17 @@ def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     if comm.rank != root:
         into = message(recvbuf)
         job = Job(comm.communicator, "Scatterv", into.array)
-        job.call(method, None, root=root, out=_as_bytes(job, job.write(into)))
+        job.call(method, None, root=root, out=job.like(job.write(into), BYTE))
         return job
     parts = buffers.vector(sendbuf, comm.size).parts
     job = Job(comm.communicator, "Scatterv", parts[0].array)
     packed, counts = _room(job, parts), _counts(parts)
-    _collect(job, parts, packed)
+    _moved(job, parts, packed, out=False)
     if in_place(recvbuf):
         out = job.temporary(counts[root], BYTE)
     else:
         into = _as_many(message(recvbuf), parts[root], root, "Scatterv")
-        out = _as_bytes(job, job.write(into))
+        out = job.like(job.write(into), BYTE)
     job.call(method, packed, counts=counts, root=root, out=out)
     return job
 
@@ -212,7 +212,8 @@ def allgather(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Give every rank the items of all ranks."""
     into = message(recvbuf, comm.size)
     job, x, out = _gathered(comm, "Allgather", sendbuf, into, comm.rank)
-    job.call(comm.communicator.all_gather, job.like(x, out), out=job.flat(out))
+    x = job.like(x, arrays.view(out, job.what).dtype)
+    job.call(comm.communicator.all_gather, x, out=job.flat(out))
     return job
 
 
@@ -237,7 +238,7 @@ def alltoall(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
         return job
     of = message(sendbuf, comm.size)
     x = job.flat(job.read(of._replace(number=of.number * comm.size)))
-    out = job.like(job.write(whole), x)
+    out = job.like(job.write(whole), arrays.view(x, job.what).dtype)
     job.call(comm.communicator.all_to_all, x, out=out)
     return job
 
@@ -297,7 +298,7 @@ def exchanged(
     there, here = (arrays.view(each, what) for each in (packed, received))
     if (there.address, there.nbytes) == (here.address, here.nbytes):
         packed = received  # for the communicator, equal arrays mean a call in place
-    _collect(job, sends, packed)
+    _moved(job, sends, packed, out=False)
     counts = [
         [sum(part.nbytes for part in parts) for parts in each]
         for each in (outgoing, incoming)
@@ -342,11 +343,6 @@ def _room(job: Job, parts: list[Items]) -> Any:
     return job.temporary(sum(counts), BYTE)
 
 
-def _collect(job: Job, parts: list[Items], packed: Any) -> None:
-    """Add the copies of all parts to one array."""
-    _moved(job, parts, packed, out=False)
-
-
 def _spread(job: Job, parts: list[Items], packed: Any) -> None:
     """Add the copies of one array to all parts."""
     for part in parts:
@@ -366,12 +362,6 @@ def _moved(job: Job, parts: list[Items], packed: Any, out: bool) -> None:
             job.then(partial(streams.copy, target, source, part.nbytes))
         first += part.nbytes
     job.keep(*(part.array for part in parts))
-
-
-def _as_bytes(job: Job, array: Any) -> Any:
-    view = arrays.view(array, job.what)
-    job.keep(array)
-    return buffers.at(view.address, view.nbytes, BYTE, array)
 
 
 def check_root(comm: Ranks, root: Any, what: str, own: Any = None) -> None:

@@ -363,13 +363,8 @@ def _named(name: str) -> Any:
     return getattr(sys.modules["mpi4py.MPI"], name)
 
 
-def close_all() -> None:
-    """Close all communicators. The end of the program does it, too."""
-    _close_all()
-
-
 @atexit.register
-def _close_all() -> None:
+def close_all() -> None:
     """Close what is open, in reverse order, as MPI does at the end of a program.
 
     It closes nothing after an exception, because the other ranks may not come. They get

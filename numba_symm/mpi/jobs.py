@@ -124,9 +124,9 @@ class Job:
         size = view.dtype.itemsize
         return buffers.at(view.address + first * size, count, view.dtype, array)
 
-    def like(self, array: Any, other: Any) -> Any:
-        """Return the memory of an array with the dtype of another one, on one axis."""
-        view, dtype = arrays.view(array, self.what), arrays.view(other, self.what).dtype
+    def like(self, array: Any, dtype: np.dtype[Any]) -> Any:
+        """Return the memory of an array with another dtype, on one axis."""
+        view = arrays.view(array, self.what)
         if view.dtype == dtype:
             return self.flat(array)
         self._kept.append(array)

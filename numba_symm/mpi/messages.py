@@ -37,6 +37,7 @@ from numba_symm.mpi.calls import BUSY, PAUSE, waited
 from numba_symm.mpi.errors import FREED, MPIError, refusal, unsupported
 from numba_symm.mpi.progress import Channel, after_messages, apart
 from numba_symm.mpi.rooms import (
+    CANCELLED,
     LINE,
     MATCHED,
     NO_SLOT,
@@ -91,7 +92,7 @@ class Post:
     """
 
     # Of brought messages that a receive has matched: data, and requests until it came.
-    _data: dict[tuple[int, int], tuple[Any, list[MPI.Request]]]
+    data: dict[tuple[int, int], tuple[Any, list[MPI.Request]]]
     _wanted: set[tuple[int, int]]  # those that MPI will bring, and that have matched
 
     def __init__(
@@ -132,7 +133,7 @@ class Post:
         self._coming: list[MPI.Message | None] = []  # the next one that MPI has brought
         self._status = MPI.Status()
         self.brought: dict[tuple[int, int], tuple[MPI.Message, int]] = {}
-        self._data, self._wanted = {}, set()
+        self.data, self._wanted = {}, set()
         self.copies = CopyStream()
         self.arriving: dict[Any, None] = {}
         self.posted: dict[Any, None] = {}
@@ -260,11 +261,7 @@ class Post:
 
     def stream_of(self, array: Any) -> int:
         """Return the stream for copies of an array."""
-        kind = arrays.KINDS.get(type(array))
-        if kind is not None:
-            named = None if kind.stream is None else kind.stream(array)
-        else:
-            named = None if array is None else arrays.stream_of(array)
+        named = None if array is None else arrays.stream_of(array)
         return self.stream if named is None else named
 
     def refuse_capture(self, stream: int, what: str) -> None:
@@ -424,33 +421,29 @@ class Post:
     def data_of(self, found: Envelope) -> tuple[Any, list[MPI.Request]] | None:
         """Return the data that MPI brings, and requests until it has; None: later."""
         key = self.key_of(found)
-        if key not in self._data and key not in self.brought:
+        if key not in self.data and key not in self.brought:
             self.fetch()
         if key in self.brought:
             self._receive(key)
-        return self._data.get(key)
+        return self.data.get(key)
 
     def _receive(self, key: tuple[int, int]) -> None:
         """Receive a message that MPI has brought."""
         message, nbytes = self.brought[key]
         self._wanted.discard(key)
-        data, requests = self._data.setdefault(key, (np.empty(nbytes, np.uint8), []))
+        data, requests = self.data.setdefault(key, (np.empty(nbytes, np.uint8), []))
         if not requests:  # else an interrupt has come after that
             self.mpi.receive(message, data, requests)
         del self.brought[key]
         if not self._wanted and not self._has_others:
             progress.matching.pop(self.fetch, None)
 
-    def drop(self, found: Envelope) -> None:
-        """Let go of the data of a message."""
-        self._data.pop(self.key_of(found), None)
-
     def cancel(self, receiving: Any) -> None:
         """Cancel a receive, unless a message has matched it."""
         progress.advance()
         with self.words.lock:
             if not receiving.is_decided:
-                receiving.cancelled = True
+                receiving._order[0] = CANCELLED
                 self.posted.pop(receiving, None)
 
     def withdraw(self, receiving: Any) -> None:
@@ -471,7 +464,7 @@ class Post:
             )
             # It asks again: until READY it has no place to copy from.
             self.unexpected.insert(next(later, len(self.unexpected)), found)
-            receiving.cancelled = True
+            receiving._order[0] = CANCELLED
 
     def probe(
         self, what: str, source: int, tag: int, takes: bool = False
@@ -510,7 +503,7 @@ class Post:
             return
         with self._lock:
             self.data_of(found)
-            self.drop(found)
+            self.data.pop(self.key_of(found), None)
 
 
 def settle_all() -> None:

@@ -23,9 +23,10 @@ from mpi4py import MPI
 
 from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import CollectiveTimeout, SymmError
+from numba_symm.errors import CollectiveTimeout, DriverError, SymmError
 from numba_symm.gpu import streams
 from numba_symm.gpu.arrays import KINDS, Memory
+from numba_symm.launch.waiting import begin
 from numba_symm.mpi import buffers, progress
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import PAUSE, StartedCall, describe, waited
@@ -178,6 +179,7 @@ class Sending(Own):
         """Send the envelope, and copy to a room; return False if there is no slot."""
         post, parcel, found = self.post, self.outgoing.parcel, FULL
         sent, given = parcel.sent, (stream, self.tag, self._matched, 0, True)
+        ended: list[int] = []
         try:
             while found == FULL:
                 found = post._send(self.outgoing.parcel_at, *given)
@@ -186,16 +188,17 @@ class Sending(Own):
             if found == NONE:
                 return False
             self.number, self.slot = divmod(found, SLOTS_OF_ALL)
-            self._fill(stream)
+            self._fill(stream, ended)
         except BaseException as error:
             if parcel.sent != sent:  # an interrupt may have come after that
                 self.number, self.slot = divmod(parcel.sent, SLOTS_OF_ALL)
                 if isinstance(error, Exception):
-                    if not SIMULATED:
-                        streams.synchronize(stream)  # a copy may still write the room
+                    with suppress(DriverError):  # after which nothing writes
+                        if not SIMULATED:
+                            streams.synchronize(stream)  # a copy may write the room
                     post.words.end(self.slot, self.number)
-                else:
-                    self._fill(stream)
+                elif not ended:  # no word tells yet that the room is full
+                    self._fill(stream, ended)
             raise
         return True
 
@@ -222,8 +225,12 @@ class Sending(Own):
                 while not words.publish(*fields, *rest):
                     self._pause()
 
-    def _fill(self, stream: int) -> None:
-        """Enqueue the copy of the items to a room, and its word."""
+    def _fill(self, stream: int, ended: list[int]) -> None:
+        """Enqueue the copy of the items to a room, and its word, whose status is added.
+
+        An interrupt right after the word has not lost it: a second copy could come to
+        the room after the receiver has read it, and another message has it.
+        """
         outgoing, words = self.outgoing, self.post.words
         items, nbytes, target = outgoing.items, outgoing.nbytes, words.room(self.slot)
         if items.layout.runs is not None:
@@ -234,9 +241,9 @@ class Sending(Own):
             streams.copy(target, outgoing.address, nbytes, stream)
             nbytes = 0
         given = target, outgoing.address, nbytes, stream, self.slot, READY, self.number
-        status = words.copy(words.port_at, *given)
-        if status:
-            raise failure_of(status)
+        begin(ended, words.copy, words.port_at, *given)
+        if ended[0]:
+            raise failure_of(ended[0])
 
     def _is_matched(self) -> bool:
         """Return whether a receive has matched the message."""
@@ -268,12 +275,12 @@ class Sending(Own):
         if status is not None:
             describe(status)
 
-    def _check(self, begin: float) -> None:
+    def _check(self, since: float) -> None:
         """Raise after a failure, or if a message above the limit has waited long."""
         post = self.post
         post.check()
         seconds = 0 if self._matched else post.timeout
-        if seconds and time.monotonic() - begin > seconds:
+        if seconds and time.monotonic() - since > seconds:
             raise self._late()
 
     def _late(self) -> CollectiveTimeout:

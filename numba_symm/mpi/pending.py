@@ -66,7 +66,7 @@ class Incoming(NamedTuple):
         nbytes, address = found.nbytes, found.address
         order = Order(port=post.words.port_at, context=post.context, source=source)
         if source in post.to:
-            order.ring = post.words.ring(post.places[source])
+            order.ring = post.words.rings[post.places[source]]
         order.address, order.room = address if dense else 0, nbytes
         return cls(items, nbytes, address, dense, bytes(order))
 
@@ -111,10 +111,6 @@ class Receiving(Own):
     def cancelled(self) -> bool:
         """Whether it was cancelled; then no message matches it."""
         return self._order[0] == CANCELLED
-
-    @cancelled.setter
-    def cancelled(self, value: bool) -> None:
-        self._order[0] = CANCELLED
 
     @property
     def envelope(self) -> Envelope | None:
@@ -315,7 +311,7 @@ class Receiving(Own):
         if self._taken:
             post.arriving.pop(self, None)
             if self._data is not None and self.envelope is not None:
-                post.drop(self.envelope)
+                post.data.pop(post.key_of(self.envelope), None)
             block, self._block = self._block, None
             if block is not None and block.once:
                 rooms.copied(block)

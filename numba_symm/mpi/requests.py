@@ -292,9 +292,7 @@ class Own(Request):
         )
 
     _finish, _poll = StartedCall._finish, StartedCall._poll
-
-    def Cancel(self) -> None:
-        """Cancel a receive that no message has matched. Do nothing for other calls."""
+    Cancel = StartedCall.Cancel
 
 
 def _has_own(requests: Sequence[Any], what: str) -> bool:

@@ -29,7 +29,7 @@ above the limit, and a receive that is not the first to match.
 import ctypes
 import functools
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -765,7 +765,7 @@ class Rooms:
         self._allocator, self._blocks, self._port = allocator, blocks, port
         self._rooms: dict[int, tuple[Memory, SharedHandle]] = {}
         self._unused = list(range(ROOMS))  # numbers
-        self._free: dict[int, Any] = {}
+        self._free: dict[int, Any] = defaultdict(Stack)
         self._used = Stack()
         """Rooms for one message, which was received."""
         self._kept = 0  # bytes of blocks with one room
@@ -775,10 +775,7 @@ class Rooms:
 
     def stack(self, size: int) -> Any:
         """Return the rooms of a size that are free."""
-        found = self._free.get(size)
-        if found is None:
-            found = self._free[size] = Stack()
-        return found
+        return self._free[size]
 
     def provide(self, size: int) -> bool:
         """Have a room of a size; return False if there are too many."""

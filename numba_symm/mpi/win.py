@@ -518,7 +518,8 @@ class Win(MPI.Win, metaclass=Kind):
                 )
             return cls(MPI.Win.Create(memory, disp_unit, info, comm))
         nowhere = memory is None or buffers.is_bottom(memory)
-        where = "nowhere" if nowhere else _where(memory)
+        there = not nowhere and buffers.buffer_on_device(memory)
+        where = "device" if there else "nowhere" if nowhere else "host"
         with comm.post.set_up("Win.Create") as exchange:
             everywhere = set(exchange.all_gather(where, "memory"))
         if "device" not in everywhere:
@@ -901,7 +902,3 @@ def _check_equal(what: str, into: Items, *others: Items) -> None:
 def _plain(comm: Any) -> Any:
     """Return the communicator of mpi4py."""
     return comm.host if isinstance(comm, Device) else comm
-
-
-def _where(memory: Any) -> str:
-    return "device" if buffers.buffer_on_device(memory) else "host"

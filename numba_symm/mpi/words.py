@@ -113,6 +113,7 @@ class Words:
         values: all words.
         at: the address of the first word in this process.
         to: by place, this rank's ring there, and the bell.
+        rings: by place, the ring from that rank here.
         bell: this rank's.
         copy, publish, reclaim: see ``mpi/rooms.py``.
         look: see ``mpi/rooms.py``: ``wait``.
@@ -174,10 +175,10 @@ class Words:
         at, ring = address + memory.rings.offset, ctypes.sizeof(Ring)
         to = [at + ring * (place * size + rank) for place in range(size)]
         self.to = list(zip(to, bells, strict=True))
-        self._rings = [at + ring * (size * rank + place) for place in range(size)]
+        self.rings = [at + ring * (size * rank + place) for place in range(size)]
         self._places = (WORD * (2 * BLOCKS * size))(*[_UNKNOWN] * 2 * BLOCKS * size)
         self.port.rings, self.port.writers, self.port.stride = (
-            self._rings[0],
+            self.rings[0],
             size,
             ring,
         )
@@ -201,20 +202,17 @@ class Words:
         first = self.port_at + Port.values.offset
         pointers = (WORD * 8)(*range(first, first + 64, 8))
         port.parameters = ctypes.addressof(pointers)
-        port.launch = compiled.address("cuLaunchKernelEx")
-        port.capturing = compiled.address("cuStreamIsCapturing")
-        port.record = compiled.address("cuEventRecord")
-        port.wait = compiled.address("cuStreamWaitEvent")
+        for name, function in (
+            *(("launch", "cuLaunchKernelEx"), ("capturing", "cuStreamIsCapturing")),
+            *(("record", "cuEventRecord"), ("wait", "cuStreamWaitEvent")),
+        ):
+            setattr(port, name, compiled.address(function))
         port.legacy, port.looks = zero_is_per_thread(), progress.MOST
         if not SIMULATED:
             return launch, pointers
         simulated = message_copy.Simulated(port.values, port.config)
         port.kernel = compiled.stand_in(simulated)
         return launch, pointers, simulated
-
-    def ring(self, place: int) -> int:
-        """Return the address of the ring from a rank of this island."""
-        return int(self.port.rings + self.port.stride * place)
 
     def holds(self, slot: int, word: int, number: int) -> bool:
         """Return whether a word was stored for a message."""
@@ -285,7 +283,7 @@ class Words:
         """Match the envelopes that have arrived."""
         with self.lock:
             inbox = self._inbox
-            for ring in self._rings:
+            for ring in self.rings:
                 while self._take(ring, inbox):
                     pass
             self._silence(self.port_at)

@@ -299,7 +299,7 @@ def test_a_failed_copy_is_reported_when_nothing_writes_its_room(gpu, monkeypatch
     def send(*_):
         parcel.sent = 1
 
-    def fill(stream):
+    def fill(stream, ended):
         gpu.work(stream)
         raise MemoryError
 

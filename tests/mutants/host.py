@@ -232,7 +232,7 @@ _MUTANTS = [
     Mutant(
         "sends.failed_no_settle",
         "numba_symm/mpi/p2p.py",
-        "streams.synchronize(stream)  # a copy may still write the room",
+        "streams.synchronize(stream)  # a copy may write the room",
         "pass",
     ),
     Mutant(

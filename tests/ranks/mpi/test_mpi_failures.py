@@ -255,7 +255,7 @@ def test_the_end_of_a_program_after_another_ranks_failure(apart, monkeypatch):
     monkeypatch.setattr(sent.log, "warning", lambda *given: reports.append(given))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        comm_of_mpi._close_all()
+        comm_of_mpi.close_all()
     sent._tell_what_is_shared()
     assert not reports
     if not last:
