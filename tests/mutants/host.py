@@ -33,8 +33,8 @@ NEAREST = {
         "tests/host/test_staging.py",
         "tests/ranks/operations/test_gaps.py",
     ),
-    "postponed": (
-        "tests/host/test_mpi_postponed.py",
+    "sends": (
+        "tests/host/test_mpi_limit.py",
         "tests/host/test_guarded_order.py",
         "tests/ranks/mpi/test_mpi_flow.py",
         "tests/ranks/mpi/test_mpi_memory.py",
@@ -230,34 +230,22 @@ _MUTANTS = [
         "if False:",
     ),
     Mutant(
-        "postponed.flow_not_noted",
+        "sends.failed_no_settle",
         "numba_symm/mpi/p2p.py",
-        "post.lend(self, slot, number, None)",
+        "streams.synchronize(stream)  # a copy may write the room",
         "pass",
     ),
     Mutant(
-        "postponed.copy_no_wait",
+        "sends.failed_no_word",
         "numba_symm/mpi/p2p.py",
-        "self._after.query() and ",
-        "",
-    ),
-    Mutant(
-        "postponed.back_no_settle",
-        "numba_symm/mpi/p2p.py",
-        "post.outgoing.settle()  # a copy may still write the room",
+        "post.words.end(self.slot, self.number)",
         "pass",
     ),
     Mutant(
-        "postponed.back_no_word",
-        "numba_symm/mpi/p2p.py",
-        "post.words.end(slot, self.number)",
-        "pass",
-    ),
-    Mutant(
-        "postponed.end_keeps_room",
+        "sends.not_counted",
         "numba_symm/mpi/rooms.py",
-        "room, made.room = made.room, None",
-        "room = made.room",
+        "e.count(unread, nbytes)",
+        "pass",
     ),
     Mutant(
         "buffers.high",
