@@ -7,7 +7,6 @@ wrong.
 """
 
 import argparse
-import itertools
 import json
 import os
 import shlex
@@ -21,7 +20,7 @@ from mpi4py.run import set_abort_status
 
 import numba_symm as ns
 from numba_symm.bench import cold, measure, options, report
-from numba_symm.bench.cold import Overlap, Product, Shuffle, new_product
+from numba_symm.bench.cold import Overlap, Product, new_product
 from numba_symm.bench.contenders import Contender, load
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer, new_stream
@@ -34,7 +33,7 @@ from numba_symm.bench.report import (
     written,
     wrong_elements,
 )
-from numba_symm.bench.sweep import Sweep, bar, hidden
+from numba_symm.bench.sweep import Sweep
 from numba_symm.environment import NO_TIMES, SIMULATED
 from numba_symm.errors import SymmError
 
@@ -94,23 +93,13 @@ def _measured(
         return 1
     with comm:
         if asked.cold:
-            first = _first_call(asked, comm, ranks, begun)
+            operation, ours = OPERATIONS[asked.command], Ours(comm, plain=asked.plain)
+            given = operation, asked, comm, ours.allocate, begun, ranks
+            first = cold.first_call(*given)
             wrong = _Benchmark(asked, comm, ranks, command).cold(first, kernels)
         else:
-            run = _Benchmark(asked, comm, ranks, command)
-            wrong = run.shuffle() if asked.shuffle else run.sweep()
+            wrong = _Benchmark(asked, comm, ranks, command).sweep()
     return 1 if wrong else 0
-
-
-def _first_call(
-    asked: argparse.Namespace, comm: ns.Communicator, ranks: Any, begun: float
-) -> cold.First:
-    """Return what the first call took on the slowest rank."""
-    operation = OPERATIONS[asked.command]
-    allocate = Ours(comm, plain=asked.plain).allocate
-    mine = cold.first_call(operation, asked, comm, allocate, begun)
-    slowest: cold.First = max(ranks.allgather(mine), key=lambda each: each.total)
-    return slowest
 
 
 def _say(ranks: Any, *lines: str, file: Any = None) -> None:
@@ -169,15 +158,16 @@ class _Benchmark:
         asked, ranks = self._asked, self._ranks
         timer = Timer(ranks, self._stream, self._comm.barrier)
         sweep = Sweep(self._operation, asked, timer, ranks, contenders)
+        eager = EagerReport()
         if asked.eager:
-            return self._rows(sweep, EagerReport())
+            return self._rows(sweep, eager)
         several = asked.algorithms if len(asked.algorithms) > 1 else ()
         names = [each.name for each in contenders[1:]]
         table = Report(self._operation, ranks.size, several, names)
         rows = self._rows(sweep, table)
         if self._operation.windowed:
             _say(ranks, *table.messages(rows))
-        _say(ranks, *table.eager(rows))
+        _say(ranks, *eager.header(), *map(eager.row, rows))
         _say(ranks, *table.launches(rows))
         if len(self._comm.islands) > 1:
             _say(ranks, *table.between(rows, self._comm.islands))
@@ -203,38 +193,11 @@ class _Benchmark:
     def _rows(self, sweep: Sweep, table: Report | WaysReport) -> list[Any]:
         rows = []
         _say(self._ranks, *table.header())
-        with bar(shown=self._ranks.rank == 0) as progress:
-            task = progress.add_task(self._operation.name, total=len(sweep.rows))
-            for row in sweep.rows:
-                what = f"{report.human(row.nbytes)} {row.type} {row.op}"
-                progress.update(task, description=what, refresh=True)
-                rows.append(sweep.measure(row))
-                progress.advance(task)
-                with hidden(progress):
-                    _say(self._ranks, table.row(rows[-1]))
+        for row in sweep.rows:
+            rows.append(sweep.measure(row))
+            _say(self._ranks, table.row(rows[-1]))
         _say(self._ranks, *table.footer(rows))
         return rows
-
-    def shuffle(self) -> int:
-        """Make random calls, and return the number of wrong results."""
-        asked, ranks = self._asked, self._ranks
-        self._header([], {})
-        allocate = self._ours.allocate
-        shuffle = Shuffle(self._comm, self._stream, self._operation, asked, allocate)
-        found: list[str] = []
-        with bar(shown=ranks.rank == 0) as progress:
-            task = progress.add_task("shuffled calls", total=asked.shuffle)
-            for count, wrong in shuffle:
-                progress.update(task, advance=count, refresh=True)
-                found += [f"# rank {ranks.rank}: {text}" for text in wrong]
-        everywhere = list(itertools.chain(*ranks.allgather(found)))
-        verdict = "FAILED" if everywhere else "OK"
-        _say(ranks, *everywhere)
-        _say(
-            ranks,
-            f"# {asked.shuffle} calls, wrong results: {len(everywhere)} {verdict}",
-        )
-        return len(everywhere)
 
     def cold(self, first: cold.First, kernels: str) -> int:
         """Make 400 calls, and return the number of wrong elements.
@@ -248,12 +211,7 @@ class _Benchmark:
         self._header([], {})
         allocate = self._ours.allocate
         calls = cold.ColdCalls(asked, self._comm, ranks, self._stream, allocate)
-        records = []
-        with bar(shown=ranks.rank == 0) as progress:
-            task = progress.add_task("first calls", total=len(calls))
-            for record in calls:
-                progress.update(task, advance=1, refresh=True)
-                records.append(record)
+        records = list(calls)
         _say(ranks, *cold.report(asked.command, first, records))
         if ranks.rank == 0:
             run = {

@@ -1,4 +1,4 @@
-"""Single measurements: first calls, calls beside a product, and random calls.
+"""Single measurements: first calls, and calls beside a product.
 
 What a program's first calls cost, where kernels are compiled or loaded.
 
@@ -16,47 +16,46 @@ Times a collective beside a matrix product: each alone, and both together.
 The collective's stream has the highest priority, the product's stream the lowest. The
 product is launched first, and repeated until it takes about as long as the calls. Each
 time is that of the slowest rank, until the last of the graphs is done.
-
-Random calls: sizes, types, reductions and algorithms are drawn for each.
-
-The host enqueues a batch without waiting between the calls. Hosts do not synchronize
-with each other, so a rank may begin its next batch while a peer checks the last one.
-Each call has its own buffers, so that every result can be checked.
 """
 
 import argparse
 import itertools
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numba import cuda
 
+from numba_symm import environment
 from numba_symm.bench import operations
 from numba_symm.bench.contenders import Contender
 from numba_symm.bench.measure import Lane, Summary, Timer, calls_per_graph
 from numba_symm.bench.operations import (
     NO_REDUCTION,
     OPERATIONS,
-    PERIOD,
     TYPES,
     BenchOperation,
     Contents,
-    EnqueueOn,
 )
 from numba_symm.bench.options import torch_multiplies
 from numba_symm.bench.report import Record, table, verdict
-from numba_symm.bench.sweep import Measurement, Row, Sweep, fill, record_of, stride
+from numba_symm.bench.sweep import (
+    Measurement,
+    Row,
+    Sweep,
+    fill,
+    head_of,
+    record_of,
+    stride,
+)
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError
 
 CALLS = 400
 
@@ -86,21 +85,14 @@ def kernel_cache(folder: Path | None, ranks: Any) -> Iterator[str]:
     Yields:
         A description of the cache.
     """
-    before = os.environ.get(VARIABLE)
     files = sum(each.is_file() for each in folder.rglob("*")) if folder else 0
     with ExitStack() as kept:
         if folder is None and ranks.rank == 0:
             new = tempfile.TemporaryDirectory(prefix="numba-symm-cold-")
             folder = Path(kept.enter_context(new))
-        os.environ[VARIABLE] = str(ranks.bcast(folder))
-        try:
-            yield f"files at the start: {files}"
-            ranks.Barrier()  # all ranks have stored their kernels
-        finally:
-            if before is None:
-                del os.environ[VARIABLE]
-            else:
-                os.environ[VARIABLE] = before
+        kept.enter_context(environment.changed(VARIABLE, str(ranks.bcast(folder))))
+        yield f"files at the start: {files}"
+        ranks.Barrier()  # all ranks have stored their kernels
 
 
 class First(NamedTuple):
@@ -130,8 +122,9 @@ def first_call(
     comm: Communicator,
     allocate: Callable[[int], Any],
     begun: float,
+    ranks: Any,
 ) -> First:
-    """Return what this rank's first call took, of floats.
+    """Return what the first call took on the slowest rank, of floats. Collective.
 
     Args:
         operation: the operation.
@@ -139,6 +132,7 @@ def first_call(
         comm: our communicator.
         allocate: returns a new array of a number of bytes. Collective.
         begun: the time before ``Communicator(…)``, which has just returned.
+        ranks: the mpi4py communicator.
     """
     times = [begun, time.perf_counter()]
     dtype = TYPES["float"]
@@ -149,38 +143,13 @@ def first_call(
     times.append(time.perf_counter())
     comm.synchronize()
     times.append(time.perf_counter())
-    return First(*((b - a) * 1e3 for a, b in itertools.pairwise(times)))
+    mine = First(*((b - a) * 1e3 for a, b in itertools.pairwise(times)))
+    slowest: First = max(ranks.allgather(mine), key=lambda each: each.total)
+    return slowest
 
 
-@dataclass(frozen=True)
-class ColdCase:
-    """The arguments of one call."""
-
-    operation: BenchOperation
-    type: str
-    counts: tuple[int, int]
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """NumPy's dtype of the elements."""
-        return TYPES[self.type]
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        """Bytes of the input and of the output."""
-        a, b = (count * self.dtype.itemsize for count in self.counts)
-        return a, b
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The call's record, without its time."""
-        return {
-            "operation": self.operation.name,
-            "bytes": max(self.sides),
-            "count": max(self.counts),
-            "type": self.type,
-            "op": _reduction(self.operation),
-        }
+ColdCase = tuple[BenchOperation, Row]
+"""The operation and the arguments of one call."""
 
 
 def cases(options: argparse.Namespace, ranks: int) -> list[ColdCase]:
@@ -189,9 +158,10 @@ def cases(options: argparse.Namespace, ranks: int) -> list[ColdCase]:
     found = []
     for nbytes in _sizes(options.first, options.last, steps):
         for type_, name in itertools.product(options.types, NAMES):
-            operation = OPERATIONS[name]
-            count = max(1, nbytes // TYPES[type_].itemsize)
-            found.append(ColdCase(operation, type_, operation.shapes(count, ranks)))
+            operation, itemsize = OPERATIONS[name], TYPES[type_].itemsize
+            counts = operation.shapes(max(1, nbytes // itemsize), ranks)
+            row = Row(counts, max(counts) * itemsize, type_, _reduction(operation))
+            found.append((operation, row))
     return found
 
 
@@ -230,30 +200,27 @@ class ColdCalls:
         self._stream = stream
         self._contents = Contents(np.random.default_rng(options.seed), comm)
         self._cases = cases(options, comm.size)
-        rooms = zip(*(case.sides for case in self._cases), strict=True)
-        self._memory = [allocate(stride(max(room))) for room in rooms]
-
-    def __len__(self) -> int:
-        return len(self._cases)
+        sides = zip(*(row.sides for _, row in self._cases), strict=True)
+        self._memory = [allocate(stride(max(side))) for side in sides]
 
     def __iter__(self) -> Iterator[Record]:
         """Yield a record of each call, with the slowest rank's milliseconds."""
-        for case in self._cases:
-            yield case.facts | self._call(case)
+        for operation, row in self._cases:
+            facts = {"operation": operation.name} | head_of(row)
+            yield facts | self._call(operation, row)
 
-    def _call(self, case: ColdCase) -> dict[str, Any]:
-        pairs = zip(self._memory, case.sides, strict=True)
+    def _call(self, operation: BenchOperation, row: Row) -> dict[str, Any]:
+        pairs = zip(self._memory, row.sides, strict=True)
         source, target = (memory[:nbytes] for memory, nbytes in pairs)
-        if case.operation.in_place:
+        if operation.in_place:
             source = target
-        op = _reduction(case.operation)
-        given = case.operation, case.type, op, case.counts[0]
+        given = operation, row.type, row.op, row.counts[0]
         contents, expected = self._contents.of(*given)
         operations.poison(target)
         operations.fill(source, contents)
         operations.arrived()
-        x, out = source.view(case.dtype), target.view(case.dtype)
-        call = case.operation.call(self._comm, x, out, op, None)
+        x, out = source.view(row.dtype), target.view(row.dtype)
+        call = operation.call(self._comm, x, out, row.op, None)
         self._ranks.Barrier()
         start = time.perf_counter()
         call(self._stream.handle)
@@ -276,7 +243,6 @@ def report(name: str, first: First, calls: Sequence[Record]) -> list[str]:
         calls: the records of the other calls.
     """
     titles = ("operation", "calls", "total (ms)", f"over {SLOW:.0f} ms", "slowest (ms)")
-    widths = (16, 8, 14, 14, 14)
     parts = ", ".join(f"{part} {taken:.1f}" for part, taken in first._asdict().items())
     title = (
         f"# From Communicator(...) to the end of the first {name}: "
@@ -290,7 +256,7 @@ def report(name: str, first: First, calls: Sequence[Record]) -> list[str]:
         lines.append([*cells, str(found["over"]), f"{found['slowest']:.1f}"])
     found = summary(calls)
     return [
-        *table(title, widths, titles, lines),
+        *table(title, titles, lines),
         f"# {len(calls)} calls: {found['total']:.1f} ms, over {SLOW:.0f} ms: "
         f"{found['over']}",
         f"# The slowest: {found['slowest']:.1f} ms, {found['which']}",
@@ -592,171 +558,3 @@ class Overlap(Sweep):
             self._beside.synchronize()
         wrong = int(np.count_nonzero(self._product.result() != self._right))
         return self._wrong(lane, results) + int(sum(self._ranks.allgather(wrong)))
-
-
-BATCH = 8 if SIMULATED else 64
-"""The most calls that the host enqueues before it waits."""
-
-ROOM = (1 if SIMULATED else 256) << 20
-"""Bytes for the inputs of a batch, unless a single message needs more."""
-
-MISALIGNED = 4
-"""Arrays begin fewer than this many elements after an aligned address."""
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A call with random arguments, equal on all ranks.
-
-    Attributes:
-        counts: elements of a rank's input and output.
-        type: of the elements, by its name in nccl-tests.
-        op: the reduction.
-        in_place: whether input and output are the same array.
-        planned: whether a plan makes the call, instead of a plain call.
-        algorithm: its name, or None for the one chosen by size.
-        shifts: distance of input and output from an aligned address, in elements.
-        start: index in the pattern of the input's first element.
-    """
-
-    counts: tuple[int, int]
-    type: str
-    op: str
-    in_place: bool
-    planned: bool
-    algorithm: str | None
-    shifts: tuple[int, int]
-    start: int
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes an element."""
-        return int(TYPES[self.type].itemsize)
-
-    @property
-    def needs(self) -> tuple[int, int]:
-        """Bytes of the input buffer and of the output buffer."""
-        a, b = (
-            stride((count + shift) * self.itemsize)
-            for count, shift in zip(self.counts, self.shifts, strict=True)
-        )
-        return a, b
-
-    def __str__(self) -> str:
-        place = "in place" if self.in_place else "out of place"
-        how = "planned" if self.planned else "plain"
-        which = self.algorithm or "chosen by size"
-        return f"{max(self.counts)} {self.type} {self.op} {place}, {how}, {which}"
-
-
-class Shuffle:
-    """Makes random calls of one operation and checks every result.
-
-    Args:
-        comm: our communicator.
-        stream: a stream of :mod:`numba_symm.bench.measure`.
-        operation: the operation to call.
-        options: the command line.
-        allocate: returns a new array of a number of bytes. Collective.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        stream: Any,
-        operation: BenchOperation,
-        options: argparse.Namespace,
-        allocate: Callable[[int], Any],
-    ):
-        self._comm = comm
-        self._stream = stream
-        self._operation = operation
-        self._options = options
-        self._random = np.random.default_rng(options.seed)
-        self._algorithms = (None, *(options.algorithms or operation.algorithms))
-        self._contents = Contents(self._random, comm)
-        largest = max(
-            max(operation.shapes(options.last // itemsize + MISALIGNED, comm.size))
-            * itemsize
-            for itemsize in (TYPES[name].itemsize for name in options.types)
-        )
-        self._room = max(ROOM, stride(largest))
-        self._memory = allocate(self._room), allocate(self._room)
-
-    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield for each batch the number of calls and this rank's wrong results."""
-        left = self._options.shuffle
-        following = self._draw()
-        while left:
-            batch: list[Drawn] = []
-            while len(batch) < min(BATCH, left) and self._fits([*batch, following]):
-                batch.append(following)
-                following = self._draw()
-            left -= len(batch)
-            yield len(batch), self._run(batch)
-
-    def _draw(self) -> Drawn:
-        random, options = self._random, self._options
-        type_ = str(random.choice(options.types))
-        least, most = math.log(options.first), math.log(options.last)
-        nbytes = round(math.exp(random.uniform(least, most)))
-        count = max(1, nbytes // TYPES[type_].itemsize)
-        shifts = random.integers(0, 1 if self._operation.aligned else MISALIGNED, 2)
-        counts = self._operation.shapes(count, self._comm.size)
-        either = counts[0] == counts[1] and not self._operation.apart
-        return Drawn(
-            counts=counts,
-            type=type_,
-            op=str(random.choice(options.reductions)),
-            in_place=self._operation.in_place or (either and bool(random.integers(2))),
-            planned=bool(random.integers(2)),
-            algorithm=self._algorithms[random.integers(len(self._algorithms))],
-            shifts=(int(shifts[0]), int(shifts[1])),
-            start=int(random.integers(PERIOD)),
-        )
-
-    def _fits(self, batch: Sequence[Drawn]) -> bool:
-        totals = (
-            sum(side) for side in zip(*(each.needs for each in batch), strict=True)
-        )
-        return all(total <= self._room for total in totals)
-
-    def _run(self, batch: Sequence[Drawn]) -> list[str]:
-        """Enqueue a batch, wait, and describe the calls whose results are wrong."""
-        calls, checks = [], []
-        starts = [0, 0]
-        for drawn in batch:
-            source, target = (self._view(drawn, side, starts[side]) for side in (0, 1))
-            starts = [a + b for a, b in zip(starts, drawn.needs, strict=True)]
-            given = drawn.type, drawn.op, drawn.counts[0], drawn.start
-            contents, expected = self._contents.of(self._operation, *given)
-            if drawn.in_place:
-                source = target
-            else:
-                operations.poison(target)
-            operations.fill(source, contents)
-            calls.append(self._call(drawn, source, target))
-            checks.append((drawn, target, expected))
-        operations.arrived()
-        for call in calls:
-            call(self._stream.handle)
-        self._stream.synchronize()
-        self._comm.check()
-        wrong = ((drawn, operations.count_wrong(*check)) for drawn, *check in checks)
-        return [f"{count} wrong of {drawn}" for drawn, count in wrong if count]
-
-    def _view(self, drawn: Drawn, side: int, start: int) -> Any:
-        first = start + drawn.shifts[side] * drawn.itemsize
-        return self._memory[side][first : first + drawn.counts[side] * drawn.itemsize]
-
-    def _call(self, drawn: Drawn, source: Any, target: Any) -> EnqueueOn:
-        dtype = TYPES[drawn.type]
-        out = target.view(dtype)
-        x = out if source is target else source.view(dtype)
-        make = self._operation.plan if drawn.planned else self._operation.call
-        try:
-            # A plan refuses its arguments here; a plain call would refuse them later.
-            self._operation.plan(self._comm, x, out, drawn.op, drawn.algorithm)
-        except ArgumentError:  # this algorithm does not support the dtype
-            return make(self._comm, x, out, drawn.op, None)
-        return make(self._comm, x, out, drawn.op, drawn.algorithm)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from numba_symm.arguments import Parser, meant
+from numba_symm.arguments import Parser, at_least, meant
 from numba_symm.bench.contenders import CONTENDERS, EAGER
 from numba_symm.bench.operations import (
     NO_REDUCTION,
@@ -36,7 +36,6 @@ SIDE = 8192
 
 UNUSED = {
     "cold": ("-f", "-i", "-o", "-n", "-w", "-G", "--against", "--algorithm"),
-    "shuffle": ("-f", "-i", "-n", "-w", "-G", "-c", "--against"),
     "overlap": ("-w",),
 }
 """For each kind of run, the options without effect, which are refused with it."""
@@ -170,17 +169,17 @@ def _add_messages(parser: argparse.ArgumentParser, operation: BenchOperation) ->
         metavar="TYPE,…",
         type=_names(operation.types),
         help=f"element types: some of {', '.join(operation.types)}, or all "
-        "(default float; with --shuffle: all; with --cold: float,int32)",
+        "(default float; with --cold: float,int32)",
     )
     if operation.reductions:
         add(
             "-o",
             dest="reductions",
             metavar="OP,…",
-            default=(),
+            default=("sum",),
             type=_names(operation.reductions),
             help=f"reductions: some of {', '.join(operation.reductions)}, or all "
-            "(default sum; with --shuffle: all)",
+            "(default sum)",
         )
     if operation.windowed:
         add(
@@ -295,13 +294,6 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         "the calls",
     )
     add(
-        "--shuffle",
-        metavar="N",
-        type=at_least(1),
-        help="instead of timing, make N calls of random size, type, reduction and "
-        "algorithm, in place or not, and check all results",
-    )
-    add(
         "--cold",
         action="store_true",
         help="instead of a table by size, time a program's first calls with an empty "
@@ -323,16 +315,14 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
 def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuse contradictory options, and set those that depend on others."""
     operation = OPERATIONS[options.command]
-    if not operation.sized and (options.shuffle or options.cold or options.plot):
-        parser.error(f"{operation.name} has no sizes; omit --shuffle, --cold, --plot")
+    if not operation.sized and (options.cold or options.plot):
+        parser.error(f"{operation.name} has no sizes; omit --cold and --plot")
     if options.first > options.last:
         parser.error(
             f"expected -b of at most -e, got -b {options.first} -e {options.last}"
         )
-    if options.shuffle and (options.json or options.plot):
-        parser.error("--shuffle records no measurements; omit --json and --plot")
-    if options.window > 1 and (options.shuffle or options.cold):
-        parser.error("--shuffle and --cold make single calls; omit --window")
+    if options.window > 1 and options.cold:
+        parser.error("--cold makes single calls; omit --window")
     if options.eager:
         _complete_eager(parser, options)
     if options.overlap:
@@ -340,8 +330,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     elif options.leave or options.side:
         given = "--leave" if options.leave else "--side"
         parser.error(f"{given} needs --overlap")
-    if options.cold and (options.shuffle or options.overlap or options.plot):
-        parser.error("omit --shuffle, --overlap and --plot with --cold")
+    if options.cold and (options.overlap or options.plot):
+        parser.error("omit --overlap and --plot with --cold")
     if options.cache and not options.cold:
         parser.error("--cache needs --cold")
     for kind, unused in UNUSED.items():
@@ -354,19 +344,10 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         _check_file(parser, options.json)
     if options.plot:
         check_image(parser, options.plot)
-    shuffled = options.shuffle is not None
-    options.types = options.types or _types(operation, options)
-    every = operation.reductions
-    options.reductions = options.reductions or (every if shuffled else ("sum",))
+    usual = ("float", "int32") if options.cold else ("float",)
+    options.types = options.types or usual
     if options.seed is None:
         options.seed = secrets.randbits(32)
-
-
-def _types(operation: BenchOperation, options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the default of ``-d``."""
-    if options.shuffle is not None:
-        return operation.types
-    return ("float", "int32") if options.cold else ("float",)
 
 
 def torch_multiplies() -> bool:
@@ -377,8 +358,8 @@ def torch_multiplies() -> bool:
 def _complete_eager(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    if options.shuffle or options.cold or options.overlap or options.plot:
-        parser.error("omit --shuffle, --cold, --overlap and --plot with --eager")
+    if options.cold or options.overlap or options.plot:
+        parser.error("omit --cold, --overlap and --plot with --eager")
     if not options.replays:
         parser.error("--eager takes samples; pass -G 1 or more")
     if "-n" not in options.given:
@@ -390,8 +371,6 @@ def _complete_eager(
 def _complete_overlap(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    if options.shuffle:
-        parser.error("--shuffle measures no times; omit --overlap")
     if options.plot:
         parser.error("--overlap draws no plot; omit --plot")
     if not options.replays:
@@ -454,35 +433,12 @@ def nbytes(text: str) -> int:
     return int(number) * unit
 
 
-def float_bytes(text: str) -> int:
-    """Parse the size of a message of ``float32``."""
-    number = nbytes(text)
-    if number % 4:
-        raise argparse.ArgumentTypeError(
-            f"expected a multiple of 4, the bytes of a float32, got {text!r}"
-        )
-    return number
-
-
 def sizes(options: argparse.Namespace) -> Iterator[int]:
     """Yield message sizes in bytes."""
     nbytes = options.first
     while nbytes <= options.last:
         yield nbytes
         nbytes = nbytes + options.step if options.step else nbytes * options.factor
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    """Return a parser of integers from ``least`` on."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(
-                f"expected a number of at least {least}, got {text!r}"
-            )
-        return int(text)
-
-    return number
 
 
 def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:

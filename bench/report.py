@@ -8,7 +8,6 @@ import statistics
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,10 @@ def aligned(first: str, cells: Sequence[str], widths: Sequence[int]) -> str:
     return (first + "".join(cell.rjust(width) for cell, width in pairs)).rstrip()
 
 
-def table(
-    title: str, widths: Sequence[int], names: Sequence[str], rows: list[list[str]]
-) -> list[str]:
+def table(title: str, names: Sequence[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a table with a title and the names of its columns."""
+    columns = zip(names, *rows, strict=True)
+    widths = [2 + max(map(len, column)) for column in columns]
     lines = [aligned(" ", cells, widths) for cells in rows]
     return [title, aligned("#", names, widths), *lines]
 
@@ -168,30 +167,6 @@ class Report:
         widths = [12, 12, 9, 7, *self._block * len(self._places)]
         return aligned(first, cells, widths)
 
-    def eager(self, rows: Sequence[Sequence[Record]]) -> list[str]:
-        """Return the table of eager calls: until enqueued / until done."""
-        ways = _unique(
-            (each["column"], each["way"])
-            for records in rows
-            for each in records
-            if "skipped" not in each and not each["in_place"]
-        )
-        names = [label(*way) for way in ways]
-        widths = [12, 9, 7, *(max(20, len(name) + 2) for name in names)]
-        lines = []
-        for records in rows:
-            head = records[0]
-            by_way = {
-                (each["column"], each["way"]): each
-                for each in records
-                if "skipped" not in each and not each["in_place"]
-            }
-            cells = [_message(head)[0], head["type"], head["op"]]
-            cells += [_issue_and_done(by_way.get(way)) for way in ways]
-            lines.append(cells)
-        title = "# Eager, microseconds a call until it is enqueued / done"
-        return table(title, widths, ["size", "type", "redop", *names], lines)
-
     def between(
         self, rows: Sequence[Sequence[Record]], parts: Sequence[Sequence[int]]
     ) -> list[str]:
@@ -211,7 +186,7 @@ class Report:
             "hierarchical algorithm sends"
         )
         names = ["size", "type", "redop", "sent", "needed", "ratio"]
-        return table(title, [12, 9, 7, 16, 16, 8], names, lines)
+        return table(title, names, lines)
 
     def launches(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of how kernels are launched, out of place."""
@@ -233,13 +208,11 @@ class Report:
         )
         names = ["way", "kernel", "blocks", "multiprocessors", "early"]
         names[:0] = "size", "type", "redop"
-        widths = [12, 9, 7, 31, 50, 9, 17, 7]
-        return table(title, widths, names, lines) if lines else []
+        return table(title, names, lines) if lines else []
 
     def messages(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of each rank's messages: rate, and both directions."""
         columns = [NAME, *self._contenders]
-        widths = [12, 9, *(max(20, len(name) + 2) for name in columns)]
         lines = []
         for records in rows:
             head = records[0]
@@ -250,7 +223,7 @@ class Report:
             "# Messages that each rank sends, in millions a second / GB/s of both "
             "directions"
         )
-        return table(title, widths, ["size", "window", *columns], lines)
+        return table(title, ["size", "window", *columns], lines)
 
     def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the lines below the rows: wrong elements, means, spread, skipped."""
@@ -336,10 +309,10 @@ class WaysReport:
 
 
 class EagerReport(WaysReport):
-    """Formats a run of ``--eager`` as text."""
+    """Formats eager calls as text; only those of ``--eager`` are made alone, too."""
 
     _WIDTHS = (12, 12, 9, 7, 30, 12, 12, 12, 8)
-    _TIMED = "alone"
+    _TIMED = "issue"
 
     def header(self) -> list[str]:
         """Return the lines above the rows."""
@@ -353,8 +326,8 @@ class EagerReport(WaysReport):
         ]
 
     def _times(self, record: Record) -> list[str]:
-        kinds = ("issue", "done", "alone")
-        return [_number(record[each]["median"]) for each in kinds]
+        kinds = (record.get(each) for each in ("issue", "done", "alone"))
+        return [NOTHING if each is None else _number(each["median"]) for each in kinds]
 
 
 class OverlapReport(WaysReport):
@@ -472,13 +445,6 @@ def _rate(record: Record) -> str:
     return f"{rate:.4g} / {2 * algorithm_bandwidth(record):.2f}"
 
 
-def _issue_and_done(record: Record | None) -> str:
-    if record is None:
-        return NOTHING
-    issue, done = record["issue"]["median"], record["done"]["median"]
-    return f"{_number(issue)} / {_number(done)}"
-
-
 def _number(value: float) -> str:
     return f"{value:.2f}" if value < 1000 else f"{value:.1f}"
 
@@ -505,7 +471,7 @@ def facts(comm: ns.Communicator, ranks: Any) -> dict[str, Any]:
     """Return the facts of a run. Collective."""
     device = f"{comm.device.name}, PCI {comm.device.pci_bus_id}"
     versions = {"numba-symm": ns.__version__, "Python": platform.python_version()}
-    versions |= {name: _installed(name) for name in PACKAGES}
+    versions |= {name: info.installed(name) or "none" for name in PACKAGES}
     return {
         "ranks": comm.size,
         "devices": ranks.allgather("simulated" if SIMULATED else device),
@@ -543,13 +509,6 @@ def _git(folder: Path, *words: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return answer.stdout.strip() if answer.returncode == 0 else None
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 OURS: dict[str, Any] = {"color": "#d62728", "linewidth": 2.6, "zorder": 10}

@@ -45,7 +45,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import environment
-from numba_symm.bench.cold import MISALIGNED, Product, new_product
+from numba_symm.bench.cold import Product, new_product
 from numba_symm.bench.measure import new_stream
 from numba_symm.bench.operations import (
     NO_REDUCTION,
@@ -53,6 +53,7 @@ from numba_symm.bench.operations import (
     PERIOD,
     POISON,
     TYPES,
+    Contents,
     EnqueueOn,
     Tiled,
 )
@@ -71,6 +72,9 @@ MOST = 1 << (10 if SIMULATED else 24)
 
 ROOM = 4 * MOST
 """Bytes of each array that contains inputs or outputs."""
+
+MISALIGNED = 4
+"""Arrays begin fewer than this many elements after an aligned address."""
 
 KINDS = (
     ("float", "sum"),
@@ -139,7 +143,8 @@ class Client:
             ]
             for _ in self._streams
         ]
-        self._patterns: dict[Any, Any] = {}
+        self._contents: dict[str, Contents] = {}
+        self._patterns: dict[Any, Any] = {}  # on the GPU
         self._wrong = cuda.to_device(np.zeros(CALLS, np.uint32))
         self._drawn: list[SoakCall] = []
         self._graph: Any = None
@@ -249,12 +254,9 @@ class Client:
         )
         if in_place:
             x = out
-        start = int(draw.integers(PERIOD))
-        key = name, type_, op
-        if key not in self._patterns:
-            self._patterns[key] = operation.inputs(draw, comm.size, op, dtype)
-        everyone = [Tiled(each, start, counts[0]) for each in self._patterns[key]]
-        expected = operation.expected(everyone, op, comm.rank)
+        start, key = int(draw.integers(PERIOD)), (name, type_, op)
+        contents = self._contents.setdefault(name, Contents(draw, comm))
+        mine, expected = contents.of(operation, type_, op, counts[0], start)
         make = operation.plan if planned else operation.call
         call = make(comm, x, out, op, None)
         words = (
@@ -263,7 +265,7 @@ class Client:
         )
         source = x.view(_WORDS[dtype.itemsize])
         target = out.view(_WORDS[dtype.itemsize])
-        given = self._on_device((*key, "input"), everyone[comm.rank])
+        given = self._on_device((*key, "input"), mine)
         ones = np.full(PERIOD, POISON, np.uint8).repeat(dtype.itemsize)
         poison = self._on_device(
             ("poison", dtype.itemsize), Tiled(ones.view(target.dtype), 0, PERIOD)

@@ -1,29 +1,18 @@
-"""Measures a run row by row, and shows its progress."""
+"""Measures a run row by row."""
 
 import argparse
 import functools
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
 from numba_symm.bench import operations
 from numba_symm.bench.contenders import Contender, Missing, attempt
 from numba_symm.bench.contenders.ours import Ours
-from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph
+from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph, sent
 from numba_symm.bench.operations import NO_REDUCTION, TYPES, BenchOperation, Tiled
 from numba_symm.bench.options import sizes
 
@@ -60,6 +49,12 @@ class Row:
     def dtype(self) -> np.dtype[Any]:
         """NumPy's dtype of the elements."""
         return TYPES[self.type]
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Bytes of a rank's input and output."""
+        a, b = self.counts
+        return a * self.dtype.itemsize, b * self.dtype.itemsize
 
 
 def rows(
@@ -116,10 +111,7 @@ class Sweep:
         self.rows = rows(operation, options, ranks.size)
         # Large enough for every row; each row uses views of it.
         room = [
-            max(
-                buffers(row.nbytes) * stride(row.counts[side] * row.dtype.itemsize)
-                for row in self.rows
-            )
+            max(buffers(row.nbytes) * stride(row.sides[side]) for row in self.rows)
             for side in (0, 1)
         ]
         self._memory = {
@@ -210,7 +202,7 @@ class Sweep:
         found, failure = attempt(self._ranks, step)
         if failure is not None:
             head = {"column": contender.name, "way": "", "in_place": in_place}
-            return [], [head | _head(row) | {"skipped": failure}]
+            return [], [head | head_of(row) | {"skipped": failure}]
         lanes, refused = found
         return lanes, refused
 
@@ -233,7 +225,7 @@ class Sweep:
             column = name if name in self._operation.algorithms else contender.name
             head = {"column": column, "way": name, "in_place": in_place}
             if isinstance(way, str):
-                refused.append(head | _head(row) | {"skipped": way})
+                refused.append(head | head_of(row) | {"skipped": way})
                 continue
             lane = Lane(
                 column=column,
@@ -253,18 +245,18 @@ class Sweep:
 
     def _tried_once(self, lane: Lane, contender: Contender) -> Lane:
         """Make every call once, and count what ours send between islands."""
-        before = contender.sent if isinstance(contender, Ours) else 0
+        before = sent(contender.comm) if isinstance(contender, Ours) else 0
         self._timer.once(lane)
-        if not isinstance(contender, Ours) or len(contender.islands) == 1:
+        if not isinstance(contender, Ours) or len(contender.comm.islands) == 1:
             return lane
-        everyones = self._ranks.allgather(contender.sent - before)
+        everyones = self._ranks.allgather(sent(contender.comm) - before)
         return replace(lane, sent=sum(everyones) // len(lane.calls))
 
     def _buffers(self, row: Row, contender: Contender) -> list[list[Any]]:
         """Return a row's input and output buffers, as arrays of bytes."""
         found = []
         for side, memory in enumerate(self._memory[contender.name]):
-            nbytes = row.counts[side] * row.dtype.itemsize
+            nbytes = row.sides[side]
             starts = range(0, buffers(row.nbytes) * stride(nbytes), stride(nbytes))
             found.append([memory[first : first + nbytes] for first in starts])
         return found
@@ -325,7 +317,7 @@ def _shaped(array: Any, row: Row) -> Any:
     return elements.reshape(row.messages, elements.size // row.messages)
 
 
-def _head(row: Row) -> Measurement:
+def head_of(row: Row) -> Measurement:
     return {
         "bytes": row.nbytes,
         "count": row.nbytes // row.dtype.itemsize,
@@ -341,75 +333,8 @@ def record_of(row: Row, lane: Lane) -> Measurement:
     known: Measurement = {} if lane.sent is None else {"sent": lane.sent}
     if lane.launches:
         known["launches"] = list(lane.launches)
-    return head | _head(row) | {"buffers": len(lane.calls)} | known
+    return head | head_of(row) | {"buffers": len(lane.calls)} | known
 
 
 def _sum(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
-
-
-STARTED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
-
-class _Screen(Console):
-    """A terminal whose cursor stays visible.
-
-    After Ctrl-C, mpirun ends the ranks, none of which could show it again.
-    """
-
-    def show_cursor(self, show: bool = True) -> bool:
-        """Leave the cursor as it is."""
-        return False
-
-
-def bar(*, shown: bool) -> Progress:
-    """Return a progress bar, a context manager; it is drawn only by ``update``.
-
-    Args:
-        shown: true on one rank only.
-    """
-    stream = terminal() if shown else None
-    console = _Screen(file=stream or sys.stderr, force_terminal=stream is not None)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=stream is None or console.is_dumb_terminal,
-        redirect_stdout=False,  # rich would wrap rows wider than the terminal
-        redirect_stderr=False,
-        auto_refresh=False,  # its thread would disturb the timing
-    )
-
-
-@contextmanager
-def hidden(progress: Progress) -> Iterator[None]:
-    """Hide the bar while text is printed."""
-    progress.stop()
-    yield
-    progress.start()
-
-
-def terminal() -> TextIO | None:
-    """Return the standard stream of this process that is a terminal, or None.
-
-    Standard output is preferred, because the rows go there, and mpirun does not keep
-    the order between two streams.
-    """
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        if _at_terminal(number, stream):
-            return stream
-    return None
-
-
-def _at_terminal(number: int, stream: TextIO) -> bool:
-    if STARTED_BY_MPI[0] not in os.environ and STARTED_BY_MPI[1] not in os.environ:
-        return stream.isatty()
-    # mpirun gives its ranks pipes, and writes their text to its own stream.
-    try:
-        behind = Path(f"/proc/{os.getppid()}/fd/{number}").readlink()
-    except OSError:  # mpirun runs as another user or on another node
-        return False
-    return str(behind).startswith(("/dev/pts/", "/dev/tty"))

@@ -10,9 +10,8 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba_symm as ns
@@ -21,8 +20,8 @@ from numba_symm.bench.contenders import Ways
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer, new_stream
 from numba_symm.bench.operations import OPERATIONS, TYPES, BenchOperation
-from numba_symm.bench.report import COLORS, best, human, microseconds, written
-from numba_symm.bench.sweep import Row, Sweep, bar, rows
+from numba_symm.bench.report import best, microseconds, written
+from numba_symm.bench.sweep import Row, Sweep, rows
 from numba_symm.collectives import kernel_set, operations, select, tuned
 from numba_symm.collectives.communicator import inside
 from numba_symm.collectives.protocols.binding import Call
@@ -190,20 +189,12 @@ class Run:
     def measure(self) -> None:
         """Compile and load the kernels, then measure every case."""
         asked = [self._asked(case) for case in self.cases]
-        found = self._kernels(asked)
-        with bar(shown=self._ranks.rank == 0) as progress:
-            sizes = sum(len(list(options.sizes(each))) for each in asked)
-            task = progress.add_task("compiling", total=len(found) + sizes)
-
-            def done(what: str) -> None:
-                progress.update(task, advance=1, description=what, refresh=True)
-
-            first = self._comm.rank * len(found) // self._comm.size
-            for kernel in (*found[first:], *found[:first]):
-                kernel.load()
-                done("compiling")
-            for case, words in zip(self.cases, asked, strict=True):
-                self._measure(case, words, done)
+        rank, size = self._comm.rank, self._comm.size
+        kernel_set.load(self._kernels(asked), rank, size, "tune")
+        for case, words in zip(self.cases, asked, strict=True):
+            if rank == 0:
+                print(f"# {case.operation.name} of {case.type}", flush=True)
+            self._measure(case, words)
 
     def _asked(self, case: Case) -> argparse.Namespace:
         words = [case.operation.name, "-b", SMALLEST, "-e", self._largest]
@@ -231,9 +222,7 @@ class Run:
                         case.operation.bind(algorithm, end, call)
         return list(dict.fromkeys(each.kernel for each in found))
 
-    def _measure(
-        self, case: Case, asked: argparse.Namespace, done: Callable[[str], None]
-    ) -> None:
+    def _measure(self, case: Case, asked: argparse.Namespace) -> None:
         operation = replace(OPERATIONS[case.operation.name], apart=True)
         ours = _Some(self._comm, case.algorithms)
         sweep = Sweep(operation, asked, self._timer, self._ranks, [ours])
@@ -251,7 +240,6 @@ class Run:
                 record = best(records, name)
                 assert record is not None, f"{case.operation.name} by {name}"
                 row_times.append(microseconds(record))
-            done(f"{case.operation.name} {human(row.nbytes)} {case.type}")
         self.measured.append((case, sizes, times))
 
     def choices(self) -> dict[str, Choice]:
@@ -299,45 +287,6 @@ class Run:
             total += math.log(times[before][index] / times[now][index])
         return math.exp(total / len(sizes))
 
-    def draw(self, choices: Mapping[str, Choice], image: Path) -> None:
-        """Draw every algorithm's time, as a multiple of the least, and the limits.
-
-        Where an algorithm was left out, its time is that of the size before.
-        """
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        columns = 4
-        lines = -(-len(self.measured) // columns)
-        figure = Figure(figsize=(4.2 * columns, 3.2 * lines), layout="constrained")
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(lines, columns, squeeze=False).flat
-        styles = [(color, line) for line in ("-", "--") for color in COLORS]
-        for (case, sizes, times), panel in zip(self.measured, panels, strict=False):
-            least = [min(row) for row in zip(*times.values(), strict=True)]
-            for (color, line), (name, row) in zip(styles, times.items(), strict=False):
-                taken = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
-                panel.loglog(
-                    [sizes[i] for i in taken],
-                    [row[i] / least[i] for i in taken],
-                    label=name,
-                    color=color,
-                    linestyle=line,
-                    marker=".",
-                )
-            for step in getattr(choices[case.operation.name], case.kinds[0])[:-1]:
-                panel.axvline(step.most[0], color="black", linewidth=0.6)
-            panel.set_title(f"{case.operation.name}, {case.type}")
-            panel.set_ylim(0.95, 10)
-            panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_formatter(lambda size, _: human(size))
-            panel.legend(fontsize=7)
-        for panel in panels:  # those that are left
-            panel.set_axis_off()
-        figure.supxlabel("bytes of the message or shard")
-        figure.supylabel("time / the least")
-        figure.savefig(image, dpi=130)
-
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
@@ -355,9 +304,6 @@ def parser() -> argparse.ArgumentParser:
         default=LARGEST,
         help="the largest message, such as 64M (default %(default)s)",
     )
-    made.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the times, such as into r.png"
-    )
     return made
 
 
@@ -365,8 +311,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Return the options, or show help or usage and raise SystemExit."""
     made = parser()
     asked = made.parse_args(argv)
-    if asked.plot:
-        options.check_image(made, asked.plot)
     place = tuned.file()
     if place.is_dir() or not loads.is_writable(place.parent):
         made.error(
@@ -423,9 +367,6 @@ def _tune(comm: ns.Communicator, ranks: Any, asked: argparse.Namespace) -> None:
             tuned.write(comm.device.name, comm.size, choices)
             stored = written(tuned.file())
         print(*run.report(choices), stored, sep="\n")
-        if asked.plot:
-            run.draw(choices, asked.plot)
-            print(written(asked.plot))
     ranks.Barrier()  # until then, another communicator would read the old limits
 
 

@@ -102,7 +102,7 @@ def facts(mpirun: str | None) -> dict[str, Any]:
         "system": _system(),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": f"{platform.python_version()}, {sys.executable}",
-        "packages": {name: _installed(name) for name in PACKAGES},
+        "packages": {name: installed(name) for name in PACKAGES},
         "mpi": {"library": library, "cuda_aware": cuda_aware},
         "mpirun": {"path": mpirun, "version": _version_of(mpirun)},
         "driver": driver() if gpus else None,
@@ -252,7 +252,8 @@ def _versions(found: dict[str, Any]) -> Table:
     return table
 
 
-def _installed(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """Return the version of one of ``PACKAGES``; None: it is not installed."""
     for distribution in (name, *PACKAGES[name]):
         try:
             number = version(distribution)

@@ -19,10 +19,11 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, TypeVar
 
@@ -52,184 +53,14 @@ def children(rank: int, size: int) -> list[int]:
     return found
 
 
-def below(rank: int, size: int) -> int:
-    """Return how many ranks are in the part of the tree that begins with a rank."""
-    return min(rank & -rank or size, size - rank)
+def packed(message: Any) -> bytes:
+    """Return the bytes of a message; values that ranks have in common need few."""
+    return zlib.compress(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
-MOST = 8
-"""The most items of a tuple that are gathered apart."""
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """The values of consecutive ranks; equal ones are contained once.
-
-    If values differ, and all are tuples of one length, their items are gathered one by
-    one. So only the items in which ranks differ are contained for each rank.
-
-    Attributes:
-        items: what was gathered of each item; empty: the values are not divided.
-        values: the different values, by :func:`_pickled`.
-        runs: the number of a value in ``values``, and how many ranks in a row have it.
-        data: the message by which they have arrived; empty: by several, or none.
-    """
-
-    items: tuple["Gathered", ...]
-    values: tuple[bytes, ...] = ()
-    runs: tuple[tuple[int, int], ...] = ()
-    data: bytes = field(default=b"", compare=False)
-
-    def each(self) -> list[Any]:
-        """Return the value of each rank."""
-        if self.items:
-            return list(zip(*(item.each() for item in self.items), strict=True))
-        found = [_unpickled(value) for value in self.values]
-        return [found[number] for number, many in self.runs for _ in range(many)]
-
-    def packed(self) -> bytes:
-        """Return what a message contains, for :func:`unpacked`."""
-        return self.data or MARK + b"".join(self._pieces())
-
-    def _pieces(self) -> Iterator[bytes]:
-        yield _number(len(self.items))
-        for item in self.items:
-            yield from item._pieces()
-        if not self.items:
-            yield _number(len(self.values))
-            for value in self.values:
-                yield _number(len(value))
-                yield value
-            # 0: each value has one run, in their order, which is usual.
-            in_order = len(self.runs) == len(self.values)
-            yield _number(0 if in_order else len(self.runs))
-            for number, many in self.runs:
-                if not in_order:
-                    yield _number(number)
-                yield _number(many)
-
-
-MARK = b"g"
-"""With what a message of gathered values begins; pickled objects begin otherwise."""
-
-
-def unpacked(data: bytes) -> Gathered:
-    """Return what :meth:`Gathered.packed` has packed."""
-    return replace(_Reader(data, len(MARK)).gathered(), data=data)
-
-
-class _Reader:
-    """Reads numbers and values, one after another."""
-
-    def __init__(self, data: bytes, at: int):
-        self._data, self._at = data, at
-
-    def gathered(self) -> Gathered:
-        length = self._number()
-        if length:
-            return Gathered(tuple(self.gathered() for _ in range(length)))
-        values = tuple(self._taken(self._number()) for _ in range(self._number()))
-        many = self._number()
-        if many:
-            runs = [(self._number(), self._number()) for _ in range(many)]
-        else:
-            runs = [(number, self._number()) for number in range(len(values))]
-        return Gathered((), values, tuple(runs))
-
-    def _taken(self, nbytes: int) -> bytes:
-        start, self._at = self._at, self._at + nbytes
-        return self._data[start : self._at]
-
-    def _number(self) -> int:
-        found = shift = 0
-        while True:
-            byte = self._data[self._at]
-            self._at += 1
-            found |= (byte & 127) << shift
-            if byte < 128:
-                return found
-            shift += 7
-
-
-def _number(number: int) -> bytes:
-    """Return a number in as few bytes as it needs, of 7 bits each."""
-    if number < 128:
-        return bytes((number,))
-    return bytes((number & 127 | 128,)) + _number(number >> 7)
-
-
-_PROTOCOL = b"\x80\x05"  # with which pickles of protocol 5 begin
-_FRAME = 11  # bytes before what a frame has, which pickle.loads does without
-
-
-def _pickled(value: Any) -> bytes:
-    """Return a value's pickle without what is equal in all, or need not be there."""
-    found = pickle.dumps(value, 5)
-    begin = len(_PROTOCOL)
-    length = int.from_bytes(found[begin + 1 : _FRAME], "little")
-    if found[begin : begin + 1] == b"\x95" and _FRAME + length == len(found):
-        begin = _FRAME
-    return found[begin:]
-
-
-def _unpickled(value: bytes) -> Any:
-    return pickle.loads(_PROTOCOL + value)
-
-
-def gathered(value: Any, many: int = 1) -> Gathered:
-    """Return the value that a number of ranks have."""
-    return Gathered((), (_pickled(value),), ((0, many),))
-
-
-def merged(parts: Iterable[Gathered]) -> Gathered:
-    """Return the values of ranks that follow one another."""
-    parts = list(parts)
-    length = _common_length(parts)
-    if length:
-        columns = zip(*(_items(part, length) for part in parts), strict=True)
-        return Gathered(tuple(map(merged, columns)))
-    if any(part.items for part in parts):  # beside other values, such as None
-        parts = [gathered(value) for part in parts for value in part.each()]
-    return _in_turn(
-        (part.values[number], many) for part in parts for number, many in part.runs
-    )
-
-
-def _common_length(parts: Sequence[Gathered]) -> int:
-    """Return how many items all values have; 0: they are equal, or are not divided."""
-    lengths = {len(part.items) for part in parts if part.items}
-    values = {value for part in parts for value in part.values}
-    if not lengths and len(values) == 1:
-        return 0
-    for value in map(_unpickled, values):
-        if type(value) is not tuple:
-            return 0  # the first one decides, because there may be many
-        lengths.add(len(value))
-    common = lengths.pop() if len(lengths) == 1 else 0
-    return common if common <= MOST else 0
-
-
-def _items(part: Gathered, length: int) -> Sequence[Gathered]:
-    """Return the items of a part's values, whose number is ``length``."""
-    if part.items:
-        return part.items
-    found = [_unpickled(value) for value in part.values]
-    return [
-        _in_turn((_pickled(found[number][at]), many) for number, many in part.runs)
-        for at in range(length)
-    ]
-
-
-def _in_turn(values: Iterable[tuple[bytes, int]]) -> Gathered:
-    """Return values, each with the number of ranks in a row that have it."""
-    numbers: dict[bytes, int] = {}
-    runs: list[tuple[int, int]] = []
-    for value, many in values:
-        here = numbers.setdefault(value, len(numbers))
-        if runs and runs[-1][0] == here:
-            many += runs.pop()[1]
-        runs.append((here, many))
-    return Gathered((), tuple(numbers), tuple(runs))
+def unpacked(data: bytes) -> Any:
+    """Return the message that :func:`packed` has packed."""
+    return pickle.loads(zlib.decompress(data))
 
 
 @dataclass(frozen=True)
@@ -474,7 +305,9 @@ class _Step:
         self._comm, self._wait = comm, wait
         self._parent = parent_of(comm.rank)
         self._children = children(comm.rank, comm.size)
-        self._parts = {comm.rank: gathered(value)}  # by the first of their ranks
+        # The values of ranks that follow one another, by the first of these.
+        self._parts: dict[int, list[Any]] = {comm.rank: [value]}
+        self._data = b""  # the message by which all values have arrived
         self._waiting: dict[int, Sequence[int]] = {}  # by neighbour, for which ranks
         self._sent: Sequence[int] = ()  # the ranks of the latest such message
         self._sends: list[Any] = []
@@ -484,13 +317,13 @@ class _Step:
         mpi, parent = ranks.mpi_module(), self._parent
         up = [] if parent is None else [parent]
         self._await(self._children, beside=up)
-        whole = merged(self._parts[rank] for rank in sorted(self._parts))
+        whole = [value for rank in sorted(self._parts) for value in self._parts[rank]]
+        data = packed(whole)
         if parent is not None:
-            self._send([parent], whole.packed())
+            self._send([parent], data)
             self._await([parent])
-            whole = self._parts[parent]
-        if self._children:
-            self._send(self._children, whole.packed())
+            whole, data = self._parts[parent], self._data
+        self._send(self._children, data)
         # This rank has all values, so the step has succeeded. A rank that has received
         # this one's value may be past the step, and may have failed since.
         sent = False
@@ -500,7 +333,7 @@ class _Step:
                     break
         if not sent:
             unfinished.extend(self._sends)
-        return whole.each()
+        return whole
 
     def give_up(self) -> None:
         unfinished.extend(self._sends)
@@ -529,7 +362,7 @@ class _Step:
                 self._sent = absent
                 others = [*beside, *self._children]
                 others = [peer for peer in others if peer not in missing]
-                self._send(others, pickle.dumps(Waiting(absent)))
+                self._send(others, packed(Waiting(absent)))
 
     def _reported(self, missing: Sequence[int]) -> bool:
         """Return whether neighbors have sent for whom they wait, or will not do so."""
@@ -542,23 +375,14 @@ class _Step:
                 found = _received(self._comm, peer, self._receives)
                 if peer not in found:
                     break
-                self._take(peer, found[peer])
+                self._take(peer, *found[peer])
         return [peer for peer in peers if peer not in self._parts]
 
-    def _take(self, peer: int, message: Any) -> None:
-        size, rank = self._comm.size, self._comm.rank
+    def _take(self, peer: int, message: Any, data: bytes) -> None:
         if isinstance(message, Waiting):
             self._waiting[peer] = message.absent
-        elif isinstance(message, Gathered):
-            self._parts[peer] = message
-        elif peer > rank:  # of other code
-            self._parts[peer] = gathered(message, below(peer, size))
         else:
-            mine = below(rank, size)
-            theirs = [(message, rank), (message, size - rank - mine)]
-            before, after = (gathered(*each) for each in theirs)
-            own = merged(self._parts[each] for each in sorted(self._parts))
-            self._parts[peer] = merged([before, own, after])
+            self._parts[peer], self._data = message, data
 
     def _send(self, peers: Sequence[int], data: bytes) -> None:
         comm = self._comm
@@ -683,7 +507,7 @@ def _refuse(comm: TaggedComm, error: CollectiveError) -> None:
     """
     parent = parent_of(comm.rank)
     peers = children(comm.rank, comm.size)
-    data = pickle.dumps(Refusal(error))
+    data = packed(Refusal(error))
     for peer in peers if parent is None else [parent, *peers]:
         with suppress(ranks.mpi_module().Exception):  # it has ended
             begin(unfinished, comm.mpi.Isend, data, comm.ranks[peer], comm.tag)
@@ -699,8 +523,8 @@ class GivenUp(ExchangeError):
 
 def _received(
     comm: TaggedComm, rank: int, receives: dict[int, list[Any]]
-) -> dict[int, Any]:
-    """Return a rank's message, by rank; empty if it has not arrived.
+) -> dict[int, tuple[Any, bytes]]:
+    """Return a rank's message and its bytes, by rank; empty if it has not arrived.
 
     The receive of a long message only begins here, because its sender may die before
     MPI has all of it. Its bytes and request are in ``receives`` meanwhile.
@@ -716,10 +540,8 @@ def _received(
         if not receives[rank][1].Test():
             return {}
     data = bytes(receives.pop(rank)[0])
-    if data.startswith(MARK):
-        return {rank: unpacked(data)}
-    found = pickle.loads(data)
+    found = unpacked(data)
     if isinstance(found, Refusal):
         comm.refused = True
         raise found.error
-    return {rank: found}
+    return {rank: (found, data)}

@@ -5,7 +5,7 @@ import contextlib
 import difflib
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -44,6 +44,19 @@ def meant(name: object, known: Iterable[str], others: Mapping[str, str] = _NONE)
     found = [others.get(text), *difflib.get_close_matches(text, known, 1)]
     found = list(filter(None, found))
     return f" (did you mean {found[0]!r}?)" if found else ""
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of integers from ``least`` on."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"expected a number of at least {least}, got {text!r}"
+            )
+        return int(text)
+
+    return number
 
 
 class Parser(argparse.ArgumentParser):

@@ -25,7 +25,8 @@ import os
 import sys
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def unknown() -> list[str]:
         and not name.startswith(_OTHERS)
         and name not in VARIABLES
     ]
+
+
+@contextmanager
+def changed(name: str, value: str) -> Iterator[None]:
+    """Give a variable another value within the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def killed(pid: int) -> str:

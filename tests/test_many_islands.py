@@ -150,14 +150,15 @@ def check(world, division):
     def counted_step(step):
         found, size = run(step), step._comm.size
         steps[size] += 1
-        received[size] += sum(len(part.data) for part in step._parts.values())
+        for peer, values in step._parts.items():
+            received[size] += len(waiting.packed(values)) * (peer != step._comm.rank)
         return found
 
     waiting._Step.run = counted_step
     with made(world, division, 60) as comm:
         waiting._Step.run = run
         assert steps[ranks] == 12, steps
-        few = 60 * ranks + 360 * (ranks - 1).bit_length()
+        few = 20 * ranks + 600 * (ranks - 1).bit_length()
         assert rank or received[ranks] < few, received  # bytes of its children
         job = ScheduledJob(comm.islands, DEFAULT_SIZES)
         # Only schedules depend on whether neighbors are in different islands.

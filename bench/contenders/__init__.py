@@ -27,6 +27,7 @@ CONTENDERS = {
     "nccl-symm": "nccl_symm",
     "torch": "torch",
     "mpi": "mpi",
+    "as-mpi4py": "as_mpi4py",
     "on-torch": "on_torch",
     "on-cupy": "on_cupy",
     "launch": "launch",

@@ -37,6 +37,9 @@ class Ours(OfEveryOperation):
         algorithms: one is measured instead of the algorithm chosen by size; several
             are measured in addition to it.
         plain: whether arrays are ordinary device memory instead of symmetric.
+
+    Attributes:
+        comm: our communicator.
     """
 
     name = NAME
@@ -45,7 +48,7 @@ class Ours(OfEveryOperation):
         self, comm: Communicator, algorithms: tuple[str, ...] = (), plain: bool = False
     ):
         self.version = f"{comm.backend} memory"
-        self._comm = comm
+        self.comm = comm
         self._main = algorithms[0] if len(algorithms) == 1 else None
         self._others = algorithms if len(algorithms) > 1 else ()
         self._plain = plain
@@ -53,23 +56,13 @@ class Ours(OfEveryOperation):
     @property
     def captures(self) -> bool:
         """Whether graphs can capture the calls."""
-        return not SIMULATED and measure.captures(self._comm)
-
-    @property
-    def islands(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each island."""
-        return self._comm.islands
-
-    @property
-    def sent(self) -> int:
-        """The bytes that this rank has sent to other islands so far."""
-        return measure.sent(self._comm)
+        return not SIMULATED and measure.captures(self.comm)
 
     def allocate(self, nbytes: int) -> Any:
         """Return a new array of bytes: symmetric memory, unless ``plain``."""
         if self._plain:
             return super().allocate(nbytes)
-        return self._comm.empty(nbytes, np.uint8)
+        return self.comm.empty(nbytes, np.uint8)
 
     def ways(self, operation: BenchOperation, x: Any, out: Any, op: str) -> Ways:
         """Return the ways of an operation: plans, and the plain call."""
@@ -80,7 +73,7 @@ class Ours(OfEveryOperation):
         ) -> Any:
             try:
                 with bound(loading=True) as found:
-                    call = make(self._comm, x, out, op, algorithm)
+                    call = make(self.comm, x, out, op, algorithm)
             except ArgumentError as error:  # not every algorithm takes every dtype
                 return str(error)
             launches = [_launched(each) for each in found]

@@ -5,7 +5,6 @@
 Each program of ``workloads.py`` runs with device arrays, with ``numba_symm.mpi`` in
 mpi4py's place, and then with mpi4py through the host. The first round compiles kernels,
 so the table has the last one. A factor above 1 means that this library takes less time.
-PyLops-MPI's tests count if they pass both ways.
 
 The folder has the packages, as ``pytest tests/test_packages.py`` downloads them. With
 ``--simulate``, the same programs run on small arrays of NumPy; the times mean nothing.
@@ -33,9 +32,7 @@ ROOT = HERE.parents[1]
 COMMAND, WORKLOADS = "numba_symm.command.cli", "numba_symm.bench.laboratory.workloads"
 WAYS = "device", "host"
 OTHERS = "pylops-*", "mpi4py_fft-*"
-TESTS = "pylops-tests"
 PROGRAMS = (
-    TESTS,
     "cgls-shared",
     "cgls-divided",
     "fft-256",
@@ -43,8 +40,6 @@ PROGRAMS = (
     "jacobi-1024-no-wait",
     "jacobi-4096",
 )
-CRASHES = 4
-"""How many tests may end their job; each is left out of the next try."""
 
 
 class JobFailed(Exception):
@@ -73,13 +68,11 @@ class Jobs:
             "NCCL_PYLOPS_MPI": "0",
             "TEST_CUPY_PYLOPS": str(int(not options.simulate)),
         }
-        if options.profile:
-            self.environ["WORKLOAD_PROFILE"] = "1"
 
-    def run(self, name: str, way: str, result: Path, *arguments: str) -> None:
+    def run(self, name: str, way: str, result: Path) -> None:
         """Run a program on all ranks; raise ``JobFailed`` if that fails."""
         device = way == "device"
-        program = [str(HERE / "workloads.py"), name, way, str(result), *arguments]
+        program = [str(HERE / "workloads.py"), name, way, str(result)]
         if device and self.options.simulate:
             program[:1] = [str(ROOT / "tests/on_devices.py"), "-m", WORKLOADS]
         simulate = ["--simulate"] * self.options.simulate
@@ -105,8 +98,6 @@ class Jobs:
             raise JobFailed(f"not ended after {late.timeout} s: {text}") from late
         if ended.returncode:
             raise JobFailed(f"exit code {ended.returncode}: {ended.stdout[-3000:]}")
-        if self.options.profile:
-            print(ended.stdout[-6000:])
 
     def workload(self, name: str, way: str) -> dict[str, Any]:
         """Return the seconds and the result of a program."""
@@ -116,51 +107,8 @@ class Jobs:
             found: dict[str, Any] = json.loads(result.read_text())
             return found
 
-    def tests(self, way: str) -> dict[str, tuple[str, float]]:
-        """Return the outcome and the seconds of each of PyLops-MPI's tests."""
-        outcomes: dict[str, tuple[str, float]] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            for left in range(CRASHES, -1, -1):
-                result = Path(folder) / f"{left}.jsonl"
-                crashed = [f"--deselect={name}" for name in outcomes]
-                try:
-                    self.run(TESTS, way, result, str(self.pylops), *crashed)
-                except JobFailed as error:
-                    lines = read_lines(result)
-                    if not lines or lines[-1][1] != "started" or not left:
-                        raise
-                    print(f"{lines[-1][0]} ended the job: {str(error)[-600:]}")
-                    outcomes[lines[-1][0]] = "crashed", 0.0
-                else:
-                    for name, outcome, seconds in read_lines(result):
-                        outcomes[name] = outcome, seconds
-                    break
-        return outcomes
 
-
-def read_lines(file: Path) -> list[list[Any]]:
-    """Return what a job has written about its tests, if anything."""
-    text = file.read_text() if file.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def compare_tests(found: dict[str, dict[str, tuple[str, float]]]) -> dict[str, Any]:
-    """Return the seconds of the tests that pass both ways, and how many do not."""
-    passed = {
-        way: {name for name, (outcome, _) in each.items() if outcome == "passed"}
-        for way, each in found.items()
-    }
-    both = set.intersection(*passed.values())
-    row: dict[str, Any] = {"both": len(both)}
-    for way, each in found.items():
-        row[way] = sum(each[name][1] for name in both)
-        row[f"{way} passed"] = len(passed[way])
-        others = {name: each[name][0] for name in each.keys() - passed[way]}
-        row[f"{way} others"] = others
-    return row
-
-
-def compare(name: str, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def compare(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the median seconds of a program, both ways, if the results agree."""
     device, host = (found[way]["result"] for way in WAYS)
     np.testing.assert_allclose(device, host, rtol=1e-9, err_msg="results differ")
@@ -175,21 +123,11 @@ def measure(name: str, jobs: Jobs) -> dict[str, Any]:
     """Return a program's row, of the last round."""
     row: dict[str, Any] = {}
     for _ in range(jobs.options.rounds):
-        if name == TESTS:
-            row = compare_tests({way: jobs.tests(way) for way in WAYS})
-        else:
-            row = compare(name, {way: jobs.workload(name, way) for way in WAYS})
+        row = compare({way: jobs.workload(name, way) for way in WAYS})
         device, host = (row[way] for way in WAYS)
         row["factor"] = host / device if device else float("nan")
-        shown = f"{name:20} {device:10.4f} {host:10.4f} {row['factor']:8.2f}"
-        print(shown, *([counts(row)] if name == TESTS else []), flush=True)
+        print(f"{name:20} {device:10.4f} {host:10.4f} {row['factor']:8.2f}", flush=True)
     return row
-
-
-def counts(row: dict[str, Any]) -> str:
-    """Return how many tests have passed, in words."""
-    words = [f"{row[f'{way} passed']} pass ({way})" for way in WAYS]
-    return f"{row['both']} pass both ways; " + ", ".join(words)
 
 
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
@@ -204,9 +142,6 @@ def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=240, help="of a job, at most")
     parser.add_argument("--json", type=Path, help="write the results to this file")
     parser.add_argument("--simulate", action="store_true", help="NumPy, no GPU")
-    parser.add_argument(
-        "--profile", action="store_true", help="print rank 0's profile of a sample"
-    )
     options = parser.parse_args(words)
     options.packages = options.packages.resolve()
     for wanted in ("pylops_mpi-*", *OTHERS):

@@ -1,16 +1,14 @@
 """Programs of CuPy and mpi4py, timed: with device arrays, or through the host.
 
-    python workloads.py NAME device|host RESULT [ARGUMENT...]
+    python workloads.py NAME device|host RESULT
 
 ``packages.py`` starts it under mpirun, and puts ``numba_symm.mpi`` in mpi4py's place
 for ``device``. This file imports nothing of the library, as other people's programs do.
 Rank 0 writes RESULT. Without CuPy, arrays are NumPy's, and small.
 """
 
-import cProfile
 import json
 import os
-import pstats
 import sys
 import time
 from collections.abc import Callable
@@ -202,29 +200,6 @@ def cgls(n: int, shared: bool) -> Step:
     return step
 
 
-def pylops_tests(result: str, folder: str, *options: str) -> None:
-    """Run PyLops-MPI's own tests, and write each one's seconds as it ends."""
-    import pytest
-
-    lines = Path(result).open("a", buffering=1) if WORLD.rank == 0 else None  # noqa: SIM115
-
-    class Seconds:
-        def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
-            if lines:
-                lines.write(json.dumps([nodeid, "started", 0]) + "\n")
-
-        def pytest_runtest_logreport(self, report: Any) -> None:
-            if lines and (report.when == "call" or report.outcome != "passed"):
-                line = [report.nodeid, report.outcome, report.duration]
-                lines.write(json.dumps(line) + "\n")
-
-    files = sorted(str(path) for path in Path(folder).glob("tests/test_*.py"))
-    # Its conftest.py sets what pytest 9 does not have.
-    fixed = ["--noconftest", "-q", "-pno:cacheprovider", f"--rootdir={folder}"]
-    code = pytest.main([*fixed, *options, *files], plugins=[Seconds()])
-    sys.exit(0 if code in (0, 1) else int(code))  # 1: RESULT has what failed
-
-
 def timed(step: Step) -> tuple[list[float], Any]:
     """Return the seconds of the slowest rank in each sample, and the last result."""
     result, samples = step(), []
@@ -249,24 +224,15 @@ WORKLOADS: dict[str, Callable[[bool], Step]] = {
 }
 
 
-def main(name: str, way: str, result: str, *options: str) -> None:
+def main(name: str, way: str, result: str) -> None:
     """Run one program on this rank."""
     if not SMALL:
         xp.cuda.Device(WORLD.rank % xp.cuda.runtime.getDeviceCount()).use()
     if way == "host":  # the simulator alone lacks what PyLops passes to cuda.jit
         os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
-    if name == "pylops-tests":
-        pylops_tests(result, *options)
-        return
-    step = WORKLOADS[name](way == "host")
-    samples, found = timed(step)
+    samples, found = timed(WORKLOADS[name](way == "host"))
     if WORLD.rank == 0:
         Path(result).write_text(json.dumps({"seconds": samples, "result": found}))
-    if os.environ.get("WORKLOAD_PROFILE"):  # all ranks take part
-        profile = cProfile.Profile()
-        profile.runcall(step)
-        if WORLD.rank == 0:
-            pstats.Stats(profile).sort_stats("tottime").print_stats(25)
 
 
 if __name__ == "__main__":

@@ -92,28 +92,29 @@ def _small(site: Site, carried: Carried) -> bool:
 
 def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
     """Return the fewest steps: each rank gets what every island has."""
-    call, m = carried.call, len(site.parts)
-    staging = StagingRanges(site)
-    stride = divide_up(call.count * carried.width, VECTOR) * VECTOR
-    wide = staging.take(stride)
-    slots = staging.take(rails.slots(m) * stride)
-    steps, source = site.widened(carried, call.source, wide, call.count)
+    call = carried.call
+    steps, source, slots, stride = _begun(site, carried)
     own = slots + site.index * stride
     steps.append(site.within(ALL_REDUCE, carried.step(source, own, call.count)))
     steps += rails.gathered(site, "all_reduce", slots, stride)
-    steps += site.combined(carried, slots, stride, site.index, m)
+    steps += site.combined(carried, slots, stride, site.index, len(site.parts))
     return steps + site.finished(carried, own, call.target, call.count)
+
+
+def _begun(site: Site, carried: Carried) -> tuple[list[Enqueue], int, int, int]:
+    """Return the step to carried elements, their address, the slots', and a stride."""
+    staging, count = StagingRanges(site), carried.call.count
+    stride = divide_up(count * carried.width, VECTOR) * VECTOR
+    wide = staging.take(stride)
+    slots = staging.take(rails.slots(len(site.parts)) * stride)
+    return *site.widened(carried, carried.call.source, wide, count), slots, stride
 
 
 def _small_reduce(site: Site, carried: Carried, root: int) -> list[Enqueue]:
     """Return the steps of a reduce to the root, along its rail."""
-    call, m = carried.call, len(site.parts)
+    call = carried.call
     island, number = site.place_of(root)
-    staging = StagingRanges(site)
-    stride = divide_up(call.count * carried.width, VECTOR) * VECTOR
-    wide = staging.take(stride)
-    slots = staging.take(rails.slots(m) * stride)
-    steps, source = site.widened(carried, call.source, wide, call.count)
+    steps, source, slots, stride = _begun(site, carried)
     owner = number % len(site.mine)
     own = slots + rails.own_slot(site, island) * stride
     partial = own if site.local == owner else 0
@@ -121,7 +122,7 @@ def _small_reduce(site: Site, carried: Carried, root: int) -> list[Enqueue]:
     steps.append(site.within(REDUCE, step))
     steps += rails.collected(site, "reduce", slots, stride, island, number)
     if site.rank == root or site.listing:
-        steps += site.combined(carried, slots, stride, island, m)
+        steps += site.combined(carried, slots, stride, island, len(site.parts))
         at = slots + island * stride
         steps += site.finished(carried, at, call.target, call.count)
     return steps
@@ -440,19 +441,20 @@ class _InParts:
 def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a reduce-scatter.
 
-    Each island reduces the shard of every rank to the rank on that one's rail.
+    Islands of equally many consecutive ranks reduce the shard of every rank to the rank
+    on that one's rail. In others, large shards are reduced one after another.
     """
-    carried, m = Carried(call), len(site.parts)
+    carried = Carried(call)
     if _small_scatter(site, carried):
         return _scatter_along_rails(site, carried)
-    if not site.even:
-        return _scatter_one_by_one(site, carried)
-    wide = (carried.element != call.element) * len(site.mine)
-    nbytes = (2 * m - 1 + wide) * padded(call.count * carried.width)
-    several = not site.many or call.count * carried.width >= site.sizes.chunk
-    if several and nbytes <= site.sizes.staging:
-        return _scatter_by_islands(site, carried)
-    return _scatter_packed(site, carried)
+    if site.even:
+        return _scatter_packed(site, carried)
+    shards = [call.source + rank * call.nbytes for rank in range(site.size)]
+    reductions = [
+        dataclasses.replace(call, source=at, root=rank)
+        for rank, at in enumerate(shards)
+    ]
+    return [step for each in reductions for step in reduce(site, each)]
 
 
 def _by_rail(site: Site) -> bool:
@@ -461,12 +463,12 @@ def _by_rail(site: Site) -> bool:
 
 
 def _small_scatter(site: Site, carried: Carried) -> bool:
-    """Return whether many islands exchange all their results along the rails."""
+    """Return whether islands exchange all their results along the rails."""
     m, nbytes = len(site.parts), carried.call.count * carried.width
     slot = padded(nbytes * (m if _by_rail(site) else site.size))
     memory = (rails.slots(m) + 2 * site.largest + 1) * slot
     few_bytes = m * slot <= site.sizes.kept
-    return site.many and few_bytes and memory <= site.sizes.half
+    return (site.many or not site.even) and few_bytes and memory <= site.sizes.half
 
 
 def _scatter_along_rails(site: Site, carried: Carried) -> list[Enqueue]:
@@ -496,103 +498,6 @@ def _scatter_along_rails(site: Site, carried: Carried) -> list[Enqueue]:
         shard = staging.take(nbytes)
         steps += site.copy(shard, own + place * nbytes, nbytes)
     return steps + site.finished(carried, shard, call.target, call.count)
-
-
-def _scatter_one_by_one(site: Site, carried: Carried) -> list[Enqueue]:
-    """Return the steps of a reduce-scatter that reduces one rank's shard at a time."""
-    call, m = carried.call, len(site.parts)
-    width, itemsize = carried.width, call.element.itemsize
-    # The staging memory has the shards for a rail's ranks, those from all islands, and
-    # a widened one.
-    most = m * (divide_up(site.largest, site.smallest) + 1) + 1
-    fits = fitting(site, most, width, 2 * ALIGNED + VECTOR * most)
-    if not fits:
-        at = call.source
-        return [
-            step
-            for rank in range(site.size)
-            for step in reduce(
-                site,
-                dataclasses.replace(call, source=at + rank * call.nbytes, root=rank),
-            )
-        ]
-    fits = several(call.count, 1, width, fits, site.sizes.chunk)
-    if fits < call.count:
-        site = site.beside
-    chunks: list[Stages] = []
-    for first, count in site.chunks(call.count, fits):
-        staging, steps = StagingRanges(site, len(chunks)), list[Enqueue]()
-        stride = divide_up(count * width, VECTOR) * VECTOR
-        wide, slots = staging.take(stride), staging.take((most - 1) * stride)
-        own, free = slots + site.index * stride, slots + m * stride
-        sends: list[Parcel] = []
-        for rank in range(site.size):
-            island, number = site.place_of(rank)
-            owner = number % len(site.mine)
-            at = call.source + (rank * call.count + first) * itemsize
-            widened, source = site.widened(carried, at, wide, count)
-            partial = 0
-            if rank == site.rank:
-                partial = own
-            elif owner == site.local and island != site.index:
-                partial, free = free, free + stride
-                sends.append(Parcel(rank, partial, count * width))
-            step = carried.step(source, partial, count, owner)
-            steps += [*widened, site.within(REDUCE, step)]
-        receives = [
-            Parcel(site.on_rail(j, site.local), slots + j * stride, count * width)
-            for j in site.others
-        ]
-        last = site.combined(carried, slots, stride, site.index, m)
-        target = call.target + first * itemsize
-        last += site.finished(carried, own, target, count)
-        chunks.append(Stages([steps, last], [(sends, receives)]))
-    return overlapped(site, "reduce_scatter", chunks)
-
-
-def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
-    """Return the steps of a reduce-scatter in which shards of an island are together.
-
-    Each island reduces the shards of one island after another, by a reduce-scatter.
-    """
-    call, m, index = carried.call, len(site.parts), site.index
-    nbytes, staging = call.count * carried.width, StagingRanges(site, None)
-    stride = padded(nbytes)
-    slots = staging.take(m * stride)
-    partials = staging.take((m - 1) * stride)
-    own, wide = slots + index * stride, 0
-    if carried.element != call.element:
-        wide = staging.take(len(site.mine) * stride)
-    inner = site if nbytes < site.sizes.chunk else site.beside
-
-    def reduced(island: int, target: int) -> list[Enqueue]:
-        first = site.parts[island][0] * call.count * call.element.itemsize
-        at, count = call.source + first, len(site.mine) * call.count
-        steps, source = inner.widened(carried, at, wide, count)
-        step = carried.step(source, target, call.count)
-        return [*steps, inner.within(REDUCE_SCATTER, step)]
-
-    work: list[list[Enqueue]] = []
-    exchanges: list[Parcels] = []
-    for d in range(1, m):
-        to, source = (index + d) % m, (index - d) % m
-        at = partials + (d - 1) * stride
-        sends = [Parcel(site.on_rail(to, site.local), at, nbytes)]
-        into = slots + source * stride
-        receives = [Parcel(site.on_rail(source, site.local), into, nbytes)]
-        work.append(reduced(to, at))
-        exchanges.append((sends, receives))
-    last = site.combined(carried, slots, stride, index, m)
-    last += site.finished(carried, own, call.target, call.count)
-    mine = reduced(index, own)
-    if nbytes < site.sizes.chunk:
-        steps = [step for each in work for step in each]
-        chunks = [Stages([steps + mine, last], [joined(exchanges)])]
-    else:
-        pairs = zip(work, exchanges, strict=True)
-        chunks = [Stages([each, []], [exchange]) for each, exchange in pairs]
-        chunks.append(Stages([mine, last], [([], [])]))
-    return overlapped(site, "reduce_scatter", chunks)
 
 
 def _scatter_packed(site: Site, carried: Carried) -> list[Enqueue]:

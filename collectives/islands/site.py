@@ -419,16 +419,13 @@ class StagingRanges:
 
     Args:
         site: this rank's site.
-        number: of the chunk; chunks use the halves of the memory in turn. None: for a
-            call that uses the whole.
+        number: of the chunk; chunks use the halves of the memory in turn.
     """
 
-    def __init__(self, site: Site, number: int | None = 0):
+    def __init__(self, site: Site, number: int = 0):
         half = site.sizes.half
-        self._next, self._end = site.staging, site.staging + 2 * half
-        if number is not None:
-            self._next += number % 2 * half
-            self._end = self._next + half
+        self._next = site.staging + number % 2 * half
+        self._end = self._next + half
 
     def take(self, nbytes: int) -> int:
         """Return the address of a range that is aligned for every kernel."""

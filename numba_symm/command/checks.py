@@ -617,17 +617,11 @@ def pair_findings(
 
 def _made(comm: Any, by: float) -> Communicator:
     """Return a communicator, whose set-up calls wait until a moment at most."""
-    before = os.environ.get(_SET_UP)
     seconds = min(environment.chosen_setup_timeout() or math.inf, by - time.monotonic())
-    try:
-        if seconds < math.inf:
-            os.environ[_SET_UP] = f"{max(0.1, seconds):.1f}"
+    if seconds == math.inf:
         return Communicator(comm, timeout=DEADLINE)
-    finally:
-        if before is None:
-            os.environ.pop(_SET_UP, None)
-        else:
-            os.environ[_SET_UP] = before
+    with environment.changed(_SET_UP, f"{max(0.1, seconds):.1f}"):
+        return Communicator(comm, timeout=DEADLINE)
 
 
 def _measured(comm: Communicator, by: float) -> tuple[list[Finding], dict[str, Any]]:

@@ -20,7 +20,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from rich.markup import escape
 
 import numba_symm
 from numba_symm import environment, explore
-from numba_symm.arguments import Parser
+from numba_symm.arguments import Parser, at_least
 from numba_symm.collectives import tuned
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.command import launcher
@@ -177,6 +177,14 @@ def _main(argv: Sequence[str]) -> int:
     if argv[:1] == ["bench"]:  # all other arguments are the benchmark's, -h too
         return _bench(argv[1:])
     words, flags = split_flags(argv)
+    commands: dict[str, Callable[[argparse.Namespace], int]] = {
+        "info": _info,
+        "doctor": _doctor,
+        "status": _status,
+        "tune": _tune,
+        "completion": _completion,
+        "run": lambda options: _run(options, flags),
+    }
     try:
         if argv[:1] == ["compile"]:
             return _compile(argv[1:])
@@ -185,17 +193,7 @@ def _main(argv: Sequence[str]) -> int:
         if argv[:1] == ["explore"]:
             return _explore(argv[1:], Console())
         options = _parser().parse_args(words)
-        if options.command == "info":
-            return _info(options)
-        if options.command == "doctor":
-            return _doctor(options)
-        if options.command == "status":
-            return _status(options)
-        if options.command == "tune":
-            return _tune(options)
-        if options.command == "completion":
-            return _completion(options.shell)
-        return _run(options, flags)
+        return commands[options.command](options)
     except SymmError as error:
         _tell(f"[red]numba-symm:[/] {escape(str(error))}")
         return UNEXPLORED if argv[:1] == ["explore"] else 1
@@ -228,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "-n",
         dest="ranks",
-        type=launcher.positive,
+        type=at_least(1),
         required=True,
         metavar="RANKS",
         help="how many ranks to start",
@@ -299,7 +297,7 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument(
         "-n",
         dest="ranks",
-        type=launcher.positive,
+        type=at_least(1),
         metavar="RANKS",
         help="default: the number of GPUs",
     )
@@ -308,9 +306,6 @@ def _add_tune(commands: Any) -> None:
     )
     tune.add_argument(
         "--largest", metavar="SIZE", help="the largest message (default 256M)"
-    )
-    tune.add_argument(
-        "--plot", metavar="FILE", help="draw the times, into r.png for example"
     )
 
 
@@ -352,7 +347,7 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_argument(
         "-n",
         dest="ranks",
-        type=launcher.positive,
+        type=at_least(1),
         metavar="RANKS",
         help="default: the number of GPUs",
     )
@@ -360,9 +355,6 @@ def _add_doctor(commands: Any) -> None:
         "--simulate", action="store_true", help="use the simulator instead of GPUs"
     )
     doctor.add_argument("--json", action="store_true", help="print one object of JSON")
-    doctor.add_argument(
-        "--plot", metavar="FILE", help="draw the pairs, into pairs.png for example"
-    )
 
 
 def _add_status(commands: Any) -> None:
@@ -379,7 +371,7 @@ def _add_status(commands: Any) -> None:
     status.add_argument(
         "pid",
         nargs="?",
-        type=launcher.positive,
+        type=at_least(1),
         metavar="PID",
         help="a process of the job: a rank, mpirun, or `numba-symm run`",
     )
@@ -438,7 +430,7 @@ def _compile(argv: Sequence[str]) -> int:
     return 0
 
 
-def _completion(shell: str) -> int:
+def _completion(options: argparse.Namespace) -> int:
     """Print what the shell runs to complete commands, options and files."""
     try:
         import shtab
@@ -459,7 +451,7 @@ def _completion(shell: str) -> int:
         for action in each._actions:
             if action.metavar == "FILE" or action.dest in _FILES:
                 action.complete = shtab.FILE
-    print(shtab.complete(made, shell))
+    print(shtab.complete(made, options.shell))
     return 0
 
 
@@ -483,8 +475,8 @@ def _tune(options: argparse.Namespace) -> int:
         )
     options.module, options.program = True, "numba_symm.bench.tune"
     options.as_mpi4py = options.survive = False
-    given = {"--largest": options.largest, "--plot": options.plot}
-    options.arguments = [f"{name}={value}" for name, value in given.items() if value]
+    largest = options.largest
+    options.arguments = [f"--largest={largest}"] if largest else []
     tune.parse(options.arguments)  # before ranks start, which parse them again
     return _run(options, [])
 
@@ -519,8 +511,6 @@ def _info(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from numba_symm.command import doctor  # imports many packages
 
-    if options.plot:
-        doctor.check_drawable(options.plot)
     found = doctor.checked(options)
     if found is None:
         return 0
@@ -529,8 +519,6 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         alone = ranks.launched_size() < 2
         doctor.show(found, Console(force_terminal=None if alone else False))
-    if options.plot:
-        doctor.draw(found, Path(options.plot))
     return 0 if found["fits"] else 1
 
 

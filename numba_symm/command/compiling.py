@@ -19,8 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from numba_symm import dtypes, environment
+from numba_symm.arguments import at_least
 from numba_symm.collectives import kernel_set, lifetime, select, tuned
-from numba_symm.command.launcher import positive
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.gpu import loads
@@ -115,13 +115,19 @@ def parser() -> argparse.ArgumentParser:
         (
             "--multiprocessors",
             "N",
-            positive,
+            at_least(1),
             f"multiprocessors of a GPU; default: this node's, or {MULTIPROCESSORS}",
         ),
     ):
         several = {"nargs": "+", "action": "extend", "metavar": metavar}
         add(option, type=_one(parse), help=text, **several)
-    add("--jobs", metavar="N", type=positive, default=cores, help="default: all cores")
+    add(
+        "--jobs",
+        metavar="N",
+        type=at_least(1),
+        default=cores,
+        help="default: all cores",
+    )
     words = "compile nothing; print the number of kernels, and how long they take"
     add("--dry-run", action="store_true", help=words)
     return made

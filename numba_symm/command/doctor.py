@@ -366,55 +366,6 @@ def _matrix(rows: Sequence[Sequence[float | None]], title: str) -> Table:
     return table
 
 
-def check_drawable(file: str) -> None:
-    """Raise SymmError if a picture cannot be drawn into a file."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise SymmError(
-            "doctor: --plot needs matplotlib; pip install matplotlib"
-        ) from error
-    if not os.access(Path(file).resolve().parent, os.W_OK):
-        raise SymmError(f"doctor: --plot={file}: its folder cannot be written")
-
-
-def draw(found: dict[str, Any], file: Path) -> None:
-    """Draw the latency and the bandwidth of every pair.
-
-    Raises:
-        SymmError: there are less than two ranks.
-    """
-    from matplotlib.figure import Figure
-
-    if len(found.get("bandwidth", [])) < 2:
-        raise SymmError("doctor: --plot needs measurements of 2 ranks or more")
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    for axes, (name, unit, colors) in zip(
-        figure.subplots(1, 2),
-        (("latency", "µs", "viridis_r"), ("bandwidth", "GB/s", "viridis")),
-        strict=True,
-    ):
-        values = [
-            [float("nan") if x is None else x for x in row] for row in found[name]
-        ]
-        image = axes.imshow(values, cmap=colors)
-        for one, row in enumerate(found[name]):
-            for other, value in enumerate(row):
-                if value is not None:
-                    axes.text(
-                        *(other, one, f"{value:.1f}"),
-                        ha="center",
-                        va="center",
-                        bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0},
-                    )
-        axes.set(title=f"{name} in {unit}", xlabel="to rank", ylabel="from rank")
-        numbers = range(len(values))
-        axes.set_xticks(numbers)
-        axes.set_yticks(numbers)
-        figure.colorbar(image, ax=axes)
-    figure.savefig(file)
-
-
 if __name__ == "__main__":  # a rank of the job that the command has started
     result = of_ranks()
     if result is not None:

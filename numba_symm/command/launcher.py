@@ -1,6 +1,5 @@
 """Starts jobs on this node with MPI's launcher."""
 
-import argparse
 import ctypes
 import os
 import shutil
@@ -40,13 +39,6 @@ SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 LONGEST_TMPDIR = 60
 """Longest TMPDIR in bytes. A Unix socket's path has at most 108, of which Open MPI's
 session folder needs the rest."""
-
-
-def positive(text: str) -> int:
-    """Return the number of an option, or refuse another text."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)
 
 
 def find_mpirun() -> str:

@@ -22,7 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from numba_symm import environment
-from numba_symm.bench import options
+from numba_symm.arguments import at_least
 from numba_symm.bench.soak_marks import FAILURES, JobMarks, RankMarks, SoakJob
 from numba_symm.command import launcher
 from numba_symm.environment import SIMULATED
@@ -390,11 +390,11 @@ def parser() -> argparse.ArgumentParser:
         "simulator and 20 s on GPUs.",
         allow_abbrev=False,
     )
-    number: dict[str, Any] = {"metavar": "N", "type": options.at_least(0)}
+    number: dict[str, Any] = {"metavar": "N", "type": at_least(0)}
     made.add_argument(
         "-n",
         dest="ranks",
-        type=options.at_least(2),
+        type=at_least(2),
         metavar="RANKS",
         help="default: the number of GPUs, or 4 in the simulator",
     )

@@ -155,12 +155,14 @@ class _ArrayClass(NamedTuple):
             arrays name no streams.
         strides: returns the strides of an array, in bytes.
         always: whether each array of the class is on a GPU.
+        library: what makes outputs of the class; None: they are Numba's.
     """
 
     read: Callable[[Any, str], Fields]
     stream: Callable[[Any], int | None] | None
     strides: Callable[[Any], tuple[int, ...]]
     always: bool = False
+    library: "Library | None" = None
 
 
 KINDS: dict[type, _ArrayClass] = {}
@@ -246,9 +248,8 @@ def _torch_classes(torch: Any) -> tuple[_ArrayClass, _ArrayClass]:
     def strides(tensor: Any) -> tuple[int, ...]:
         return tuple(stride * tensor.element_size() for stride in tensor.stride())
 
-    return _ArrayClass(read, stream, strides), _ArrayClass(
-        _read_exported, stream, strides
-    )
+    found = _ArrayClass(read, stream, strides, library=_torch_library(torch))
+    return found, found._replace(read=_read_exported)
 
 
 def _read_exported(tensor: Any, what: str) -> Fields:
@@ -283,10 +284,8 @@ def _cupy_classes(cupy: Any) -> tuple[_ArrayClass, _ArrayClass]:
     def stream(array: Any) -> int:
         return int(cupy.cuda.get_current_stream().ptr)
 
-    return (
-        _ArrayClass(read, stream, _own_strides, always=True),
-        _ArrayClass(_read_foreign, stream, _own_strides),
-    )
+    found = _ArrayClass(read, stream, _own_strides, True, _cupy_library(cupy))
+    return found, found._replace(read=_read_foreign, always=False)
 
 
 def _read_foreign(array: Any, what: str) -> Fields:
@@ -712,29 +711,14 @@ class _ExternalStream:
         return 0, self._handle  # the protocol's version, and the stream
 
 
-_MAKERS = {"cupy": ("ndarray", _cupy_library), "torch": ("Tensor", _torch_library)}
-"""By the name of the module: the name of its arrays' class, and what returns both."""
-
-_KNOWN: dict[type, Library | None] = {}
-"""The libraries of classes of arrays that were seen; None: outputs are Numba's."""
+_MAKERS = {"cupy": _cupy_library, "torch": _torch_library}
+"""What makes arrays, by the name of the module."""
 
 
 def of(array: Any) -> Library | None:
     """Return the library of an array, None if outputs for it are Numba's."""
-    kind = type(array)
-    try:
-        return _KNOWN[kind]
-    except KeyError:
-        return _KNOWN.setdefault(kind, _found(kind))
-
-
-def _found(kind: type) -> Library | None:
-    for name, (arrays_class, make) in _MAKERS.items():
-        module = sys.modules.get(name)  # None if it is not imported
-        known = getattr(module, arrays_class, None)
-        if known is not None and issubclass(kind, known):
-            return make(module)
-    return None
+    kind = KINDS.get(type(array)) or _kind_of(array)
+    return kind.library
 
 
 def named(like: Any, what: str) -> Library | None:
@@ -747,20 +731,20 @@ def named(like: Any, what: str) -> Library | None:
     """
     if isinstance(like, ModuleType):
         name = like.__name__
-        found = _MAKERS[name][1](like) if name in _MAKERS else None
+        found = _MAKERS[name](like) if name in _MAKERS else None
         known = found is not None or name in ("numba", "numba.cuda")
     else:
         found = None if like is None else of(like)
         known = like is None or found is not None or on_device(like)
+    if SIMULATED and (found is not None or not known):
+        raise ArgumentError(
+            f"{what}: like: expected an array of Numba's, as the simulator has no "
+            f"others, got {shown(like)}; omit it"
+        )
     if not known:
         raise ArgumentError(
             f"{what}: like: expected cupy, torch, or an array of theirs, got "
             f"{shown(like)}; omit it for an array of Numba's"
-        )
-    if found is not None and SIMULATED:
-        raise ArgumentError(
-            f"{what}: like: expected no {found.name}, because arrays of the simulator "
-            "are Numba's; omit it"
         )
     return found
 

@@ -26,13 +26,14 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from numba_symm.errors import ArgumentError, BackendError, DriverError
 from numba_symm.gpu import driver
+from numba_symm.launch.store import StoreExchange
 
 
 @dataclass(frozen=True)
@@ -471,6 +472,32 @@ def memory_file(name: str, nbytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def file_of_all(
+    exchange: StoreExchange, channel: Any, name: str, nbytes: int
+) -> Iterator[int]:
+    """Yield a descriptor of new memory that all ranks map in the block. Collective.
+
+    Args:
+        exchange: the ranks.
+        channel: an ``IpcChannel`` of these.
+        name: what it is.
+        nbytes: its size.
+    """
+    with ExitStack() as files:
+        with exchange.agreed(f"making the {name}"):
+            if channel.rank == 0:
+                fd = memory_file(f"numba_symm {name}", nbytes)
+                files.callback(os.close, fd)
+                for other in range(1, channel.size):
+                    channel.send_fd(other, fd)
+        with exchange.agreed(f"sending the {name}"):
+            if channel.rank != 0:
+                fd = channel.recv_fd(0)
+                files.callback(os.close, fd)
+        yield fd
 
 
 def mapped(fd: int, nbytes: int) -> mmap.mmap:

@@ -24,6 +24,7 @@ from numba_symm.mpi.comm import Intercomm as Intercomm
 from numba_symm.mpi.comm import Intracomm as Intracomm
 from numba_symm.mpi.comm import Topocomm as Topocomm
 from numba_symm.mpi.errors import MPIError as MPIError
+from numba_symm.mpi.host_only import Attach_buffer as Attach_buffer
 from numba_symm.mpi.host_only import Datatype as Datatype
 from numba_symm.mpi.host_only import File as File
 from numba_symm.mpi.host_only import Finalize as Finalize
@@ -35,8 +36,6 @@ from numba_symm.mpi.host_only import Session as Session
 from numba_symm.mpi.host_only import _sizeof as _sizeof
 from numba_symm.mpi.host_only import constant as _constant
 from numba_symm.mpi.host_only import install as install
-from numba_symm.mpi.p2p import Attach_buffer as Attach_buffer
-from numba_symm.mpi.p2p import Detach_buffer as Detach_buffer
 from numba_symm.mpi.pending import Message as Message
 from numba_symm.mpi.requests import Prequest as Prequest
 from numba_symm.mpi.requests import Request as Request

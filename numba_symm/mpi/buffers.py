@@ -48,7 +48,7 @@ from numba_symm.collectives.kernels import pack as kernel
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.device.intrinsics import device_function
 from numba_symm.environment import SIMULATED
-from numba_symm.gpu import arrays, driver, streams
+from numba_symm.gpu import arrays, driver
 from numba_symm.gpu.arrays import ArrayView, Memory
 from numba_symm.mpi import datatypes
 from numba_symm.mpi.datatypes import ItemLayout, listed, natural, naturals
@@ -57,6 +57,7 @@ from numba_symm.mpi.errors import refusal
 if SIMULATED:
     from numba_symm import simulator
 
+BYTE = np.dtype(np.uint8)
 _OWNERS = (bytes, bytearray, array.array)
 ASKED = (MPI.buffer, memoryview, ctypes.Array, np.ndarray)
 """Buffers that may be over memory of the GPU."""
@@ -78,7 +79,12 @@ def there(buffer: Any) -> Any:
     if not place.address or not any_on_device([place.address]):
         return buffer
     nbytes = place.nbytes or _end(place.address) - place.address
-    return Memory(place.address, nbytes, buffer).array(nbytes, np.dtype(np.uint8))
+    return at(place.address, nbytes, BYTE, buffer)
+
+
+def at(address: int, count: int, dtype: np.dtype[Any], owner: Any) -> Any:
+    """Return the array of some elements in memory that an object keeps."""
+    return Memory(address, count * dtype.itemsize, owner).array(count, dtype)
 
 
 def buffer_on_device(buffer: Any) -> bool:
@@ -195,18 +201,11 @@ def on_device(*specs: Any) -> bool:
         MPIError: some are on the GPU and some on the host, or MPI.BOTTOM stands for
             addresses of the GPU.
     """
-    if len(specs) == 1:
-        array = array_in(specs[0])
-        if arrays.on_device(array):  # first, because most are
-            return True
-        if is_bottom(array):
-            _check_bottom(specs[0])
-            return False
-        return buffer_on_device(array)
     for spec in specs:
         if is_bottom(array_in(spec)):
             _check_bottom(spec)
-    given = [array for array in map(array_in, specs) if not _nowhere(array)]
+    arrays_of = map(array_in, specs)
+    given = [each for each in arrays_of if not (in_place(each) or is_bottom(each))]
     found = {buffer_on_device(array) for array in given}
     if len(found) == 2:
         kinds = " and ".join(type(array).__name__ for array in given)
@@ -264,10 +263,6 @@ def of_host(plain: Any, advice: str) -> Any:
         return plain(*args, **options)
 
     return method
-
-
-def _nowhere(array: Any) -> bool:
-    return array is None or is_constant(array, MPI.IN_PLACE) or is_bottom(array)
 
 
 def is_constant(value: Any, constant: Any) -> bool:
@@ -611,15 +606,11 @@ def unpack(message: Items, packed: Any) -> PackedStep:
     return _moved(False, message, packed)
 
 
-def copy_of(found: Items, stream: int) -> Items:
+def packed(found: Items, stream: int) -> Items:
     """Return a copy of a message's elements, without gaps."""
-    made = arrays.empty((found.nbytes,), np.dtype(np.uint8), "Send")
-    copy = message(made)
-    if found.layout.runs is None:
-        streams.copy(copy.address, found.address, found.nbytes, stream)
-    else:
-        pack(found, made)(stream)
-    return copy
+    made = arrays.empty((found.nbytes,), BYTE, "Send")
+    pack(found, made)(stream)
+    return message(made)
 
 
 def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:
@@ -643,13 +634,9 @@ def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:
         *(8, layout.run, abs(layout.extent), start, target.address, target.nbytes),
         *(runs - low),
     )
-    kind = _WORDS[word]
-    spread = Memory(start, high - low, message.array).array(
-        (high - low) // word, np.dtype(kind)
-    )
-    flat = Memory(target.address, target.nbytes, packed).array(
-        target.nbytes // word, np.dtype(kind)
-    )
+    kind = np.dtype(_WORDS[word])
+    spread = at(start, (high - low) // word, kind, message.array)
+    flat = at(target.address, target.nbytes // word, kind, packed)
     places = _table(((runs - low) // word).tobytes())
     args = flat, spread, places, layout.extent // word, layout.run // word
     return functools.partial(_launch, irregular, flat.size, args)

@@ -82,9 +82,16 @@ class StartedCall:
         """Wait for the call, and describe it."""
         raise NotImplementedError
 
+    def _is_done(self) -> bool:
+        """Return whether the call is done. Never wait."""
+        raise NotImplementedError
+
     def _poll(self, status: MPI.Status | None) -> bool:
         """Return whether the call is done, and describe it if so. Never wait."""
-        raise NotImplementedError
+        done = self._is_done()
+        if done:
+            self._finish(status)
+        return done
 
     def _await_start(self) -> None:
         """Wait until what the call copies is being copied."""

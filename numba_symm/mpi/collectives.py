@@ -19,12 +19,11 @@ from numba_symm import dtypes
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.invocation import check_writable
 from numba_symm.gpu import arrays, streams
-from numba_symm.gpu.arrays import Memory
 from numba_symm.mpi import buffers
-from numba_symm.mpi.buffers import Items, in_place, message, on_device
+from numba_symm.mpi.buffers import BYTE, Items, in_place, message, on_device
 from numba_symm.mpi.datatypes import naturals
 from numba_symm.mpi.errors import refusal, unsupported
-from numba_symm.mpi.jobs import Job
+from numba_symm.mpi.jobs import Build, Job
 from numba_symm.mpi.messages import Post
 
 
@@ -48,6 +47,35 @@ class Ranks(Protocol):
         """The messages of this rank."""
 
 
+def of_arrays(build: Callable[..., Job]) -> Callable[..., Job | None]:
+    """Return what makes no job if the first two arguments are on the host."""
+
+    def built(comm: Ranks, sendbuf: Any, recvbuf: Any, *rest: Any) -> Job | None:
+        there = on_device(sendbuf, recvbuf)
+        return build(comm, sendbuf, recvbuf, *rest) if there else None
+
+    return built
+
+
+def rooted(own: int) -> Callable[[Callable[..., Job]], Callable[..., Job | None]]:
+    """Return what does so for a call with a root, the last argument.
+
+    Args:
+        own: the argument that is an array on all ranks; the other is one at the root.
+    """
+
+    def of(build: Callable[..., Job]) -> Callable[..., Job | None]:
+        def built(comm: Ranks, *args: Any) -> Job | None:
+            root = args[-1]
+            check_root(comm, root, build.__name__.capitalize(), args[own])
+            there = on_device(*args[:2]) if comm.rank == root else on_device(args[own])
+            return build(comm, *args) if there else None
+
+        return built
+
+    return of
+
+
 def barrier(comm: Ranks) -> Job:
     """Wait for all ranks, and for the earlier work of their streams."""
     job = Job(comm.communicator, "Barrier")
@@ -67,11 +95,9 @@ def bcast(comm: Ranks, buf: Any, root: int = 0) -> Job | None:
     return job
 
 
-def gather(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+@rooted(0)
+def gather(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     """Gather every rank's items on ``root``."""
-    check_root(comm, root, "Gather", sendbuf)
-    if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
-        return None
     into = message(recvbuf, comm.size) if comm.rank == root else None
     job, x, out = _gathered(comm, "Gather", sendbuf, into, root)
     job.call(comm.communicator.gather, x, root=root, out=out)
@@ -102,33 +128,45 @@ def sent(comm: Ranks, what: str, found: Items) -> tuple[Job, Any, None]:
     return job, job.read(found), None
 
 
-def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+@rooted(0)
+def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     """Gather every rank's items, of any number, on ``root``."""
-    check_root(comm, root, "Gatherv", sendbuf)
-    if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
-        return None
     if comm.rank != root:
         job, x, _ = sent(comm, "Gatherv", message(sendbuf))
-        job.call(comm.communicator.gather_v, _as_bytes(job, x), root=root)
+        job.call(comm.communicator.gather_v, job.like(x, BYTE), root=root)
         return job
+    given = comm, "Gatherv", sendbuf, recvbuf, root, comm.communicator.gather_v
+    return _gathered_parts(*given, root=root)
+
+
+def _gathered_parts(
+    comm: Ranks,
+    what: str,
+    sendbuf: Any,
+    recvbuf: Any,
+    rank: int,
+    method: Any,
+    **options: int,
+) -> Job:
+    """Return the job of a rank whose output has the items of all ranks.
+
+    The items of ``rank``, this one, may be there before.
+    """
     parts = buffers.vector(recvbuf, comm.size).parts
-    job = Job(comm.communicator, "Gatherv", parts[0].array)
+    job = Job(comm.communicator, what, parts[0].array)
     packed, counts = _room(job, parts), _counts(parts)
-    own = parts[root]
+    own = parts[rank]
     if not in_place(sendbuf):
-        own = _as_many(message(sendbuf), own, root, "Gatherv")
-    x = _as_bytes(job, job.read(own))
-    options = {"counts": counts, "root": root, "out": packed}
-    job.call(comm.communicator.gather_v, x, **options)
+        own = _as_many(message(sendbuf), own, rank, what)
+    x = job.like(job.read(own), BYTE)
+    job.call(method, x, counts=counts, out=packed, **options)
     _spread(job, parts, packed)
     return job
 
 
-def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+@rooted(1)
+def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     """Give each rank its items of ``root``'s array."""
-    check_root(comm, root, "Scatter", recvbuf)
-    if not on_device(*at_root(comm, root, sendbuf), recvbuf):
-        return None
     method = comm.communicator.scatter
     if comm.rank != root:
         into = message(recvbuf)
@@ -142,65 +180,53 @@ def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | Non
         out = job.part(x, root * of.size, of.size)
     else:
         out = job.write(message(recvbuf))
-        out = job.like(out, x)
+        out = job.like(out, arrays.view(x, job.what).dtype)
     job.call(method, x, root=root, out=out)
     return job
 
 
-def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+@rooted(1)
+def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     """Give each rank its items, of any number, of ``root``'s array."""
-    check_root(comm, root, "Scatterv", recvbuf)
-    if not on_device(*at_root(comm, root, sendbuf), recvbuf):
-        return None
     method = comm.communicator.scatter_v
     if comm.rank != root:
         into = message(recvbuf)
         job = Job(comm.communicator, "Scatterv", into.array)
-        job.call(method, None, root=root, out=_as_bytes(job, job.write(into)))
+        job.call(method, None, root=root, out=job.like(job.write(into), BYTE))
         return job
     parts = buffers.vector(sendbuf, comm.size).parts
     job = Job(comm.communicator, "Scatterv", parts[0].array)
     packed, counts = _room(job, parts), _counts(parts)
-    _collect(job, parts, packed)
+    _moved(job, parts, packed, out=False)
     if in_place(recvbuf):
-        out = job.temporary(counts[root], np.dtype(np.uint8))
+        out = job.temporary(counts[root], BYTE)
     else:
         into = _as_many(message(recvbuf), parts[root], root, "Scatterv")
-        out = _as_bytes(job, job.write(into))
+        out = job.like(job.write(into), BYTE)
     job.call(method, packed, counts=counts, root=root, out=out)
     return job
 
 
-def allgather(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+@of_arrays
+def allgather(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Give every rank the items of all ranks."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     into = message(recvbuf, comm.size)
     job, x, out = _gathered(comm, "Allgather", sendbuf, into, comm.rank)
-    job.call(comm.communicator.all_gather, job.like(x, out), out=job.flat(out))
+    x = job.like(x, arrays.view(out, job.what).dtype)
+    job.call(comm.communicator.all_gather, x, out=job.flat(out))
     return job
 
 
-def allgatherv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+@of_arrays
+def allgatherv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Give every rank the items of all ranks, of any numbers."""
-    if not on_device(sendbuf, recvbuf):
-        return None
-    parts = buffers.vector(recvbuf, comm.size).parts
-    job = Job(comm.communicator, "Allgatherv", parts[0].array)
-    packed, counts = _room(job, parts), _counts(parts)
-    own = parts[comm.rank]
-    if not in_place(sendbuf):
-        own = _as_many(message(sendbuf), own, comm.rank, "Allgatherv")
-    x = _as_bytes(job, job.read(own))
-    job.call(comm.communicator.all_gather_v, x, counts=counts, out=packed)
-    _spread(job, parts, packed)
-    return job
+    method = comm.communicator.all_gather_v
+    return _gathered_parts(comm, "Allgatherv", sendbuf, recvbuf, comm.rank, method)
 
 
-def alltoall(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+@of_arrays
+def alltoall(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Send each rank its items, and receive items from every rank."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     into = message(recvbuf, comm.size)
     job = Job(comm.communicator, "Alltoall", into.array)
     whole = into._replace(number=into.number * comm.size)
@@ -212,36 +238,34 @@ def alltoall(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
         return job
     of = message(sendbuf, comm.size)
     x = job.flat(job.read(of._replace(number=of.number * comm.size)))
-    out = job.like(job.write(whole), x)
+    out = job.like(job.write(whole), arrays.view(x, job.what).dtype)
     job.call(comm.communicator.all_to_all, x, out=out)
     return job
 
 
-def alltoallv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+@of_arrays
+def alltoallv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Send each rank items, of any number, and receive items from every rank."""
-    if not on_device(sendbuf, recvbuf):
-        return None
-    incoming = buffers.vector(recvbuf, comm.size).parts
-    outgoing = incoming
-    if not in_place(sendbuf):
-        outgoing = buffers.vector(sendbuf, comm.size).parts
-    return _exchanged(comm, "Alltoallv", outgoing, incoming)
+    given = comm, "Alltoallv", sendbuf, recvbuf
+    return _exchanged(*given, lambda *spec: buffers.vector(*spec).parts)
 
 
-def alltoallw(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+@of_arrays
+def alltoallw(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Send each rank items of any type and number, and receive such."""
-    if not on_device(sendbuf, recvbuf):
-        return None
-    incoming = buffers.typed(recvbuf, comm.size)
-    outgoing = incoming
-    if not in_place(sendbuf):
-        outgoing = buffers.typed(sendbuf, comm.size)
-    return _exchanged(comm, "Alltoallw", outgoing, incoming)
+    return _exchanged(comm, "Alltoallw", sendbuf, recvbuf, buffers.typed)
 
 
 def _exchanged(
-    comm: Ranks, what: str, outgoing: list[Items], incoming: list[Items]
+    comm: Ranks,
+    what: str,
+    sendbuf: Any,
+    recvbuf: Any,
+    items: Callable[[Any, int], list[Items]],
 ) -> Job:
+    outgoing = incoming = items(recvbuf, comm.size)
+    if not in_place(sendbuf):
+        outgoing = items(sendbuf, comm.size)
     there, here = outgoing[comm.rank].nbytes, incoming[comm.rank].nbytes
     if there != here:
         raise refusal(
@@ -274,7 +298,7 @@ def exchanged(
     there, here = (arrays.view(each, what) for each in (packed, received))
     if (there.address, there.nbytes) == (here.address, here.nbytes):
         packed = received  # for the communicator, equal arrays mean a call in place
-    _collect(job, sends, packed)
+    _moved(job, sends, packed, out=False)
     counts = [
         [sum(part.nbytes for part in parts) for parts in each]
         for each in (outgoing, incoming)
@@ -314,15 +338,9 @@ def _room(job: Job, parts: list[Items]) -> Any:
         for part, start in zip(parts, starts[:-1], strict=True)
     )
     if parts and ordered:
-        memory = Memory(parts[0].address, sum(counts), parts[0].array)
         job.keep(parts[0].array)
-        return memory.array(sum(counts), np.dtype(np.uint8))
-    return job.temporary(sum(counts), np.dtype(np.uint8))
-
-
-def _collect(job: Job, parts: list[Items], packed: Any) -> None:
-    """Add the copies of all parts to one array."""
-    _moved(job, parts, packed, out=False)
+        return buffers.at(parts[0].address, sum(counts), BYTE, parts[0].array)
+    return job.temporary(sum(counts), BYTE)
 
 
 def _spread(job: Job, parts: list[Items], packed: Any) -> None:
@@ -336,8 +354,7 @@ def _moved(job: Job, parts: list[Items], packed: Any, out: bool) -> None:
     address, first = arrays.view(packed, job.what).address, 0
     for part in parts:
         if part.nbytes and part.layout.runs is not None:
-            memory = Memory(address + first, part.nbytes, packed)
-            place = memory.array(part.nbytes, np.dtype(np.uint8))
+            place = buffers.at(address + first, part.nbytes, BYTE, packed)
             job.then_move(buffers.unpack if out else buffers.pack, part, place)
         elif part.nbytes and part.address != address + first:
             places = part.address, address + first
@@ -345,18 +362,6 @@ def _moved(job: Job, parts: list[Items], packed: Any, out: bool) -> None:
             job.then(partial(streams.copy, target, source, part.nbytes))
         first += part.nbytes
     job.keep(*(part.array for part in parts))
-
-
-def _as_bytes(job: Job, array: Any) -> Any:
-    view = arrays.view(array, job.what)
-    job.keep(array)
-    memory = Memory(view.address, view.nbytes, array)
-    return memory.array(view.nbytes, np.dtype(np.uint8))
-
-
-def at_root(comm: Ranks, root: int, spec: Any) -> tuple[Any, ...]:
-    """Return an argument that only the root's call reads."""
-    return (spec,) if comm.rank == root else ()
 
 
 def check_root(comm: Ranks, root: Any, what: str, own: Any = None) -> None:
@@ -414,13 +419,11 @@ def operator(op: Any, dtype: np.dtype[Any], what: str) -> Any:
     )
 
 
+@rooted(0)
 def reduce(
     comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0
-) -> Job | None:
+) -> Job:
     """Reduce all ranks' items, element by element, on ``root``."""
-    check_root(comm, root, "Reduce", sendbuf)
-    if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
-        return None
     if comm.rank == root:
         job, x, out = _reduced(comm, "Reduce", sendbuf, recvbuf)
     else:
@@ -430,28 +433,24 @@ def reduce(
     return job
 
 
-def allreduce(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | None:
-    """Reduce all ranks' items, element by element. Every rank gets the result."""
-    if not on_device(sendbuf, recvbuf):
-        return None
-    job, x, out = _reduced(comm, "Allreduce", sendbuf, recvbuf)
-    _call(job, comm.communicator.all_reduce, x, op, out=out)
-    return job
+def _reduction(what: str, method: str) -> Build:
+    """Return what makes the job of a reduction that all ranks get."""
+
+    @of_arrays
+    def build(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any) -> Job:
+        job, x, out = _reduced(comm, what, sendbuf, recvbuf)
+        _call(job, getattr(comm.communicator, method), x, op, out=out)
+        return job
+
+    return build
 
 
-def scan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | None:
-    """Reduce the items of ranks 0 to r, on each rank r."""
-    if not on_device(sendbuf, recvbuf):
-        return None
-    job, x, out = _reduced(comm, "Scan", sendbuf, recvbuf)
-    _call(job, comm.communicator.scan, x, op, out=out)
-    return job
+allreduce, scan = _reduction("Allreduce", "all_reduce"), _reduction("Scan", "scan")
 
 
-def exscan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | None:
+@of_arrays
+def exscan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job:
     """Reduce the items of ranks 0 to r - 1, on each rank r but 0."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     if comm.rank == 0 and in_place(sendbuf):  # MPI does not change the array there
         found = _elements(message(recvbuf), "Exscan")
         job, x, _ = sent(comm, "Exscan", found)
@@ -462,12 +461,11 @@ def exscan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | 
     return job
 
 
+@of_arrays
 def reduce_scatter_block(
     comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM
-) -> Job | None:
+) -> Job:
     """Reduce all ranks' items, and give each rank as many of the result."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     what = "Reduce_scatter_block"
     if in_place(sendbuf):
         into = _elements(message(recvbuf, comm.size), what)
@@ -481,16 +479,15 @@ def reduce_scatter_block(
     return _reduced_shards(comm, what, of, into, counts, op)
 
 
+@of_arrays
 def reduce_scatter(
     comm: Ranks,
     sendbuf: Any,
     recvbuf: Any,
     recvcounts: Sequence[int] | None = None,
     op: Any = MPI.SUM,
-) -> Job | None:
+) -> Job:
     """Reduce all ranks' items, and give each rank a number of the result."""
-    if not on_device(sendbuf, recvbuf):
-        return None
     what = "Reduce_scatter"
     into = _elements(message(recvbuf), what)
     if recvcounts is not None:

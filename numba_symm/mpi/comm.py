@@ -8,9 +8,10 @@ two ranks, or over several edges) is matched as MPI defines.
 """
 
 import atexit
+import functools
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, Self
 
 from mpi4py import MPI
@@ -21,13 +22,13 @@ from numba_symm.errors import ClosedError, CollectiveError
 from numba_symm.gpu.streams import SideStream
 from numba_symm.launch import devices, ranks
 from numba_symm.launch.ranks import TaggedComm
-from numba_symm.mpi import buffers, calls, collectives, jobs, messages, progress
-from numba_symm.mpi.buffers import Items, Kind, message, of_host, on_device
+from numba_symm.mpi import buffers, calls, collectives, jobs, messages
+from numba_symm.mpi.buffers import Items, Kind, message, of_host
 from numba_symm.mpi.calls import Life
 from numba_symm.mpi.collectives import exchanged
-from numba_symm.mpi.datatypes import translated
+from numba_symm.mpi.datatypes import like, translated
 from numba_symm.mpi.errors import FREED, MPIError, MPITypeError, refusal
-from numba_symm.mpi.jobs import Job, forms, of_objects
+from numba_symm.mpi.jobs import Build, Job, forms, of_objects
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.p2p import Messages
 from numba_symm.mpi.words import Words
@@ -214,20 +215,8 @@ class Device(Messages):
 
     # Communicators.
 
-    @translated
-    def Dup(self, info: MPI.Info | None = None) -> Any:
-        """Return a new communicator of the same ranks."""
-        return self._wrapped(self.host.Dup(info), kind=type(self))
-
-    @translated
-    def Clone(self) -> Any:
-        """Return a new communicator of the same ranks."""
-        return self._wrapped(self.host.Clone(), kind=type(self))
-
-    @translated
-    def Dup_with_info(self, info: MPI.Info) -> Any:
-        """Return a new communicator of the same ranks, with hints."""
-        return self._wrapped(self.host.Dup_with_info(info), kind=type(self))
+    Dup: Any
+    Dup_with_info: Any
 
     @translated
     def Idup(self, info: MPI.Info | None = None) -> tuple[Any, MPI.Request]:
@@ -238,23 +227,6 @@ class Device(Messages):
     def Idup_with_info(self, info: MPI.Info) -> tuple[Any, MPI.Request]:
         """Return a new communicator of the same ranks, and a request that is done."""
         return self.Dup_with_info(info), MPI.Request()
-
-    @translated
-    def Create(self, group: MPI.Group) -> Any:
-        """Return a new communicator of a group of ranks. Collective over all ranks."""
-        return self._wrapped(self.host.Create(group))
-
-    @translated
-    def Split(self, color: int = 0, key: int = 0) -> Any:
-        """Return a new communicator of the ranks that pass the same color."""
-        return self._wrapped(self.host.Split(color, key))
-
-    @translated
-    def Split_type(
-        self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL
-    ) -> Any:
-        """Return a new communicator of the ranks that share something."""
-        return self._wrapped(self.host.Split_type(split_type, key, info))
 
     @translated
     def Free(self) -> None:
@@ -280,8 +252,6 @@ class Device(Messages):
         if life.made is not None:
             life.watched = life.made
         try:
-            if life.failure is None:
-                progress.hurry_all(self.post)  # a peer may still receive these
             self._close()
             if life.failure is None:
                 self.post.free()
@@ -326,28 +296,37 @@ class Device(Messages):
         job.start()
         job.wait()
 
-    Bcast, Ibcast, Bcast_init = forms("Bcast", collectives.bcast)
-    Gather, Igather, Gather_init = forms("Gather", collectives.gather)
-    Gatherv, Igatherv, Gatherv_init = forms("Gatherv", collectives.gatherv)
-    Scatter, Iscatter, Scatter_init = forms("Scatter", collectives.scatter)
-    Scatterv, Iscatterv, Scatterv_init = forms("Scatterv", collectives.scatterv)
-    Allgather, Iallgather, Allgather_init = forms("Allgather", collectives.allgather)
-    Allgatherv, Iallgatherv, Allgatherv_init = forms(
-        "Allgatherv", collectives.allgatherv
-    )
-    Alltoall, Ialltoall, Alltoall_init = forms("Alltoall", collectives.alltoall)
-    Alltoallv, Ialltoallv, Alltoallv_init = forms("Alltoallv", collectives.alltoallv)
-    Alltoallw, Ialltoallw, Alltoallw_init = forms("Alltoallw", collectives.alltoallw)
-    Reduce, Ireduce, Reduce_init = forms("Reduce", collectives.reduce)
-    Allreduce, Iallreduce, Allreduce_init = forms("Allreduce", collectives.allreduce)
-    Reduce_scatter_block, Ireduce_scatter_block, Reduce_scatter_block_init = forms(
-        "Reduce_scatter_block", collectives.reduce_scatter_block
-    )
-    Reduce_scatter, Ireduce_scatter, Reduce_scatter_init = forms(
-        "Reduce_scatter", collectives.reduce_scatter
-    )
+
+def making(plain: Any, same: bool = False) -> Any:
+    """Return a method of mpi4py as one that makes a communicator of this module.
+
+    Args:
+        plain: the method.
+        same: whether the result has the class of the object.
+    """
+
+    def method(self: Device, *args: Any) -> Any:
+        return self._wrapped(plain(self.host, *args), kind=type(self) if same else None)
+
+    return like(plain, method)
 
 
+def add_forms(kind: type[Device], name: str, build: Build) -> None:
+    """Add the three methods of a collective to a class."""
+    for method in forms(name, build):
+        setattr(kind, method.__name__, method)
+
+
+for _name in ("Dup", "Clone", "Dup_with_info"):
+    setattr(Device, _name, making(getattr(MPI.Comm, _name), same=True))
+for _name in ("Create", "Split", "Split_type"):
+    setattr(Device, _name, making(getattr(MPI.Comm, _name)))
+for _name in (
+    *("Bcast", "Gather", "Gatherv", "Scatter", "Scatterv", "Allgather", "Allgatherv"),
+    *("Alltoall", "Alltoallv", "Alltoallw", "Reduce", "Allreduce"),
+    *("Reduce_scatter_block", "Reduce_scatter"),
+):
+    add_forms(Device, _name, getattr(collectives, _name.lower()))
 for _name, _advice in (
     ("Psend_init", "use several messages"),
     ("Precv_init", "use several messages"),
@@ -355,7 +334,6 @@ for _name, _advice in (
     ("Attach_buffer", "Bsend of a device array needs no buffer"),
 ):
     setattr(Device, _name, of_host(getattr(MPI.Comm, _name), _advice))
-
 for _name in (
     *("bcast", "gather", "scatter", "allgather", "alltoall"),
     *("reduce", "allreduce"),
@@ -385,26 +363,15 @@ def _named(name: str) -> Any:
     return getattr(sys.modules["mpi4py.MPI"], name)
 
 
-def close_all() -> None:
-    """Close all communicators. The end of the program does it, too."""
-    _close_all()
-
-
 @atexit.register
-def _close_all() -> None:
+def close_all() -> None:
     """Close what is open, in reverse order, as MPI does at the end of a program.
 
     It closes nothing after an exception, because the other ranks may not come. They get
     an error that names the exception.
     """
-    try:
-        if getattr(sys, "last_value", None) is None and not MPI.Is_finalized():
-            _close_open()
-    finally:
-        progress.stop()
-
-
-def _close_open() -> None:
+    if getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
+        return
     messages.settle_all()
     for comm in reversed(list(_open)):
         try:
@@ -529,20 +496,19 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
         calls.note(made)
         return made
 
-    @classmethod
-    def fromhandle(cls, handle: int) -> Any:
-        """Return the communicator of a handle."""
-        return _known(MPI.Comm.fromhandle(handle))
 
-    @classmethod
-    def fromint(cls, arg: int) -> Any:
-        """Return the communicator of an integer of MPI's ABI."""
-        return _known(MPI.Comm.fromint(arg))
+def _from_mpis(name: str) -> Any:
+    """Return mpi4py's class method of that name, whose result may be known here."""
+    plain = getattr(MPI.Comm, name)
 
-    @classmethod
-    def f2py(cls, arg: int) -> Any:
-        """Return the communicator of a handle of Fortran."""
-        return _known(MPI.Comm.f2py(arg))
+    def method(cls: Any, given: Any) -> Any:
+        return _known(plain(given))
+
+    return classmethod(functools.update_wrapper(method, plain))
+
+
+for _name in ("fromhandle", "fromint", "f2py"):
+    setattr(Comm, _name, _from_mpis(_name))
 
 
 class Intracomm(Comm, MPI.Intracomm):  # type: ignore[misc]
@@ -574,50 +540,15 @@ class Intracomm(Comm, MPI.Intracomm):  # type: ignore[misc]
         create = self.host.Create_intercomm
         return self._wrapped(create(local_leader, peer_comm, remote_leader, tag))
 
-    def Create_cart(
-        self,
-        dims: Sequence[int],
-        periods: Sequence[bool] | None = None,
-        reorder: bool = False,
-    ) -> Any:
-        """Return a new communicator whose ranks are a grid."""
-        return self._wrapped(self.host.Create_cart(dims, periods, reorder))
-
-    def Create_graph(
-        self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
-    ) -> Any:
-        """Return a new communicator whose ranks are the nodes of a graph."""
-        return self._wrapped(self.host.Create_graph(index, edges, reorder))
-
-    def Create_dist_graph_adjacent(
-        self,
-        sources: Sequence[int],
-        destinations: Sequence[int],
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        """Return a new communicator of a graph, of which each rank names its edges."""
-        create = self.host.Create_dist_graph_adjacent
-        return self._wrapped(create(sources, destinations, *args, **options))
-
-    def Create_dist_graph(
-        self,
-        sources: Sequence[int],
-        degrees: Sequence[int],
-        destinations: Sequence[int],
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        """Return a new communicator of a graph, of which each rank names some edges."""
-        create = self.host.Create_dist_graph
-        return self._wrapped(create(sources, degrees, destinations, *args, **options))
-
-    Scan, Iscan, Scan_init = forms("Scan", collectives.scan)
-    Exscan, Iexscan, Exscan_init = forms("Exscan", collectives.exscan)
+    Create_cart = making(MPI.Intracomm.Create_cart)
+    Create_graph = making(MPI.Intracomm.Create_graph)
+    Create_dist_graph_adjacent = making(MPI.Intracomm.Create_dist_graph_adjacent)
+    Create_dist_graph = making(MPI.Intracomm.Create_dist_graph)
 
 
 for _name in ("scan", "exscan"):
     setattr(Intracomm, _name, of_objects(_name))
+    add_forms(Intracomm, _name.capitalize(), getattr(collectives, _name))
 
 
 ADVICE = "an intercommunicator takes no others; call the method of comm.Merge()"
@@ -658,17 +589,19 @@ class Intercomm(Comm, MPI.Intercomm):  # type: ignore[misc]
         made = self.host.Merge(high)
         return _adopted(made) if self._of_program else made
 
-    @translated
-    def Free(self) -> None:
-        """Free the communicator. Collective."""
-        MPI.Intercomm.Free(self)
+
+def _freeing(plain: Any) -> Any:
+    """Return a method of mpi4py after which there is no communicator."""
+
+    def method(self: Intercomm) -> None:
+        plain(self)
         self.host = MPI.Intercomm()
 
-    @translated
-    def Disconnect(self) -> None:
-        """Wait for the messages of this rank, and free the communicator. Collective."""
-        MPI.Intercomm.Disconnect(self)
-        self.host = MPI.Intercomm()
+    return like(plain, method)
+
+
+for _name in ("Free", "Disconnect"):
+    setattr(Intercomm, _name, _freeing(getattr(MPI.Intercomm, _name)))
 
 
 _MADE_HERE = (
@@ -684,60 +617,34 @@ for _name in dir(Device):
 add_kinds(Comm, Intracomm, Intercomm)
 
 
-def neighbor_allgather(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
-    """Send items to all neighbours, and receive as many from each."""
-    if not on_device(sendbuf, recvbuf):
-        return None
-    sources, destinations = comm.host.inoutedges
-    incoming = _blocks(recvbuf, len(sources))
-    outgoing = [message(sendbuf)] * len(destinations)
-    return _between(comm, "Neighbor_allgather", outgoing, incoming)
+Items_of = Callable[[Any, int], list[Items]]
+"""Returns the items that an argument names, for so many neighbours."""
 
 
-def neighbor_allgatherv(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
-    """Send items to all neighbours, and receive any number from each."""
-    if not on_device(sendbuf, recvbuf):
-        return None
-    sources, destinations = comm.host.inoutedges
-    incoming = buffers.vector(recvbuf, len(sources)).parts
-    outgoing = [message(sendbuf)] * len(destinations)
-    return _between(comm, "Neighbor_allgatherv", outgoing, incoming)
-
-
-def neighbor_alltoall(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
-    """Send items to each neighbour, and receive items from each."""
-    if not on_device(sendbuf, recvbuf):
-        return None
-    sources, destinations = comm.host.inoutedges
-    incoming = _blocks(recvbuf, len(sources))
-    outgoing = _blocks(sendbuf, len(destinations))
-    return _between(comm, "Neighbor_alltoall", outgoing, incoming)
-
-
-def neighbor_alltoallv(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
-    """Send items of any number to each neighbour, and receive such."""
-    if not on_device(sendbuf, recvbuf):
-        return None
-    sources, destinations = comm.host.inoutedges
-    incoming = buffers.vector(recvbuf, len(sources)).parts
-    outgoing = buffers.vector(sendbuf, len(destinations)).parts
-    return _between(comm, "Neighbor_alltoallv", outgoing, incoming)
-
-
-def neighbor_alltoallw(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
-    """Send items of any type and number to each neighbour, and receive such."""
-    if not on_device(sendbuf, recvbuf):
-        return None
-    sources, destinations = comm.host.inoutedges
-    incoming = buffers.typed(recvbuf, len(sources))
-    outgoing = buffers.typed(sendbuf, len(destinations))
-    return _between(comm, "Neighbor_alltoallw", outgoing, incoming)
+def _each(spec: Any, number: int) -> list[Items]:
+    return [message(spec)] * number
 
 
 def _blocks(spec: Any, number: int) -> list[Items]:
     found = message(spec, number)
     each = found.number
     return [found.items(block * each, each) for block in range(number)]
+
+
+def _vector(spec: Any, number: int) -> list[Items]:
+    return buffers.vector(spec, number).parts
+
+
+def _with_neighbours(name: str, sent: Items_of, received: Items_of) -> Build:
+    """Return what makes the job of a collective between neighbours."""
+
+    @collectives.of_arrays
+    def build(comm: Any, sendbuf: Any, recvbuf: Any) -> Job:
+        sources, destinations = comm.host.inoutedges
+        incoming = received(recvbuf, len(sources))
+        return _between(comm, name, sent(sendbuf, len(destinations)), incoming)
+
+    return build
 
 
 def _between(comm: Any, what: str, outgoing: list[Items], incoming: list[Items]) -> Job:
@@ -763,23 +670,15 @@ class Topocomm(Intracomm, MPI.Topocomm):  # type: ignore[misc]
 
     _plain = MPI.Topocomm
 
-    Neighbor_allgather, Ineighbor_allgather, Neighbor_allgather_init = forms(
-        "Neighbor_allgather", neighbor_allgather
-    )
-    Neighbor_allgatherv, Ineighbor_allgatherv, Neighbor_allgatherv_init = forms(
-        "Neighbor_allgatherv", neighbor_allgatherv
-    )
-    Neighbor_alltoall, Ineighbor_alltoall, Neighbor_alltoall_init = forms(
-        "Neighbor_alltoall", neighbor_alltoall
-    )
-    Neighbor_alltoallv, Ineighbor_alltoallv, Neighbor_alltoallv_init = forms(
-        "Neighbor_alltoallv", neighbor_alltoallv
-    )
-    Neighbor_alltoallw, Ineighbor_alltoallw, Neighbor_alltoallw_init = forms(
-        "Neighbor_alltoallw", neighbor_alltoallw
-    )
 
-
+for _name, *_items in (
+    ("Neighbor_allgather", _each, _blocks),
+    ("Neighbor_allgatherv", _each, _vector),
+    ("Neighbor_alltoall", _blocks, _blocks),
+    ("Neighbor_alltoallv", _vector, _vector),
+    ("Neighbor_alltoallw", buffers.typed, buffers.typed),
+):
+    add_forms(Topocomm, _name, _with_neighbours(_name, *_items))
 for _name in ("neighbor_allgather", "neighbor_alltoall"):
     setattr(Topocomm, _name, of_objects(_name))
 
@@ -788,10 +687,7 @@ class Cartcomm(Topocomm, MPI.Cartcomm):  # type: ignore[misc]
     """A communicator whose ranks are a grid, made by ``Comm.Create_cart``."""
 
     _plain = MPI.Cartcomm
-
-    def Sub(self, remain_dims: Sequence[bool]) -> Any:
-        """Return a new communicator of this rank's part of the grid."""
-        return self._wrapped(self.host.Sub(remain_dims))
+    Sub = making(MPI.Cartcomm.Sub)
 
 
 class Graphcomm(Topocomm, MPI.Graphcomm):  # type: ignore[misc]

@@ -192,30 +192,24 @@ def _elements(datatype: MPI.Datatype) -> Iterator[tuple[np.dtype[Any], Any]]:
 
 def _starts(name: str, info: Any, extent: int, basetype: MPI.Datatype) -> Any:
     """Return the offsets of the items of the basetype, in order, in bytes."""
-
-    def blocks(displacements: Any, lengths: Any) -> Any:
-        made = [
-            displacement + np.arange(length, dtype=np.int64) * extent
-            for displacement, length in zip(displacements, lengths, strict=True)
-        ]
-        return np.concatenate([np.empty(0, np.int64), *made])
-
     count = info.get("count", 0)
     if name in ("DUP", "RESIZED"):
         return np.zeros(1, np.int64)
     if name == "CONTIGUOUS":
         return np.arange(count, dtype=np.int64) * extent
-    if name in ("VECTOR", "HVECTOR"):
-        stride = info["stride"] * (extent if name == "VECTOR" else 1)
-        return blocks(np.arange(count) * stride, [info["blocklength"]] * count)
-    if name in ("INDEXED", "HINDEXED"):
-        factor = extent if name == "INDEXED" else 1
-        displacements = np.array(info["displacements"], np.int64) * factor
-        return blocks(displacements, info["blocklengths"])
-    if name in ("INDEXED_BLOCK", "HINDEXED_BLOCK"):
-        factor = extent if name == "INDEXED_BLOCK" else 1
-        displacements = np.array(info["displacements"], np.int64) * factor
-        return blocks(displacements, [info["blocklength"]] * len(displacements))
+    if name.lstrip("H") in ("VECTOR", "INDEXED", "INDEXED_BLOCK"):
+        places = info.get("displacements")
+        if places is None:
+            places = np.arange(count) * info["stride"]
+        starts = np.asarray(places, np.int64) * (1 if name[0] == "H" else extent)
+        lengths = info.get("blocklengths")
+        if lengths is None:
+            lengths = [info["blocklength"]] * len(starts)
+        made = [
+            start + np.arange(length, dtype=np.int64) * extent
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+        return np.concatenate([np.empty(0, np.int64), *made])
     if name == "SUBARRAY":
         return _subarray(info) * extent
     raise unsupported(
@@ -254,6 +248,10 @@ _OBJECTS: dict[Any, tuple[int, str]] = {
     MPI.Comm: (MPI.ERR_COMM, "a communicator"),
 }
 
+
+_TEXTS: dict[Any, Any] = {"int": int, "Info": MPI.Info, "Group": MPI.Group}
+_TEXTS |= {"Status | None": MPI.Status | None, "Info | None": MPI.Info | None}
+"""mpi4py's annotations."""
 
 _INT = struct.Struct("i")  # C's
 
@@ -332,8 +330,8 @@ def _parameters(
     the argument, or refuses it.
     """
     for name, each in inspect.signature(method).parameters.items():
-        kind = each.annotation
-        if kind in (int, "int") and name not in _AGREED:  # mpi4py's are texts
+        kind = _TEXTS.get(each.annotation, each.annotation)
+        if kind is int and name not in _AGREED:
             code = _CODES.get(name, MPI.ERR_ARG)
             fine = (int,) if name in _CODES else ()  # else mpi4py gets it, as C's
             yield name, fine, functools.partial(integer, code=code)
@@ -410,12 +408,7 @@ def translated(
     for each in inspect.signature(like or method).parameters.values():
         own = each.name
         word = _STARS.get(each.kind, "")
-        if each.kind == each.KEYWORD_ONLY:
-            if not any(before.startswith("*") for before in taken):
-                taken.append("*")
-            passed.append(f"{own}={own}")
-        else:
-            passed.append(word + own)
+        passed.append(word + own)
         if each.default is not each.empty:
             known[f"{own}_0"], own = each.default, f"{own}={own}_0"
         taken.append(word + own)
@@ -439,6 +432,12 @@ def translated(
     exec(compile(text, __file__, "exec"), known)
     raising: Callable[P, T] = functools.wraps(method)(known["raising"])
     return raising
+
+
+def like(plain: Any, method: Callable[..., Any]) -> Any:
+    """Return a method with the name, the parameters and the text of mpi4py's."""
+    found = translated(method, plain, plain.__name__)
+    return functools.update_wrapper(found, plain)
 
 
 def _as_raised(call: str, error: SymmError) -> tuple[MPIError, BaseException | None]:

@@ -159,6 +159,7 @@ for _name in dir(MPI.File):
 for _name in ("Pack", "Unpack", "Pack_external", "Unpack_external"):
     setattr(Datatype, _name, of_host(getattr(MPI.Datatype, _name), _COPY))
 setattr(Session, "Attach_buffer", of_host(MPI.Session.Attach_buffer, _BSEND))  # noqa: B010
+Attach_buffer = of_host(MPI.Attach_buffer, _BSEND)
 Free_mem = of_host(MPI.Free_mem, "pass memory of MPI.Alloc_mem")
 
 _KINDS = {kind._plain: kind for kind in (Datatype, Op, Session)}

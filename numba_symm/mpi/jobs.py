@@ -15,12 +15,11 @@ from numba_symm.collectives.enqueueing import REFUSALS
 from numba_symm.collectives.invocation import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu import arrays, streams
-from numba_symm.gpu.arrays import Memory
 from numba_symm.gpu.events import Event
 from numba_symm.gpu.streams import SideStream
 from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import Items, PackedStep, array_in, on_device
-from numba_symm.mpi.datatypes import translated
+from numba_symm.mpi.datatypes import like
 from numba_symm.mpi.errors import MPIError, refusal, unsupported
 from numba_symm.mpi.requests import Prequest, Started
 
@@ -111,8 +110,7 @@ class Job:
         whole = message.first == 0 and message.nbytes == view.nbytes
         if whole and view.dtype == dtype and view.order == "C":
             return message.array
-        memory = Memory(message.address, message.nbytes, message.array)
-        return memory.array(message.size, dtype)
+        return buffers.at(message.address, message.size, dtype, message.array)
 
     def flat(self, array: Any) -> Any:
         """Return an array of one axis over the same memory."""
@@ -124,17 +122,15 @@ class Job:
         view = arrays.view(array, self.what)
         self._kept.append(array)
         size = view.dtype.itemsize
-        memory = Memory(view.address + first * size, count * size, array)
-        return memory.array(count, view.dtype)
+        return buffers.at(view.address + first * size, count, view.dtype, array)
 
-    def like(self, array: Any, other: Any) -> Any:
-        """Return the memory of an array with the dtype of another one, on one axis."""
-        view, dtype = arrays.view(array, self.what), arrays.view(other, self.what).dtype
+    def like(self, array: Any, dtype: np.dtype[Any]) -> Any:
+        """Return the memory of an array with another dtype, on one axis."""
+        view = arrays.view(array, self.what)
         if view.dtype == dtype:
             return self.flat(array)
         self._kept.append(array)
-        memory = Memory(view.address, view.nbytes, array)
-        return memory.array(view.nbytes // dtype.itemsize, dtype)
+        return buffers.at(view.address, view.nbytes // dtype.itemsize, dtype, array)
 
     def keep(self, *kept: Any) -> None:
         """Keep objects as long as the job."""
@@ -292,8 +288,8 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
     If the arrays are on the host, each calls mpi4py's method of its name.
     """
 
-    def blocking(self: Any, *args: Any, **options: Any) -> None:
-        key, used = _key_of(name, args, options)
+    def blocking(self: Any, *args: Any) -> None:
+        key, used = _key_of(name, args)
         if key is not None:
             communicator = self.communicator
             within = inside(communicator)
@@ -305,9 +301,9 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
                     if self.synchronizes:
                         wait(communicator, stream)
                     return
-        job = build(self, *args, **options)
+        job = build(self, *args)
         if job is None:
-            getattr(self.host, name)(*args, **options)
+            getattr(self.host, name)(*args)
             return
         job.start()
         if key is not None:
@@ -317,66 +313,50 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
         else:
             job.linger()
 
-    def nonblocking(self: Any, *args: Any, **options: Any) -> Any:
-        job = build(self, *args, **options)
+    def nonblocking(self: Any, *args: Any) -> Any:
+        job = build(self, *args)
         if job is None:
-            return getattr(self.host, f"I{name.lower()}")(*args, **options)
+            return getattr(self.host, f"I{name.lower()}")(*args)
         return _started(self, job)
 
-    def persistent(self: Any, *args: Any, **options: Any) -> Any:
-        given = args[:-1] if args and isinstance(args[-1], MPI.Info) else args
-        kept = {key: value for key, value in options.items() if key != "info"}
-        job = build(self, *given, **kept)
+    def persistent(self: Any, *args: Any) -> Any:
+        given = args[:-1]  # without the info
+        job = build(self, *given)
         if job is None:
-            return getattr(self.host, f"{name}_init")(*args, **options)
-        specs = [spec for spec in (*given, *kept.values()) if on_device(spec)]
-        used = [buffers.there(array_in(spec)) for spec in specs]
+            return getattr(self.host, f"{name}_init")(*args)
+        used = [buffers.there(array_in(spec)) for spec in given if on_device(spec)]
         return Prequest(functools.partial(_started, self, job), used)
 
+    of = MPI.Topocomm
     return (
-        _named(blocking, name, build, ""),
-        _named(nonblocking, f"I{name.lower()}", build, _STARTED),
-        _named(persistent, f"{name}_init", build, _PREPARED),
+        like(getattr(of, name), blocking),
+        like(getattr(of, f"I{name.lower()}"), nonblocking),
+        like(getattr(of, f"{name}_init"), persistent),
     )
 
 
 _OF_ALL_RANKS = ("Reduce_scatter",)  # without recvcounts, ranks exchange their counts
 
 
-def _key_of(
-    name: str, args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[Any, list[Any]]:
+def _key_of(name: str, args: tuple[Any, ...]) -> tuple[Any, list[Any]]:
     """Return the key of a call, None if it is not of a plain form, and its arrays.
 
     The arguments of a plain form are arrays, pairs of an array and a type, operators,
     roots and MPI.IN_PLACE. An array is read anew, because its memory may differ now.
     """
     found: list[Any] = []
-    if name in _OF_ALL_RANKS:
-        return None, found
     key: list[Any] = [name]
-    if options:
-        key += options
-        args = (*args, *options.values())
-    for value in args:
-        kind = type(value)
-        if kind is list or kind is tuple:
-            if len(value) != 2 or not isinstance(value[1], MPI.Datatype):
-                return None, found
-            value, datatype = value
-            if not datatype.is_predefined or not arrays.on_device(value):
-                return None, found
-            key.append(datatype.handle)
-        elif isinstance(value, MPI.Op):
+    for value in args if name not in _OF_ALL_RANKS else ():
+        if isinstance(value, MPI.Op):
             key.append(value.handle)
-            continue
-        elif kind is int or value is MPI.IN_PLACE:
-            key += kind, int(value)
-            continue
-        elif not arrays.on_device(value):
-            return None, found
-        key.append(arrays.fields(value, name))
-        found.append(value)
+        elif type(value) is int or value is MPI.IN_PLACE:
+            key += type(value), int(value)
+        else:
+            each, array = buffers.key_of(value)
+            if each is None:
+                return None, found
+            key.append(each)
+            found.append(array)
     return tuple(key) if found else None, found
 
 
@@ -397,10 +377,6 @@ def _remember(key: Any, job: Job, given: list[Any]) -> None:
     prepare = getattr(job.communicator, f"{method.__name__}_init")
     call = prepare(*x, **options, stream=job.stream).call
     within.memory.put(key, (call, places.index(id(job.array))))
-
-
-_STARTED = "\n\nReturns a request; until it is done, use none of the arrays."
-_PREPARED = "\n\nReturns a request, which ``Start()`` starts each time."
 
 
 def _started(comm: Any, job: Job) -> Started:
@@ -465,12 +441,3 @@ def of_objects(name: str) -> Method:
         )
 
     return functools.update_wrapper(method, plain)
-
-
-def _named(method: Method, name: str, build: Build, more: str) -> Method:
-    found = translated(method, build, name)
-    functools.update_wrapper(found, build)  # its arguments, for inspect.signature
-    found.__name__ = name
-    found.__qualname__ = f"Comm.{name}"
-    found.__doc__ = f"{build.__doc__}{more}"
-    return found

@@ -4,10 +4,12 @@ A send copies its data to memory of its process (``rooms.py``), and sends an env
 through memory that the ranks of an island share (``words.py``), or to other islands
 through MPI. Here the receiver matches envelopes and receives by MPI's rules of source,
 tag and order. The receive then copies the data, on a stream of its own, so it may run
-beside the program's kernels. Words tell when each copy has ended. Above a limit of
-bytes that were not received, a send copies later (``mpi/p2p.py``). The data of
-messages to ranks of other islands passes through host memory and MPI. Envelopes and
-data have communicators of their own, so host messages do not meet them.
+beside the program's kernels. Words tell when each copy has ended.
+
+All other messages pass through host memory and MPI: those to ranks of other islands,
+which MPI's matched probe finds here, and those of an island without a slot or a room,
+or above the limit (``mpi/p2p.py``), whose envelopes are as of all others. They have a
+communicator of their own, so host messages do not meet them.
 """
 
 import os
@@ -23,17 +25,19 @@ from mpi4py import MPI
 
 from numba_symm import environment
 from numba_symm.collectives.invocation import Cache
-from numba_symm.environment import SIMULATED
+from numba_symm.environment import SIMULATED, message_limit
 from numba_symm.errors import SymmError
 from numba_symm.gpu import arrays, streams
+from numba_symm.gpu.compiled import WORD
 from numba_symm.launch import ranks, waiting
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait, begin
 from numba_symm.mpi import progress, rooms
 from numba_symm.mpi.calls import BUSY, PAUSE, waited
 from numba_symm.mpi.errors import FREED, MPIError, refusal, unsupported
-from numba_symm.mpi.progress import Channel, Data, after_messages, apart
+from numba_symm.mpi.progress import Channel, after_messages, apart
 from numba_symm.mpi.rooms import (
+    CANCELLED,
     LINE,
     MATCHED,
     NO_SLOT,
@@ -41,10 +45,10 @@ from numba_symm.mpi.rooms import (
     READY,
     THERE,
     CopyStream,
-    Unread,
+    Rooms,
     compiled,
 )
-from numba_symm.mpi.words import FIELDS, Envelope, Words
+from numba_symm.mpi.words import Envelope, Words
 
 LOOKS = 20_000
 """Looks at memory before a waiting rank looks for failures, in some 30 microseconds."""
@@ -56,7 +60,7 @@ _posts: "set[Post]" = set()  # of communicators that were not freed
 _next = [0]  # a context that no communicator of this process has had
 
 
-class Post(Unread):
+class Post:
     """The messages of one communicator on this rank.
 
     Args:
@@ -78,11 +82,18 @@ class Post(Unread):
         threads: has ``ready`` in threads where the GPU is current.
         known: messages and the places for them that the program has named before.
         copies: the stream of receives.
-        outgoing: the stream of messages that were postponed.
+        limit: the bytes of messages to a rank that it has not read, at most; above it,
+            a message passes through MPI. 0: there is no limit.
+        unread: by rank, the bytes that it has not read.
         arriving: receives whose copy has not ended.
         posted: receives without a message, in their order.
         unexpected: messages without a receive, in their order.
+        brought: messages that MPI has brought, and their bytes, by source and number.
     """
+
+    # Of brought messages that a receive has matched: data, and requests until it came.
+    data: dict[tuple[int, int], tuple[Any, list[MPI.Request]]]
+    _wanted: set[tuple[int, int]]  # those that MPI will bring, and that have matched
 
     def __init__(
         self,
@@ -97,12 +108,13 @@ class Post(Unread):
         timeout: float | None = None,
     ):
         self._look, self._check = partial(after_messages, failed, check), check
-        envelopes, self._own, data = apart(host, 3, self._look())
+        data, self._own = apart(host, 2, self._look())
         # Not every communicator has this attribute in Open MPI.
         most: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         self.tags: int = most + 1
-        self._envelopes = Channel(envelopes)
-        super().__init__(words, Data(data, self.tags), host.size)
+        self.words, self._lock, self.limit = words, words.lock, message_limit()
+        self.unread = (WORD * host.size)()
+        self.mpi = Channel(data, self.unread)
         self.rank, self.context, self._freed = host.rank, -1, False
         self.islands, self.places = islands, places
         same = [n for n in range(host.size) if islands[n] == islands[host.rank]]
@@ -118,9 +130,11 @@ class Post(Unread):
         self._exchange = StoreExchange(ranks.whole(self._own, owned=False), "Comm")
         words.users += 1
         self._has_others = len(self.ranks) < host.size
-        self._coming: list[MPI.Request] = []  # the receive of the next envelope by MPI
-        self._text = bytearray(FIELDS.size)
-        self.copies, self.outgoing = CopyStream(), CopyStream()
+        self._coming: list[MPI.Message | None] = []  # the next one that MPI has brought
+        self._status = MPI.Status()
+        self.brought: dict[tuple[int, int], tuple[MPI.Message, int]] = {}
+        self.data, self._wanted = {}, set()
+        self.copies = CopyStream()
         self.arriving: dict[Any, None] = {}
         self.posted: dict[Any, None] = {}
         self.unexpected: list[Envelope] = []
@@ -154,7 +168,7 @@ class Post(Unread):
         _next[0] = max(_next[0], self.context + 1)
         self.words.open(self.context, self)
         if self._has_others:
-            progress.match_by(self._fetch, self.words.lock)
+            progress.matching[self.fetch] = None
         return [each for _, each in found]
 
     def free(self) -> None:
@@ -178,13 +192,11 @@ class Post(Unread):
             return not self.arriving
 
         waited(copied, check)
-        progress.hurry_all(self)
         self._settle()
-        channels = self._envelopes, self._data
-        sent = np.array([each.sent for each in channels]).T.copy()  # a row each rank
+        sent = np.array(self.mpi.sent)
         wanted = np.empty_like(sent)
         request = self._own.Ialltoall(sent, wanted)
-        self._data.keep([request], (sent, wanted))
+        self.mpi.keep([request], (sent, wanted))
         waited(request.Test, check)  # the peers send nothing after this
         with self.words.lock:
             self.posted.clear()  # from now on, all messages are refused
@@ -192,36 +204,29 @@ class Post(Unread):
         def taken() -> bool:
             progress.advance()
             with self.words.lock:
+                self.fetch()
                 while self.unexpected:
                     found = self.unexpected.pop()
                     self.answer(found)
                     self.refuse(found)
-            self._data.drop()
+                for key in list(self.brought):
+                    self._receive(key)
             self.reap()
-            numbers = zip(channels, wanted.sum(0), strict=True)
-            return not any(each.sends or each.taken < some for each, some in numbers)
+            return self.mpi.has_ended and self.mpi.taken >= wanted.sum()
 
         waited(taken, check)
-        if self._has_others:
-            progress.forget(self._fetch)
-        for coming in self._coming:
-            coming.Cancel()
-            coming.Wait()  # which ends in any case
+        progress.matching.pop(self.fetch, None)
         waited(self._own.Ibarrier().Test, check)  # all have refused what is left
         self.take_back()
-        for each in list(self._unread):
-            self.release(each)
         self.words.counted.remove(self.unread)
         _posts.discard(self)
         self._freed = True
         self.words.forget(self.context)
-        self.outgoing.close()
         self.copies.close()
         self.words.users -= 1
         if not self.words.users:
             self.words.close()
-        self._envelopes.comm.Free()
-        self._data.comm.Free()
+        self.mpi.comm.Free()
         # A new communicator with the same number would get what is left of a step.
         if not self._interrupted:
             self._own.Free()
@@ -229,22 +234,16 @@ class Post(Unread):
 
     def _settle(self) -> None:
         """Wait for this rank's copies."""
-        self.outgoing.settle()
         self.copies.settle()
-        sent = [(each.slot, each.number) for each in self._unread]
-        for slot, number in sent + self.words.lent(self.unread):
-            if slot != NO_SLOT:
-                waited(partial(self.words.holds, slot, READY, number), self._check)
+        for slot, number in self.words.lent(self.unread):
+            waited(partial(self.words.holds, slot, READY, number), self._check)
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
-        progress.drop_all(self, MPIError(MPI.ERR_COMM, FREED))
-        self.outgoing.close()
         self.copies.close()
         self._freed = True  # and kept, because MPI may still write a receive's room
         self.words.forget(self.context)
-        if self._has_others:
-            progress.forget(self._fetch)
+        progress.matching.pop(self.fetch, None)
 
     def check(self) -> None:
         """Raise if the communicator has failed, also after it was freed."""
@@ -262,11 +261,7 @@ class Post(Unread):
 
     def stream_of(self, array: Any) -> int:
         """Return the stream for copies of an array."""
-        kind = arrays.KINDS.get(type(array))
-        if kind is not None:
-            named = None if kind.stream is None else kind.stream(array)
-        else:
-            named = None if array is None else arrays.stream_of(array)
+        named = None if array is None else arrays.stream_of(array)
         return self.stream if named is None else named
 
     def refuse_capture(self, stream: int, what: str) -> None:
@@ -278,13 +273,9 @@ class Post(Unread):
                 "capture, or use comm.communicator.send and recv"
             )
 
-    def answer_of(self, number: int) -> int:
-        """Return the tag of the answer that a receive has matched a message."""
-        return 1 + number % (self.tags - 1)
-
-    def idle(self, stream: int) -> bool:
-        """Return whether all work of a stream is done."""
-        return SIMULATED or streams.is_done(stream)
+    def key_of(self, found: Envelope) -> tuple[int, int]:
+        """Return the source and the number by which MPI brings a message."""
+        return found.source, found.number % self.tags
 
     def check_receive(self, source: int, tag: int, what: str = "Recv") -> None:
         """Begin a receive or a probe, or refuse its source or its tag."""
@@ -338,10 +329,35 @@ class Post(Unread):
             for each in list(self.arriving):
                 if each.advance():  # also if an interrupt came before it was dropped
                     self.arriving.pop(each, None)
-            self._envelopes.reap()
             self.take_back()
             self.words.rooms.shrink()
             rooms.unmap_unused()
+
+    def take_back(self) -> None:
+        """Reuse the memory of messages that were read."""
+        with self._lock:
+            self.mpi.reap()
+            self.words.reclaim(self.words.port_at)
+
+    def admits(self, outgoing: Any) -> bool:
+        """Return whether a message may be sent now; above the limit, only alone."""
+        dest, nbytes = outgoing.dest, outgoing.nbytes
+        if not self.limit or not nbytes or self.unread[dest] + nbytes <= self.limit:
+            return True
+        self.take_back()
+        before = self.unread[dest]
+        return not before or before + nbytes <= self.limit
+
+    def room_for(self, size: int) -> bool:
+        """Have a room; look for messages that were read before it takes more memory.
+
+        It returns False if there are too many blocks.
+        """
+        found: Rooms = self.words.rooms
+        if not found.stack(size).free:
+            self.take_back()
+            found.shrink()  # a rank that only sends makes no reap
+        return found.provide(size)
 
     def match(self, found: Envelope) -> Any:
         """Return the receive that gets a message, if one does.
@@ -355,47 +371,79 @@ class Post(Unread):
                 if source in sources and tag in tags:
                     each.envelope = found
             if each.envelope == found:  # also if an interrupt has come after that
-                if found.asks:
-                    self.answer(found)
+                self.answer(found)
                 return each
         if not (self.unexpected and self.unexpected[-1] == found):
             self.unexpected.append(found)
         return None
 
-    def _fetch(self) -> None:
-        """Match the envelopes that MPI has brought."""
+    def fetch(self) -> None:
+        """Take what MPI has brought, and match the messages of other islands."""
         with self.words.lock:
             while not self._freed:
-                if not self._coming:
-                    receive = self._envelopes.comm.Irecv
-                    begin(self._coming, receive, self._text, MPI.ANY_SOURCE, 0)
-                request = self._coming[0]
-                if request and not request.Test():
+                coming, status = self._coming, self._status
+                number = self.mpi.taken
+                if not coming:
+                    probe = self.mpi.comm.Improbe
+                    begin(coming, probe, MPI.ANY_SOURCE, MPI.ANY_TAG, status)
+                if coming[0] is None:
+                    coming.clear()
                     return
-                _, source, tag, nbytes, slot, number, asks = FIELDS.unpack(self._text)
-                found = Envelope(source, tag, nbytes, slot, number, asks)
-                matched = self.match(found)
-                self._coming.clear()
-                self._envelopes.taken += 1
+                source, tag = status.source, status.tag
+                nbytes, matched = status.Get_elements(MPI.BYTE), None
+                found = Envelope(source, tag, nbytes, NO_SLOT, number, 0)
+                key = (source, tag) if source in self.to else self.key_of(found)
+                if coming[0]:  # else it was received before an interrupt
+                    self.brought[key] = coming[0], nbytes
+                if source not in self.to:
+                    matched = self.match(found)
+                elif key in self._wanted:
+                    self._receive(key)
+                # At once, so that an interrupt counts no message twice, or never.
+                self._coming, self.mpi.taken = [], number + 1
                 if matched is not None:
                     self.posted.pop(matched, None)
                     if not matched._active:
                         matched.receive_alone()
 
     def answer(self, found: Envelope) -> None:
-        """Tell a sender that asks for it that a receive has matched its message."""
-        if found.asks and found.slot != NO_SLOT:
+        """Tell a sender that asks for it that a receive has matched its message.
+
+        MPI tells it, too, when it may receive the message.
+        """
+        if found.asks:
             self.words.store(found.slot, MATCHED, found.number)
-        elif found.asks:
-            tag = self.answer_of(found.number)
-            self._envelopes.send([b"", MPI.BYTE], found.source, tag)
+        elif found.slot == NO_SLOT and self.data_of(found) is None:
+            if not self._wanted and not self._has_others:  # let waits look for it
+                progress.matching[self.fetch] = None
+            self._wanted.add(self.key_of(found))
+
+    def data_of(self, found: Envelope) -> tuple[Any, list[MPI.Request]] | None:
+        """Return the data that MPI brings, and requests until it has; None: later."""
+        key = self.key_of(found)
+        if key not in self.data and key not in self.brought:
+            self.fetch()
+        if key in self.brought:
+            self._receive(key)
+        return self.data.get(key)
+
+    def _receive(self, key: tuple[int, int]) -> None:
+        """Receive a message that MPI has brought."""
+        message, nbytes = self.brought[key]
+        self._wanted.discard(key)
+        data, requests = self.data.setdefault(key, (np.empty(nbytes, np.uint8), []))
+        if not requests:  # else an interrupt has come after that
+            self.mpi.receive(message, data, requests)
+        del self.brought[key]
+        if not self._wanted and not self._has_others:
+            progress.matching.pop(self.fetch, None)
 
     def cancel(self, receiving: Any) -> None:
         """Cancel a receive, unless a message has matched it."""
         progress.advance()
         with self.words.lock:
             if not receiving.is_decided:
-                receiving.cancelled = True
+                receiving._order[0] = CANCELLED
                 self.posted.pop(receiving, None)
 
     def withdraw(self, receiving: Any) -> None:
@@ -414,12 +462,9 @@ class Post(Unread):
                 for index, each in enumerate(self.unexpected)
                 if each.source == found.source and each.number > found.number
             )
-            place = next(later, len(self.unexpected))
-            if found.slot == NO_SLOT:  # its sender takes one answer
-                found = found._replace(asks=0)
-            # With a slot it asks again: until READY it has no place to copy from.
-            self.unexpected.insert(place, found)
-            receiving.cancelled = True
+            # It asks again: until READY it has no place to copy from.
+            self.unexpected.insert(next(later, len(self.unexpected)), found)
+            receiving._order[0] = CANCELLED
 
     def probe(
         self, what: str, source: int, tag: int, takes: bool = False
@@ -451,19 +496,18 @@ class Post(Unread):
                 return found
         return None
 
-    def refuse(self, envelope: Envelope) -> None:
+    def refuse(self, found: Envelope) -> None:
         """Let the sender reuse the memory of a message, and MPI drop its data."""
-        if envelope.slot != NO_SLOT:
-            self.words.store(envelope.slot, READ, envelope.number)
-        elif envelope.nbytes:
-            with self._lock:
-                data = np.empty(envelope.nbytes, np.uint8)
-                self._data.receive_parts(envelope, data, [])
+        if found.slot != NO_SLOT:
+            self.words.store(found.slot, READ, found.number)
+            return
+        with self._lock:
+            self.data_of(found)
+            self.data.pop(self.key_of(found), None)
 
 
 def settle_all() -> None:
     """Wait for all copies, for the end of the program."""
-    progress.hurry_all()
     for post in _posts:
         with suppress(SymmError):  # of a communicator that has failed
             post._settle()

@@ -1,20 +1,19 @@
 """mpi4py's messages on device arrays: their calls, and the sends within a node.
 
-Sends of device arrays: a copy to memory of this process, and an envelope.
+A message takes one of two ways. To a rank of the same island, its items are copied to a
+room, memory of this process (``rooms.py``), and a word tells when the receiver may read
+it there. To other ranks, and if there is no slot or no room, it passes through host
+memory and MPI.
 
-To a rank of the same island, the copy is only enqueued, and a word tells when the
-receiver may read it. To other ranks, the data passes through host memory and MPI.
-
-Above the limit of bytes that a rank has not received, a message is postponed. The
-sender sends its envelope immediately, so the order of messages holds. It copies the
-data when a receive has matched the envelope, or when enough earlier messages were read.
-So it waits at most for the matching receive, as MPI's standard send may do. If it
-fails, its word tells that the message is nowhere, or data by MPI has empty parts. Then
-the receiver raises.
+Above the limit of bytes that a rank has not received, a message takes the second way,
+and its request ends when MPI has sent it. So its sender waits at most for the matching
+receive, as MPI's standard send may do. If the copy to a room fails, its word tells that
+the message is nowhere, and the receiver raises.
 """
 
 import ctypes
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,30 +23,29 @@ from mpi4py import MPI
 
 from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import BackendError, CollectiveTimeout, SymmError
+from numba_symm.errors import CollectiveTimeout, DriverError, SymmError
 from numba_symm.gpu import streams
 from numba_symm.gpu.arrays import KINDS, Memory
-from numba_symm.gpu.events import Event
-from numba_symm.mpi import buffers, progress, rooms
+from numba_symm.launch.waiting import begin
+from numba_symm.mpi import buffers, progress
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import PAUSE, StartedCall, describe, waited
-from numba_symm.mpi.datatypes import translated
+from numba_symm.mpi.datatypes import like, translated
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.pending import DoneRequest, Incoming, Message, receiving
-from numba_symm.mpi.requests import Own, Prequest
+from numba_symm.mpi.pending import Incoming, Message, receiving
+from numba_symm.mpi.requests import Own, Prequest, Started
 from numba_symm.mpi.rooms import (
+    FULL,
     LINE,
     MATCHED,
     NO_SLOT,
     NONE,
-    READ,
     READY,
     SLOTS_OF_ALL,
     Parcel,
-    Room,
     size_of,
 )
-from numba_symm.mpi.words import FIELDS, NUMBER, failure_of
+from numba_symm.mpi.words import failure_of
 
 _BYTE = np.dtype(np.uint8)
 
@@ -62,7 +60,8 @@ class Outgoing(NamedTuple):
         address: of the first item.
         size: of the room that it needs.
         apart: whether the rank is on another island.
-        parcel: what the compiled ``send`` sends; None: it is not for this message.
+        plain: whether the compiled ``send`` also copies it.
+        parcel: what that sends.
         parcel_at: its address.
     """
 
@@ -72,6 +71,7 @@ class Outgoing(NamedTuple):
     address: int
     size: int
     apart: bool
+    plain: bool
     parcel: Any
     parcel_at: int
 
@@ -81,7 +81,7 @@ class Outgoing(NamedTuple):
         post.check_message("Send", dest, 0)
         nbytes, apart = found.nbytes, post.islands[dest] != post.islands[post.rank]
         address, size, parcel, at = found.address, size_of(nbytes), None, 0
-        if not apart and found.layout.runs is None and 0 < nbytes <= message_copy.MOST:
+        if not apart:
             stack = ctypes.addressof(post.words.rooms.stack(size))
             unread = ctypes.addressof(post.unread) + 8 * dest
             envelope = *post.to[dest], post.context, post.places[post.rank]
@@ -89,8 +89,9 @@ class Outgoing(NamedTuple):
                 post.words.port_at, stack, address, nbytes, *envelope, unread
             )
             at = ctypes.addressof(parcel)
+        plain = not apart and found.layout.runs is None and nbytes <= message_copy.MOST
         items = found._replace(array=None)
-        return cls(items, dest, nbytes, address, size, apart, parcel, at)
+        return cls(items, dest, nbytes, address, size, apart, plain, parcel, at)
 
 
 def send(
@@ -100,10 +101,9 @@ def send(
     tag: int,
     matched: bool = False,
     limited: bool = True,
-    copied: bool = False,
     stream: int | None = None,
 ) -> "Sending":
-    """Send a message now, or above the limit later; return its request.
+    """Send a message; return its request.
 
     Args:
         post: of its communicator.
@@ -111,8 +111,7 @@ def send(
         array: the array of its items.
         tag: its tag.
         matched: whether the request is done only when a receive has matched it.
-        limited: whether it may be postponed.
-        copied: whether the caller may change the array before the request is done.
+        limited: whether the request may wait for the receiver above the limit.
         stream: of the array; None: the array is asked.
     """
     if post._freed or not (hasattr(post.threads, "ready") and 0 <= tag < post.tags):
@@ -122,16 +121,16 @@ def send(
     made.post, made.outgoing, made.tag = post, outgoing, tag
     made._array, made._matched = array, matched
     limit = post.limit if limited else 0
-    if outgoing.parcel_at:
+    if outgoing.plain:
         with post._lock:
-            found = post._send(outgoing.parcel_at, stream, tag, matched, limit)
-        if 0 <= found < NONE:
+            found = post._send(outgoing.parcel_at, stream, tag, matched, limit, False)
+        if 0 <= found < FULL:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
             return made
         if found < 0:
             raise failure_of(-1 - found)
     post.refuse_capture(stream, "Send")
-    made._send(stream, limit > 0 and not post.admits(outgoing), copied)
+    made._send(stream, limit)
     return made
 
 
@@ -139,7 +138,7 @@ def on_host(found: buffers.Items, stream: int) -> Any:
     """Return the bytes of a message in host memory, when the stream has come there."""
     data = np.empty(found.nbytes, _BYTE)
     if found.layout.runs is not None:
-        found = buffers.copy_of(found, stream)
+        found = buffers.packed(found, stream)
     streams.copy_to_host(data.ctypes.data, found.address, found.nbytes, stream)
     if not SIMULATED:
         streams.synchronize(stream)
@@ -147,286 +146,142 @@ def on_host(found: buffers.Items, stream: int) -> Any:
 
 
 class Sending(Own):
-    """A send: its data is copied at once, or later if it was postponed.
+    """A send, whose copy was enqueued, or that MPI sends.
 
     Attributes:
         post: of its communicator.
         outgoing: the message.
         tag: its tag.
         number: the message's.
-        slot: of its words; ``NO_SLOT``: MPI sends the data, if there is any.
-        room: the memory from which the message is read.
+        slot: of its words; ``NO_SLOT``: MPI sends it.
     """
 
     post: Post
     outgoing: Outgoing
     tag: int
-    number = -1
-    slot, room = NO_SLOT, None
+    number, slot = -1, NO_SLOT
     _array: Any  # until it may be used
     _matched: bool  # whether it is done only when a receive has matched it
-    _asked: list[MPI.Request] | None = None  # requests of MPI, or none: see _is_matched
-    _requests: list[MPI.Request]  # of MPI, which sends the data
-    _begun = _announced = True
-    _tried = _hurries = False
-    _after: Event | None = None  # what has written the array of a postponed message
-    _error: Exception | None = None
+    _over = False  # whether it was above the limit
+    _requests: Sequence[MPI.Request] = ()  # of MPI, if that sends it
 
-    def _send(self, stream: int, later: bool = False, copied: bool = False) -> None:
+    def _send(self, stream: int, limit: int) -> None:
         """Send a message that the compiled function does not send."""
-        post, outgoing = self.post, self.outgoing
-        sent = post._envelopes.sent.copy()
-        self._begun = self._announced = False
-        self._asked = [] if self._matched or later else None
-        self._requests = []
-        if later and (copied or outgoing.items.layout.runs is not None):
-            # A kernel copies items with gaps, and no other thread launches it.
-            items = outgoing.items._replace(array=self._array)
-            found = buffers.copy_of(items, stream)
-            self.outgoing = outgoing = Outgoing.of(post, found, outgoing.dest)
-            self._array = found.array
+        post, size = self.post, self.outgoing.size
+        with post._lock:  # envelopes are in the order of their numbers
+            self._over = limit > 0 and not post.admits(self.outgoing)
+            roomy = not (self.outgoing.apart or self._over) and post.room_for(size)
+            if roomy and self._copied(stream):
+                return
+        self._by_mpi(stream)
+
+    def _copied(self, stream: int) -> bool:
+        """Send the envelope, and copy to a room; return False if there is no slot."""
+        post, parcel, found = self.post, self.outgoing.parcel, FULL
+        sent, given = parcel.sent, (stream, self.tag, self._matched, 0, True)
+        ended: list[int] = []
         try:
-            with post._lock:  # envelopes are in the order of their numbers
-                if later:
-                    self._after = Event()
-                    self._after.record(stream)
-                    progress.add(self, post._enter)
-                self.number = post.words.next_number()
-                if outgoing.nbytes and not outgoing.apart:
-                    self.slot = post.words.take()
-                if not later:
-                    self._begin(stream)
-                self._announce()
-                self._announced = True
+            while found == FULL:
+                found = post._send(self.outgoing.parcel_at, *given)
+                if found == FULL:
+                    self._pause()
+            if found == NONE:
+                return False
+            self.number, self.slot = divmod(found, SLOTS_OF_ALL)
+            self._fill(stream, ended)
         except BaseException as error:
-            self._announced = self._is_announced(sent)
-            if not self._announced:
-                self._cancel(isinstance(error, Exception) or post.idle(stream))
-            elif later:
-                self.hurry()
+            if parcel.sent != sent:  # an interrupt may have come after that
+                self.number, self.slot = divmod(parcel.sent, SLOTS_OF_ALL)
+                if isinstance(error, Exception):
+                    with suppress(DriverError):  # after which nothing writes
+                        if not SIMULATED:
+                            streams.synchronize(stream)  # a copy may write the room
+                    post.words.end(self.slot, self.number)
+                elif not ended:  # no word tells yet that the room is full
+                    self._fill(stream, ended)
             raise
+        return True
 
-    def _announce(self) -> None:
-        """Send the envelope."""
-        post, dest, slot, number = self.post, self.outgoing.dest, self.slot, self.number
-        if self._asked is not None and slot == NO_SLOT:
-            empty = np.empty(0, np.uint8)
-            post._envelopes.receive(self._asked, empty, dest, post.answer_of(number))
-        asks = self._asked is not None
-        rest = self.tag, self.outgoing.nbytes, slot, number, asks
-        if self.outgoing.apart:
-            text = FIELDS.pack(post.context, post.rank, *rest)
-            post._envelopes.send([text, MPI.BYTE], dest)
-            return
-        fields = *post.to[dest], post.context, post.places[post.rank], *rest
-        while not post.words.publish(*fields):
-            post.check()  # the receiver has looked at none of very many envelopes
-            progress.advance()
-            time.sleep(PAUSE)
+    def _pause(self) -> None:
+        """Wait for a receiver that has looked at none of very many envelopes."""
+        self.post.check()
+        progress.advance()
+        time.sleep(PAUSE)
 
-    def _is_announced(self, sent: list[int]) -> bool:
-        """Return whether the envelope was sent before an interrupt.
+    def _by_mpi(self, stream: int) -> None:
+        """Send the message by MPI; within the island, before its envelope."""
+        post, outgoing, words = self.post, self.outgoing, self.post.words
+        data = on_host(outgoing.items._replace(array=self._array), stream)
+        self._array, self._requests, tag = None, [], self.tag
+        with post._lock:  # messages and envelopes are in one order
+            if not outgoing.apart:
+                words.port.number += 1
+                self.number = words.port.number
+                tag = self.number % post.tags
+            post.mpi.send(data, outgoing.dest, tag, self._matched, self._requests)
+            if not outgoing.apart:
+                fields = *post.to[outgoing.dest], post.context, post.places[post.rank]
+                rest = self.tag, outgoing.nbytes, NO_SLOT, self.number, False
+                while not words.publish(*fields, *rest):
+                    self._pause()
 
-        Args:
-            sent: by rank, the envelopes that MPI had sent before.
+    def _fill(self, stream: int, ended: list[int]) -> None:
+        """Enqueue the copy of the items to a room, and its word, whose status is added.
+
+        An interrupt right after the word has not lost it: a second copy could come to
+        the room after the receiver has read it, and another message has it.
         """
-        dest = self.outgoing.dest
-        if self.outgoing.apart:
-            return self.post._envelopes.sent[dest] > sent[dest]
-        return bool(rooms.last(self.post.to[dest][0], NUMBER) == self.number)
-
-    def _cancel(self, ended: bool) -> None:
-        """Use the memory again, which nobody knows of.
-
-        Args:
-            ended: whether no copy may write there later. After an exception of a
-                signal's handler, one that was launched may.
-        """
-        post, words, slot, number = self.post, self.post.words, self.slot, self.number
-        progress.remove(self)
-        if slot == NO_SLOT:
-            return
-        with post._lock:
-            if self not in post._unread:
-                words.give_back(slot)
-            elif self._begun or ended:
-                words.store(slot, READ, number)
-                if not self._begun:
-                    words.store(slot, READY, number)
-            else:  # slot and room stay unused
-                self.slot, self.room = NO_SLOT, None
-                post.release(self)
-
-    def _begin(self, stream: int) -> None:
-        """Enqueue the copy to a room, or send the data. The caller has the lock."""
-        post, slot, number = self.post, self.slot, self.number
-        if slot != NO_SLOT and self not in post._unread:
-            post.lend(self, slot, number, None)
-        if slot != NO_SLOT and self.room is None:
-            self.room = post.room_for(self.outgoing.size)
-        if self.room is not None:
-            if not post.words.holds(slot, READY, number):
-                self._fill(self.room, stream)
-        elif self._announced and slot != NO_SLOT:
-            raise BackendError("Send: expected memory for a message, got none")
-        else:
-            if slot != NO_SLOT:
-                post.release(self)
-                self.slot = NO_SLOT
-            if self.outgoing.nbytes:
-                self._send_data(stream)
-        self._begun = True
-
-    def _fill(self, room: Room, stream: int) -> None:
-        """Enqueue the copy of the items to a room, and its word."""
-        outgoing, words, target = self.outgoing, self.post.words, room.address
-        items, nbytes = outgoing.items, outgoing.nbytes
+        outgoing, words = self.outgoing, self.post.words
+        items, nbytes, target = outgoing.items, outgoing.nbytes, words.room(self.slot)
         if items.layout.runs is not None:
-            packed = Memory(target, nbytes, room.memory).array(nbytes, _BYTE)
+            packed = Memory(target, nbytes, self).array(nbytes, _BYTE)
             buffers.pack(items, packed)(stream)
             nbytes = 0
         elif nbytes > message_copy.MOST:
             streams.copy(target, outgoing.address, nbytes, stream)
             nbytes = 0
-        words.put(self.slot, room)
         given = target, outgoing.address, nbytes, stream, self.slot, READY, self.number
-        status = words.copy(words.port_at, *given)
-        if status:
-            raise failure_of(status)
-
-    def _send_data(self, stream: int) -> None:
-        """Send the data by MPI."""
-        post, dest, number = self.post, self.outgoing.dest, self.number
-        data = on_host(self.outgoing.items._replace(array=self._array), stream)
-        post._data.send_parts(data, dest, number, self._requests)
-        post.lend(self, NO_SLOT, number, None)
-
-    def advance(self) -> bool:
-        """Do what can be done now; return whether the array may be used. Never wait."""
-        lock = self.post._lock
-        # The thread that has the lock may wait for one that this thread has.
-        if not self._begun and self._announced and lock.acquire(blocking=False):
-            try:
-                if self._may_begin():
-                    self._tried = True
-                    self._begin(self.post.outgoing.stream)
-            except Exception as error:  # for its own request, whoever calls this
-                self._fail(error)
-            finally:
-                lock.release()
-        return self._is_copied()
-
-    def _may_begin(self) -> bool:
-        post = self.post
-        try:
-            post.check_open("Send")
-        except Exception:  # another GPU is current in this thread
-            return False
-        if self._begun or not (
-            self._hurries or self._is_matched() or post.admits(self.outgoing)
-        ):
-            return False
-        # The copy to the host would wait for that, and an interrupt may have come here.
-        assert self._after is not None
-        idle = not self._tried or post.idle(post.outgoing.stream)
-        return self._after.query() and idle
+        begin(ended, words.copy, words.port_at, *given)
+        if ended[0]:
+            raise failure_of(ended[0])
 
     def _is_matched(self) -> bool:
-        """Return whether a receive has matched a message that asked for that."""
+        """Return whether a receive has matched the message."""
         if self.slot != NO_SLOT:
             return bool(self.post.words.holds(self.slot, MATCHED, self.number))
         with self.post._lock:  # two threads must not ask MPI at a time
-            return all([request.Test() for request in self._asked or ()])
-
-    def _is_copied(self) -> bool:
-        if self._array is not None:
-            there = self.slot == NO_SLOT or self.post.words.holds(
-                self.slot, READY, self.number
-            )
-            if not (self._begun and there):
-                return False
-            self._array = None  # the program may drop the array
-        return True
+            return all([request.Test() for request in self._requests])
 
     def _is_done(self) -> bool:
-        return self.advance() and (not self._matched or self._is_matched())
+        slot, words = self.slot, self.post.words
+        if slot != NO_SLOT and not words.holds(slot, READY, self.number):
+            return False
+        self._array = None  # the program may drop the array
+        return not (self._matched or self._over) or self._is_matched()
 
-    def _fail(self, error: Exception) -> None:
-        """Make its request raise, and the receive that matches it."""
-        post, slot, dest = self.post, self.slot, self.outgoing.dest
-        self._error, self._begun = error, True
-        try:
-            if slot == NO_SLOT:
-                post._data.refuse_parts(self.outgoing.nbytes, dest, self.number)
-            else:  # it keeps the slot until the receiver has refused it
-                post.outgoing.settle()  # a copy may still write the room
-                post.give_back(self)
-                post.words.end(slot, self.number)
-        except Exception as another:
-            error.add_note(f"This could not be reported to rank {dest}: {another!r}.")
-        self._array = None
-
-    def hurry(self) -> None:
-        """Copy the array now: the call raises, so its caller may change the array."""
-        if not self._begun:
-            self.post.check_open("Send")  # or this thread would never advance it
-        self._hurries = True
-        with suppress(SymmError):
-            waited(self.advance, self.post.check)
-
-    _withdraw = hurry
-
-    def drop(self, error: Exception) -> None:
-        """End without the receiver, in a communicator that was freed or has failed."""
-        with self.post._lock:
-            if not self._begun:
-                self._error, self._begun, self._array = error, True, None
-        progress.remove(self)
+    def _withdraw(self) -> None:
+        """Wait for the copy: the call raises, so its caller may change the array."""
+        if self.slot != NO_SLOT:
+            with suppress(SymmError):
+                self.post.until(self.slot, READY, self.number)
 
     def _finish(self, status: MPI.Status | None) -> None:
         post, slot, number = self.post, self.slot, self.number
-        if not self._begun:
-            self._wait_for_limit()
-        if self._error is not None:
-            self._active = False
-            raise self._error
         if slot != NO_SLOT and post.words.values[LINE * slot + READY] < number:
             post.until(slot, READY, number)
-        if self._matched:
-            waited(self._is_done, post.check)
+        if (self._matched or self._over) and not self._is_done():
+            waited(self._is_done, partial(self._check, time.monotonic()))
         self._array = None
         if status is not None:
             describe(status)
 
-    def _wait_for_limit(self) -> None:
-        """Wait until the array may be used, or, if asked, until a receive has matched.
-
-        Raises:
-            ArgumentError: another GPU is current in this thread; it may be waited for
-                again.
-        """
-        post, begin = self.post, time.monotonic()
-        post.check_open("Send")
-
-        def check() -> None:
-            try:
-                post.check()
-            except Exception as error:
-                self.drop(error)
-                raise
-            seconds = 0 if self._matched else post.timeout
-            if seconds and time.monotonic() - begin > seconds:
-                raise self._late()
-
-        try:
-            waited(self._is_done, check)
-        except BaseException:
-            self.hurry()
-            self._active = False
-            raise
-        finally:
-            if self._array is None:
-                progress.remove(self)
+    def _check(self, since: float) -> None:
+        """Raise after a failure, or if a message above the limit has waited long."""
+        post = self.post
+        post.check()
+        seconds = 0 if self._matched else post.timeout
+        if seconds and time.monotonic() - since > seconds:
+            raise self._late()
 
     def _late(self) -> CollectiveTimeout:
         post, rank, dest = self.post, self.post.rank, self.outgoing.dest
@@ -457,13 +312,14 @@ class Messages:
 
     A send copies its array and returns: ``Send``, ``Bsend``, ``Rsend`` and the
     nonblocking ones do not wait for the receiver; ``Ssend`` does. Above the limit of
-    bytes that the receiver has not received, ``Send`` and ``Rsend`` wait, too, and the
-    nonblocking ones copy later. Only a receive into a device array receives a message
-    of a device array. The same holds for host arrays.
+    bytes that the receiver has not received, ``Send`` and ``Rsend`` wait, and so do
+    the requests of the nonblocking ones. ``Bsend`` never waits. Only a receive into a
+    device array receives a message of a device array. The same holds for host arrays.
     """
 
     host: Any
     post: Post
+    Isend: Any
 
     def _items(self, buf: Any, rank: int, make: Any) -> tuple[Any, Any, Any]:
         """Return the message that a send names or the items that a receive writes.
@@ -511,48 +367,10 @@ class Messages:
         """
         found, array, stream = self._items(buf, dest, Outgoing)
         if found is not None:
-            how = matched, limited, False, stream
-            return send(self.post, found, array, tag, *how)
+            return send(self.post, found, array, tag, matched, limited, stream)
         if dest == NOBODY:
-            return DoneRequest()
+            return Started()
         return getattr(self.host, name)(buf, dest, tag)
-
-    @translated
-    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a message. The array may be used when this returns."""
-        _complete(self._sent("Send", buf, dest, tag))
-
-    Rsend = Send
-
-    @translated
-    def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a message, regardless of the limit."""
-        _complete(self._sent("Bsend", buf, dest, tag, limited=False))
-
-    @translated
-    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a message, and wait until a receive has matched it, without a deadline.
-
-        A receive waits as long for its message. Both raise if the communicator fails.
-        """
-        _complete(self._sent("Ssend", buf, dest, tag, matched=True))
-
-    @translated
-    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message; return a request, which is done when it was copied."""
-        return self._sent("Isend", buf, dest, tag)
-
-    Irsend = Isend
-
-    @translated
-    def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message, regardless of the limit; return a request."""
-        return self._sent("Ibsend", buf, dest, tag, limited=False)
-
-    @translated
-    def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message; return a request, which is done when it was matched."""
-        return self._sent("Issend", buf, dest, tag, matched=True)
 
     @translated
     def Recv(
@@ -581,7 +399,7 @@ class Messages:
         into, array, stream = self._items(buf, source, Incoming)
         if into is None:
             if source == NOBODY:
-                return DoneRequest(NOBODY)
+                return Started(source=NOBODY)
             return self.host.Irecv(buf, source, tag)
         return receiving(self.post, into, array, source, tag, False, None, stream)
 
@@ -597,21 +415,8 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Send a message and receive one."""
-        into, array, on = self._items(recvbuf, source, Incoming)
-        sent, of_sent, stream = self._items(sendbuf, dest, Outgoing)
-        if into is None or sent is None:
-            both = self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
-            _complete(both, status)
-            return
-        self.post.check_receive(source, recvtag)  # before the send is announced
-        sends = send(self.post, sent, of_sent, sendtag, stream=stream)
-        try:
-            given = self.post, into, array, source, recvtag, True, None, on
-            receives = receiving(*given)
-        except BaseException:
-            sends._withdraw()
-            raise
-        _complete(Together(receives, sends), status)
+        given = sendbuf, dest, sendtag, recvbuf, source, recvtag
+        _complete(self._exchanged(*given, waits=True), status)
 
     @translated
     def Isendrecv(
@@ -624,19 +429,46 @@ class Messages:
         recvtag: int = MPI.ANY_TAG,
     ) -> Any:
         """Send a message and receive one; return a request."""
-        if NOBODY not in (dest, source):
-            on_device(sendbuf, recvbuf)  # refuses one of each kind
-        receives = self.Irecv(recvbuf, source, recvtag)
+        given = sendbuf, dest, sendtag, recvbuf, source, recvtag
+        return self._exchanged(*given)
+
+    def _exchanged(
+        self,
+        sendbuf: Any,
+        dest: int,
+        sendtag: int,
+        recvbuf: Any,
+        source: int,
+        recvtag: int,
+        waits: bool = False,
+    ) -> "Together":
+        """Start to send a message, and to receive one as ``receiving`` does."""
+        into, array, on = self._items(recvbuf, source, Incoming)
+        sent, of_sent, stream = self._items(sendbuf, dest, Outgoing)
+        if into is None or sent is None:
+            if NOBODY not in (dest, source):
+                on_device(sendbuf, recvbuf)  # refuses one of each kind
+            receives = self.Irecv(recvbuf, source, recvtag)
+            try:
+                return Together(receives, self.Isend(sendbuf, dest, sendtag))
+            except BaseException:
+                if isinstance(receives, StartedCall):
+                    receives._withdraw()
+                else:
+                    receives.Cancel()
+                    receives.Wait()
+                raise
+        self.post.check_receive(source, recvtag)  # before the send is announced
+        sends = send(self.post, sent, of_sent, sendtag, stream=stream)
         try:
-            sends = self.Isend(sendbuf, dest, sendtag)
+            given = self.post, into, array, source, recvtag, waits, None, on
+            receives = receiving(*given)
         except BaseException:
-            if isinstance(receives, StartedCall):
-                receives._withdraw()
-            else:
-                receives.Cancel()
-                receives.Wait()
+            sends._withdraw()
             raise
-        return Together(receives, sends)
+        both = object.__new__(Together)  # Together(...) takes longer
+        both._receives, both._sends = receives, sends
+        return both
 
     @translated
     def Sendrecv_replace(
@@ -650,8 +482,8 @@ class Messages:
     ) -> None:
         """Send an array's message, and receive another one into the array."""
         if on_device(buf):
-            both = self.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
-            _complete(both, status)
+            given = buf, dest, sendtag, buf, source, recvtag
+            _complete(self._exchanged(*given), status)
         else:
             self.host.Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
 
@@ -667,42 +499,29 @@ class Messages:
         """Send an array's message, and receive another one into it; a request."""
         if not on_device(buf):
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
-        if source != NOBODY:  # before the send, which is not taken back
-            self.post.check_receive(source, recvtag)
-        found, array, _ = self._items(buf, dest, Outgoing)
-        if found is None:
-            return self.Irecv(buf, source, recvtag)
-        sends = send(self.post, found, array, sendtag, copied=True)
-        return Together(self.Irecv(buf, source, recvtag), sends)
+        given = buf, dest, sendtag, buf, source, recvtag
+        return self._exchanged(*given)
 
     # Persistent ones.
 
-    def _prepared(self, name: str, buf: Any, dest: int, tag: int, **how: bool) -> Any:
+    def _prepared(
+        self,
+        name: str,
+        buf: Any,
+        dest: int,
+        tag: int,
+        matched: bool = False,
+        limited: bool = True,
+    ) -> Any:
         """Prepare what :meth:`_sent` does; mpi4py's method prepares one of the host."""
         found, array, _ = self._items(buf, dest, Outgoing)
         if found is None:
             if on_device(buf):
-                return Prequest(DoneRequest)
+                return Prequest(Started)
             return getattr(self.host, name)(buf, dest, tag)
         self.post.check_message("Send", dest, tag)
-        return Prequest(partial(send, self.post, found, array, tag, **how), [array])
-
-    @translated
-    def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Prepare a send."""
-        return self._prepared("Send_init", buf, dest, tag)
-
-    Rsend_init = Send_init
-
-    @translated
-    def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Prepare a send."""
-        return self._prepared("Bsend_init", buf, dest, tag, limited=False)
-
-    @translated
-    def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Prepare a send that is done when a receive has matched it."""
-        return self._prepared("Ssend_init", buf, dest, tag, matched=True)
+        given = self.post, found, array, tag, matched, limited
+        return Prequest(partial(send, *given), [array])
 
     @translated
     def Recv_init(
@@ -712,7 +531,7 @@ class Messages:
         into, array, _ = self._items(buf, source, Incoming)
         if into is None:
             if on_device(buf):
-                return Prequest(partial(DoneRequest, NOBODY))
+                return Prequest(partial(Started, source=NOBODY))
             return self.host.Recv_init(buf, source, tag)
         self.post.check_receive(source, tag)
         return Prequest(
@@ -772,6 +591,28 @@ class Messages:
         return waited(partial(self.Improbe, source, tag, status), self.post.check)
 
 
+def _sends(kind: str, *how: bool) -> None:
+    """Add the three methods of a kind of sends, with these options of ``send``."""
+    name = f"{kind}send"
+
+    def blocking(self: Messages, buf: Any, dest: int, tag: int) -> None:
+        _complete(self._sent(name.capitalize(), buf, dest, tag, *how))
+
+    def nonblocking(self: Messages, buf: Any, dest: int, tag: int) -> Any:
+        return self._sent(f"I{name}", buf, dest, tag, *how)
+
+    def persistent(self: Messages, buf: Any, dest: int, tag: int) -> Any:
+        return self._prepared(f"{name.capitalize()}_init", buf, dest, tag, *how)
+
+    each = name.capitalize(), f"I{name}", f"{name.capitalize()}_init"
+    for own, method in zip(each, (blocking, nonblocking, persistent), strict=True):
+        setattr(Messages, own, like(getattr(MPI.Comm, own), method))
+
+
+for _kind, *_how in (("",), ("r",), ("s", True), ("b", False, False)):
+    _sends(_kind, *_how)
+
+
 def _complete(request: Any, status: MPI.Status | None = None) -> None:
     """Wait for a request that the program does not get, so it cannot wait again."""
     if request is None:  # mpi4py has waited
@@ -807,24 +648,5 @@ class Together(Own):
             else:
                 each.Wait(found)
 
-    def _poll(self, status: MPI.Status | None) -> bool:
-        if not all([each.Get_status() for each in (self._receives, self._sends)]):
-            return False
-        self._finish(status)
-        return True
-
-
-_attached: list[Any] = []
-
-
-def Attach_buffer(buf: Any) -> None:
-    """Attach memory for ``Bsend``; sends of device arrays do not need it."""
-    if on_device(buf):
-        _attached.append(buf)
-    else:
-        MPI.Attach_buffer(buf)
-
-
-def Detach_buffer() -> Any:
-    """Return the memory that was attached."""
-    return _attached.pop() if _attached else MPI.Detach_buffer()
+    def _is_done(self) -> bool:
+        return all([each.Get_status() for each in (self._receives, self._sends)])

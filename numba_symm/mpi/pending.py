@@ -20,7 +20,7 @@ from numba_symm.mpi.calls import describe
 from numba_symm.mpi.datatypes import translated
 from numba_symm.mpi.errors import MPIError, refusal
 from numba_symm.mpi.messages import LOOKS, Post
-from numba_symm.mpi.progress import MOST, seen
+from numba_symm.mpi.progress import MOST
 from numba_symm.mpi.requests import Own
 from numba_symm.mpi.rooms import (
     ANY,
@@ -66,7 +66,7 @@ class Incoming(NamedTuple):
         nbytes, address = found.nbytes, found.address
         order = Order(port=post.words.port_at, context=post.context, source=source)
         if source in post.to:
-            order.ring = post.words.ring(post.places[source])
+            order.ring = post.words.rings[post.places[source]]
         order.address, order.room = address if dense else 0, nbytes
         return cls(items, nbytes, address, dense, bytes(order))
 
@@ -94,7 +94,6 @@ class Receiving(Own):
     _error: Exception | None = None
     _data: Any = None  # in host memory, and on the GPU
     _staged: Any = None
-    _requests: Any = ()
     _block: Opened | None = None
     _done: Event | None = None
 
@@ -112,10 +111,6 @@ class Receiving(Own):
     def cancelled(self) -> bool:
         """Whether it was cancelled; then no message matches it."""
         return self._order[0] == CANCELLED
-
-    @cancelled.setter
-    def cancelled(self, value: bool) -> None:
-        self._order[0] = CANCELLED
 
     @property
     def envelope(self) -> Envelope | None:
@@ -141,7 +136,7 @@ class Receiving(Own):
         if post._freed or not hasattr(post.threads, "ready"):
             post.check_open("Recv")  # after a Free, the sender reuses the memory
         try:
-            if progress._pending or len(progress._matching) > 1:
+            if len(progress.matching) > 1:
                 progress.advance()
             while True:
                 found = receive(order, stage, LOOKS, next(iter(posted), None) is self)
@@ -223,18 +218,12 @@ class Receiving(Own):
                 f"{found.source} with tag {found.tag}, got {nbytes}; pass a larger "
                 "array",
             )
-        if not nbytes:
+        if not nbytes and self._order[0] == FOUND:
+            post.refuse(found)
             self._order[0] = ENDED
         if self._order[0] == ENDED:
             return
         with post._lock:
-            if found.slot == NO_SLOT:
-                if self._on != post.copies.stream:
-                    # A copy from the host could wait for that stream's work.
-                    self._after = post.copies.event(self._on)
-                    self._on = post.copies.stream
-                self._data, self._requests = np.empty(nbytes, np.uint8), []
-                post._data.receive_parts(found, self._data, self._requests, seen)
             if len(post.arriving) >= MOST:
                 post.reap()
             post.arriving[self] = None  # also if its request is dropped
@@ -266,30 +255,24 @@ class Receiving(Own):
                 self._end()
         return order[0] == ENDED
 
-    def _has_arrived(self, found: Envelope) -> bool:
-        """Return whether MPI has brought the data, or raise if it was not sent."""
-        status = MPI.Status()
-        for request in self._requests:
-            if not request.Get_status(status):
-                return False
-            # A request that MPI has ended before has a status without a source.
-            if status.source != MPI.ANY_SOURCE and not status.Get_count(MPI.BYTE):
-                raise _not_sent(found)
-        MPI.Request.Waitall(self._requests)
-        return True
-
     def _begin(self, found: Envelope) -> None:
         """Start the copy, if the data is there. The caller has the lock."""
-        post, into, nbytes, stream = self._post, self._into, found.nbytes, self._on
-        words, slot = post.words, found.slot
+        post, into, nbytes, slot = self._post, self._into, found.nbytes, found.slot
+        words = post.words
+        if slot != NO_SLOT and words.values[LINE * slot + READY] < found.number:
+            return
         if slot == NO_SLOT:
-            if not self._has_arrived(found):
+            data, requests = post.data_of(found) or (None, [])
+            if data is None or not all([request.Test() for request in requests]):
                 return
+            if self._on != post.copies.stream:
+                # A copy from the host could wait for that stream's work.
+                self._after = post.copies.event(self._on)
+                self._on = post.copies.stream
+            self._data = data
             self._staged = arrays.empty((nbytes,), _BYTE, "Recv")
             place = view(self._staged, "Recv").address
-            streams.copy_from_host(place, self._data.ctypes.data, nbytes, stream)
-        elif words.values[LINE * slot + READY] < found.number:
-            return
+            streams.copy_from_host(place, data.ctypes.data, nbytes, self._on)
         else:
             opened = words.opened(slot)
             if opened is None:
@@ -300,6 +283,7 @@ class Receiving(Own):
                     raise failure_of(-1 - status)
                 return
             self._block, place = opened
+        stream = self._on
         if self._after is not None:
             self._after.wait(stream)
         if not into.dense:
@@ -326,6 +310,8 @@ class Receiving(Own):
                 post.copies.reuse(event)
         if self._taken:
             post.arriving.pop(self, None)
+            if self._data is not None and self.envelope is not None:
+                post.data.pop(post.key_of(self.envelope), None)
             block, self._block = self._block, None
             if block is not None and block.once:
                 rooms.copied(block)
@@ -431,24 +417,6 @@ def _not_sent(found: Envelope) -> MPIError:
         f"Recv: rank {found.source} could not send its message with tag {found.tag}; "
         "its own error has the cause",
     )
-
-
-class DoneRequest(Own):
-    """A call that was done when it was started.
-
-    Args:
-        source: the source of its status.
-    """
-
-    def __init__(self, source: int = MPI.ANY_SOURCE):
-        self._source = source
-
-    def _finish(self, status: MPI.Status | None) -> None:
-        describe(status, self._source)
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        self._finish(status)
-        return True
 
 
 class Message(MPI.Message, metaclass=Kind):

@@ -291,14 +291,8 @@ class Own(Request):
             "of both kinds)"
         )
 
-    def _finish(self, status: MPI.Status | None) -> None:
-        raise NotImplementedError
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        raise NotImplementedError
-
-    def Cancel(self) -> None:
-        """Cancel a receive that no message has matched. Do nothing for other calls."""
+    _finish, _poll = StartedCall._finish, StartedCall._poll
+    Cancel = StartedCall.Cancel
 
 
 def _has_own(requests: Sequence[Any], what: str) -> bool:
@@ -314,26 +308,28 @@ def _has_own(requests: Sequence[Any], what: str) -> bool:
 
 
 class Started(Own):
-    """A request of a call that is enqueued.
+    """A request of a call that is enqueued, or was done when it was started.
 
     Args:
         wait: waits until it is done.
         test: returns whether it is done.
+        source: of its status.
     """
 
-    def __init__(self, wait: Callable[[], None], test: Callable[[], bool]):
-        super().__init__()
-        self._wait, self._test = wait, test
+    def __init__(
+        self,
+        wait: Callable[[], object] = int,
+        test: Callable[[], bool] = lambda: True,
+        source: int = MPI.ANY_SOURCE,
+    ):
+        self._wait, self._test, self._source = wait, test, source
+
+    def _is_done(self) -> bool:
+        return self._test()
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._wait()
-        describe(status)
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        if not self._test():
-            return False
-        describe(status)
-        return True
+        describe(status, self._source)
 
 
 def _place(array: Any) -> tuple[Any, ...]:
@@ -368,7 +364,7 @@ class Prequest(Own):
         super().__init__()
         self._used = [(array, _place(array)) for array in used]
         self._begin: Callable[[], Request] | None = begin
-        self._running: Request | None = None
+        self._running = StartedCall(active=False)
 
     def __bool__(self) -> bool:
         return self._begin is not None
@@ -376,7 +372,7 @@ class Prequest(Own):
     @property
     def is_active(self) -> bool:
         """Whether the call was started and has not been waited for."""
-        return self._running is not None and self._running.is_active
+        return self._running.is_active
 
     @translated
     def Start(self) -> None:
@@ -389,7 +385,7 @@ class Prequest(Own):
                 MPI.ERR_REQUEST,
                 "Start: Free was called on the persistent request; prepare it again",
             )
-        if self._running is not None and self._running._active:
+        if self._running._active:
             raise refusal(
                 MPI.ERR_REQUEST,
                 "Start: expected a persistent request that is not active; wait for it "
@@ -417,36 +413,25 @@ class Prequest(Own):
                 request.Start()
 
     def _await_start(self) -> None:
-        if self._running is not None:
-            self._running._await_start()
+        self._running._await_start()
 
     def _complete(self, status: MPI.Status | None) -> bool:
         """Wait for the call; return immediately if it was not started."""
-        if self._running is None:
-            describe(status)
-            return True
         return self._running._complete(status)
 
     @translated
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the call is done or was not started."""
-        if self._running is None:
-            describe(status)
-            return True
         return self._running.Test(status)
 
     @translated
     def Get_status(self, status: MPI.Status | None = None) -> bool:
         """Return what :meth:`Test` would return; the request stays active."""
-        if self._running is None:
-            describe(status)
-            return True
         return self._running.Get_status(status)
 
     def Cancel(self) -> None:
         """Cancel a receive that no message has matched."""
-        if self._running is not None:
-            self._running.Cancel()
+        self._running.Cancel()
 
     def Free(self) -> None:
         """Give the request up."""

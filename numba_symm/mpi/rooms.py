@@ -29,7 +29,7 @@ above the limit, and a receive that is not the first to match.
 import ctypes
 import functools
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -125,10 +125,11 @@ Port = struct(
     number=WORD,  # of this process' last message
     free=WORD,  # how many slots are free
     slots=WORD * SLOTS,  # these slots
-    rooms=WORD * (3 * ROOMS),  # address, block and offset of each room
-    lent=WORD,  # messages of ``send`` that were not read
+    rooms=WORD * (5 * ROOMS),  # of each: address, what the slot has, and its stack
+    lent=WORD,  # messages that were not read
     looks=WORD,  # how many there may be before they are looked at
-    loans=WORD * (6 * SLOTS),  # of each: see ``_emit_reclaim``
+    unread=WORD * SLOTS,  # the slots of these
+    loans=WORD * (4 * SLOTS),  # by slot: number, room, where bytes count, bytes
 )
 """What the messages of a process share."""
 
@@ -143,6 +144,7 @@ Parcel = struct(
     context=WORD,  # the envelope's first fields
     place=WORD,
     unread=WORD,  # address of the number of bytes that the receiver has not read
+    sent=WORD,  # what ``send`` has returned last, if it has sent the message
 )
 """A message that ``send`` sends, each time with another tag."""
 
@@ -182,7 +184,7 @@ NOTHING, THERE, RINGS = range(3)
 SLOTS_OF_ALL = 1 << 24
 """More than there are slots of all ranks of an island."""
 
-_ENTRY, _LOAN, _FREE = 8 * (FIELDS + 1), 48, Port.free.offset
+_ENTRY, _FREE = 8 * (FIELDS + 1), Port.free.offset
 
 
 class _Stepper(Emitter):
@@ -225,6 +227,34 @@ class _Stepper(Emitter):
         """Return the address of the words of a slot."""
         host = self.load(port, Port.host.offset)
         return self.b.add(host, self.b.mul(slot, _I64(8 * LINE)))
+
+    def loan(self, port: Any, slot: Any) -> Any:
+        """Return the address of what is lent to the message of a slot."""
+        index = self.b.and_(slot, _I64(SLOTS - 1))
+        place = self.b.add(port, self.b.shl(index, _I64(5)))
+        return self.b.add(place, _I64(Port.loans.offset))
+
+    def room(self, port: Any, number: Any) -> Any:
+        """Return the address of the words of a room."""
+        place = self.b.add(port, self.b.mul(number, _I64(40)))
+        return self.b.add(place, _I64(Port.rooms.offset))
+
+    def pop(self, stack: Any) -> Any:
+        """Take what is uppermost."""
+        free = self.load(stack)
+        found = self.load(self.b.add(stack, self.b.shl(free, _I64(3))))
+        self.store(self.b.sub(free, _I64(1)), stack)
+        return found
+
+    def count(self, at: Any, more: Any) -> None:
+        """Add to a word."""
+        self.store(self.b.add(self.load(at), more), at)
+
+    def push(self, stack: Any, what: Any) -> None:
+        """Put something back."""
+        free = self.load(stack)
+        self.store(what, self.b.add(stack, self.b.shl(free, _I64(3))), 8)
+        self.store(self.b.add(free, _I64(1)), stack)
 
     def driver(self, port: Any, name: str, *args: Any) -> Any:
         """Call a function of the driver; return its status."""
@@ -363,77 +393,59 @@ def _emit_look(module: ir.Module) -> None:
     b.ret(b.load(found))
 
 
-def _emit_copy(module: ir.Module) -> None:
-    """Emit ``copy(port, target, source, nbytes, stream, slot, word, number)``.
-
-    It enqueues a copy, which may have no bytes, and the store of a word after it, and
-    returns the driver's status. One thread at a time.
-    """
-    e = _Fast(module, "copy", 8)
-    e.leave(e.launch(*e.args))
-
-
 NONE = (1 << 63) - 1
 """What ``send`` returns if Python has to send the message."""
+
+FULL = NONE - 1
+"""What ``send`` returns if the receiver has looked at none of very many envelopes."""
 
 REFUSED = -1 << 40
 """What ``receive`` returns if the stream may be captured, which Python refuses."""
 
 
 def _emit_reclaim(module: ir.Module) -> None:
-    """Emit ``reclaim_all(port)``: reuse slots and rooms of messages that were read.
-
-    Of each message, there are the slot, its number, the room, its stack, the address of
-    the bytes that its receiver has not read, and its bytes.
-    """
-    e = _Stepper(module, "reclaim_all", ir.VoidType(), _I64)
+    """Emit ``reclaim_all(port)``: reuse slots and rooms of messages that were read."""
+    e = _Stepper(module, "reclaim_all", _I64, _I64)
     b, (port,) = e.b, e.function.args
     kept = b.alloca(_I64)
     b.store(_I64(0), kept)
-    loans = b.add(port, _I64(Port.loans.offset))
+    unread = b.add(port, _I64(Port.unread.offset))
     with e.each(e.load(port, Port.lent.offset)) as n:
-        at = b.add(loans, b.mul(n, _I64(_LOAN)))
-        fields = [e.load(at, 8 * field) for field in range(_LOAN // 8)]
-        slot, number, room, stack, unread, nbytes = fields
-        line = e.line(port, slot)
+        slot = e.load(b.add(unread, b.shl(n, _I64(3))))
+        loan, line = e.loan(port, slot), e.line(port, slot)
+        number, room, count, nbytes = (e.load(loan, 8 * field) for field in range(4))
         # A message may be refused before it was copied.
         done = [e.acquire(e.at(line, 8 * word)) for word in (READ, READY)]
         read, ready = (b.icmp_signed(">=", each, number) for each in done)
         with b.if_else(b.and_(read, ready)) as (is_read, is_not):
             with is_read:
-                for top, what in ((b.add(port, _I64(_FREE)), slot), (stack, room)):
-                    free = e.load(top)
-                    e.store(what, b.add(top, b.shl(free, _I64(3))), 8)
-                    e.store(b.add(free, _I64(1)), top)
-                e.store(b.sub(e.load(unread), nbytes), unread)
+                e.push(b.add(port, _I64(_FREE)), slot)
+                e.push(e.load(e.room(port, room), 32), room)
+                e.count(count, b.neg(nbytes))
             with is_not:
                 left = b.load(kept)
-                there = b.add(loans, b.mul(left, _I64(_LOAN)))
-                for place, field in enumerate(fields):
-                    e.store(field, there, 8 * place)
+                e.store(slot, b.add(unread, b.shl(left, _I64(3))))
                 b.store(b.add(left, _I64(1)), kept)
     left = b.load(kept)
     e.store(left, port, Port.lent.offset)
     # It grows with what is kept, so a message costs the same on average.
     looks = b.add(b.shl(left, _I64(1)), _I64(MOST))
     e.store(looks, port, Port.looks.offset)
-    b.ret_void()
-    e = _Fast(module, "reclaim", 1)
-    e.python("reclaim_all", ir.VoidType(), *e.args)
-    e.leave(_I64(0))
+    b.ret(_I64(0))
 
 
 def _emit_send(module: ir.Module) -> None:
-    """Emit ``send(parcel, stream, tag, asks, limit)``.
+    """Emit ``send(parcel, stream, tag, asks, limit, held)``.
 
     The parcel's address comes first. It returns NONE if the stream may be captured,
-    there is no slot, room or place in the ring, or there were more bytes than the limit
-    that the receiver has not read. Otherwise the message is sent, and it returns its
-    number times SLOTS_OF_ALL plus its slot; or the driver's status, as -1 less it.
+    there is no slot or room, or there were more bytes than the limit that the receiver
+    has not read; and FULL if there is no place in the ring. Otherwise the message is
+    announced, and it returns its number times SLOTS_OF_ALL plus its slot; or the
+    driver's status, as -1 less it. Python copies a message that is held.
     """
-    e = _Fast(module, "send", 5)
+    e = _Fast(module, "send", 6)
     b = e.b
-    parcel, stream, tag, asks, limit = e.args
+    parcel, stream, tag, asks, limit, held = e.args
     port, stack, source, nbytes, ring, bell, context, place, unread = (
         e.load(parcel, 8 * n) for n in range(9)
     )
@@ -452,37 +464,35 @@ def _emit_send(module: ir.Module) -> None:
     lent, looks = (e.load(port, at.offset) for at in (Port.lent, Port.looks))
     many = b.icmp_signed(">=", lent, looks)
     with b.if_then(b.or_(many, lacks()), likely=False):
-        e.python("reclaim_all", ir.VoidType(), port)
-    with b.if_then(b.or_(lacks(), e.is_full(ring)), likely=False):
+        e.python("reclaim_all", _I64, port)
+    with b.if_then(lacks(), likely=False):
         e.leave(_I64(NONE))
-    tops = b.add(port, _I64(_FREE)), stack
-    slot, room = (e.load(b.add(top, b.shl(e.load(top), _I64(3)))) for top in tops)
-    for top in tops:  # before another thread may run
-        e.store(b.sub(e.load(top), _I64(1)), top)
-    where = b.add(port, b.mul(room, _I64(24)))
+    with b.if_then(e.is_full(ring), likely=False):
+        e.leave(_I64(FULL))
+    slots = b.add(port, _I64(_FREE))
+    slot, room = e.pop(slots), e.pop(stack)  # before another thread may run
     number = b.add(e.load(port, Port.number.offset), _I64(1))
     e.store(number, port, Port.number.offset)
-    line = e.line(port, slot)
-    target = e.load(where, Port.rooms.offset)
-    for n, word in enumerate((BLOCK, OFFSET)):
-        e.store(e.load(where, Port.rooms.offset + 8 * (n + 1)), line, 8 * word)
-    e.store(_I64(0), line, 8 * ONCE)
-    words = slot, _I64(READY), number
-    status = e.launch(port, target, source, nbytes, stream, *words)
-    with b.if_then(e.is_("!=", status, 0), likely=False):
-        for top, what in zip(tops, (slot, room), strict=True):
-            free = e.load(top)
-            e.store(what, b.add(top, b.shl(free, _I64(3))), 8)
-            e.store(b.add(free, _I64(1)), top)
-        e.leave(b.sub(_I64(-1), status))
-    lent = e.load(port, Port.lent.offset)
-    loan = b.add(b.add(port, _I64(Port.loans.offset)), b.mul(lent, _I64(_LOAN)))
-    for n, value in enumerate((slot, number, room, stack, unread, nbytes)):
+    loan, where, line = e.loan(port, slot), e.room(port, room), e.line(port, slot)
+    for n, value in enumerate((number, room, unread, nbytes)):
         e.store(value, loan, 8 * n)
+    for n, word in enumerate((BLOCK, OFFSET, ONCE)):
+        e.store(e.load(where, 8 * (n + 1)), line, 8 * word)
+    with b.if_then(e.is_("==", held, 0)):
+        words = slot, _I64(READY), number
+        status = e.launch(port, e.load(where), source, nbytes, stream, *words)
+        with b.if_then(e.is_("!=", status, 0), likely=False):
+            e.push(slots, slot)
+            e.push(stack, room)
+            e.leave(b.sub(_I64(-1), status))
+    lent = e.load(port, Port.lent.offset)
+    e.store(slot, b.add(port, b.shl(lent, _I64(3))), Port.unread.offset)
     e.store(b.add(lent, _I64(1)), port, Port.lent.offset)
-    e.store(b.add(e.load(unread), nbytes), unread)
+    e.count(unread, nbytes)
     e.publish(ring, bell, (context, place, tag, nbytes, slot, number, asks))
-    e.leave(b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot))
+    sent = b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot)
+    e.store(sent, parcel, Parcel.sent.offset)
+    e.leave(sent)
 
 
 def _emit_expect(module: ir.Module) -> None:
@@ -506,7 +516,7 @@ def _emit_expect(module: ir.Module) -> None:
 
 def _emit_quiet(module: ir.Module) -> None:
     """Emit ``quiet(port)``: stop the bell, unless an envelope is there."""
-    e = _Stepper(module, "quiet", ir.VoidType(), _I64)
+    e = _Stepper(module, "quiet", _I64, _I64)
     b, (port,) = e.b, e.function.args
     bell = e.at(e.load(port, Port.bell.offset), 0)
     # Before the looks: who publishes later rings again.
@@ -519,7 +529,7 @@ def _emit_quiet(module: ir.Module) -> None:
         found = e.acquire(e.at(e.entry(ring, number), 0))
         with b.if_then(b.icmp_signed("==", found, number), likely=False):
             b.atomic_rmw("or", bell, _I64(1), "release")
-    b.ret_void()
+    b.ret(_I64(0))
 
 
 def _emit_match(module: ir.Module) -> None:
@@ -563,7 +573,7 @@ def _emit_match(module: ir.Module) -> None:
         # The writer uses the entry again.
         taken = e.at(ring, Ring.taken.offset)
         b.store_atomic(number, taken, "release", 8)
-        e.python("quiet", ir.VoidType(), port)
+        e.python("quiet", _I64, port)
     b.ret_void()
 
 
@@ -664,76 +674,53 @@ def _emit_publish(module: ir.Module) -> None:
 
 
 def _emit_take(module: ir.Module) -> None:
-    """Emit ``take(rings, writers, stride, bell, found)``.
+    """Emit ``take(ring, found)``: take one envelope, if there is one.
 
-    It appends the fields of all envelopes in the rings of these writers to a list of
-    Python, as bytes, and returns their number.
+    It appends its fields, as bytes, to a list of Python, and returns 1, or else 0.
     """
-    e = _Fast(module, "take", 4)
-    b, (ring, writers, stride, bell) = e.b, e.args
-    found = e.object(4)
-    number, at, left = b.alloca(_I64), b.alloca(_I64), b.alloca(_I64)
-    b.store(_I64(0), number)
-    b.store(ring, at)
-    b.store(writers, left)
-    b.atomic_rmw("xchg", e.at(bell, 0), _I64(0), "acquire")
-    names = "rings", "envelopes", "more", "after", "end"
-    rings, envelopes, more, after, end = map(e.function.append_basic_block, names)
-    b.branch(rings)
-    b.position_at_end(rings)
-    b.cbranch(e.is_(">", b.load(left), 0), envelopes, end)
-    b.position_at_end(envelopes)
-    here = b.load(at)
-    next_one = b.add(e.load(here, Ring.taken.offset), _I64(1))
-    place = e.entry(here, next_one)
-    there = b.icmp_signed("==", e.acquire(e.at(place, 0)), next_one)
-    b.cbranch(there, more, after)
-    b.position_at_end(more)
+    e = _Fast(module, "take", 1)
+    b, (ring,) = e.b, e.args
+    number = b.add(e.load(ring, Ring.taken.offset), _I64(1))
+    place = e.entry(ring, number)
+    there = b.icmp_signed("==", e.acquire(e.at(place, 0)), number)
+    with b.if_then(b.not_(there)):
+        e.leave(_I64(0))
     text = b.inttoptr(b.add(place, _I64(8)), _ANY)
     made = e.python("PyBytes_FromStringAndSize", _ANY, text, _I64(8 * FIELDS))
     with b.if_then(b.icmp_unsigned("==", made, _ANY(None)), likely=False):
         b.ret(_ANY(None))
-    status = e.python("PyList_Append", _I32, found, made)
+    status = e.python("PyList_Append", _I32, e.object(1), made)
     e.python("Py_DecRef", ir.VoidType(), made)
     with b.if_then(b.icmp_signed("!=", status, _I32(0)), likely=False):
         b.ret(_ANY(None))
     # The writer uses the entry again.
-    b.store_atomic(next_one, e.at(here, Ring.taken.offset), "release", 8)
-    b.store(b.add(b.load(number), _I64(1)), number)
-    b.branch(envelopes)
-    b.position_at_end(after)
-    b.store(b.add(here, stride), at)
-    b.store(b.sub(b.load(left), _I64(1)), left)
-    b.branch(rings)
-    b.position_at_end(end)
-    e.leave(b.load(number))
+    b.store_atomic(number, e.at(ring, Ring.taken.offset), "release", 8)
+    e.leave(_I64(1))
 
 
-def _emit_wait(module: ir.Module) -> None:
-    """Emit ``wait(bell, word, value, looks)``.
+def _emit_parts(module: ir.Module) -> None:
+    """Emit functions for Python of what the others call.
 
-    It returns THERE if a word has at least a value, RINGS if the bell rings, and
-    NOTHING after so many looks.
+    ``copy(port, target, source, nbytes, stream, slot, word, number)`` enqueues a copy,
+    which may have no bytes, and the store of a word after it, and returns the driver's
+    status. ``wait(bell, word, value, looks)`` returns THERE if a word has at least a
+    value, RINGS if the bell rings, and NOTHING after so many looks. ``reclaim(port)``
+    and ``silence(port)`` return nothing of use.
     """
-    e = _Fast(module, "wait", 4)
-    e.leave(e.python("look", _I64, *e.args))
-
-
-def last(ring: int, field: int) -> int:
-    """Return a field of the envelope that was published last. For the writer.
-
-    An interrupt may have hidden whether it was published.
-    """
-    words = Ring.from_address(ring)
-    return int(words.entries[words.sent % ENTRIES * (FIELDS + 1) + 1 + field])
+    for name, numbers, inner in (
+        *(("copy", 8, "launch_copy"), ("wait", 4, "look")),
+        *(("reclaim", 1, "reclaim_all"), ("silence", 1, "quiet")),
+    ):
+        e = _Fast(module, name, numbers)
+        e.leave(e.python(inner, _I64, *e.args))
 
 
 @functools.cache
 def _engine() -> Any:
     return engine_of(
-        *(_emit_launch, _emit_captured, _emit_look, _emit_copy, _emit_reclaim),
+        *(_emit_launch, _emit_captured, _emit_look, _emit_reclaim),
         *(_emit_send, _emit_expect, _emit_quiet, _emit_match, _emit_begin),
-        *(_emit_receive, _emit_arrive, _emit_publish, _emit_take, _emit_wait),
+        *(_emit_receive, _emit_arrive, _emit_publish, _emit_take, _emit_parts),
     )
 
 
@@ -761,31 +748,6 @@ _OPENS = 1 << 20  # more than there are peers: the memory stays until the proces
 _BYTE = np.dtype(np.uint8)
 
 
-class Room(NamedTuple):
-    """Room for one message.
-
-    Attributes:
-        memory: the block.
-        block: its number in this rank's list of blocks.
-        offset: the room's first byte in it.
-        nbytes: the room's size.
-        number: its number among this rank's rooms that are used again; -1: it is not.
-        once: the handle, if the block is for one message only.
-    """
-
-    memory: Memory
-    block: int
-    offset: int
-    nbytes: int
-    number: int
-    once: SharedHandle | None = None
-
-    @property
-    def address(self) -> int:
-        """The room's address here."""
-        return self.memory.address + self.offset
-
-
 class Rooms:
     """The rooms of this process, by size.
 
@@ -801,9 +763,11 @@ class Rooms:
     def __init__(self, allocator: SymmetricMemoryAllocator, blocks: Any, port: Any):
         self.most = message_limit() or DEFAULT_MESSAGE_LIMIT
         self._allocator, self._blocks, self._port = allocator, blocks, port
-        self.all: list[Room] = []
-        """Those that are used again, by index."""
-        self._free: dict[int, Any] = {}
+        self._rooms: dict[int, tuple[Memory, SharedHandle]] = {}
+        self._unused = list(range(ROOMS))  # numbers
+        self._free: dict[int, Any] = defaultdict(Stack)
+        self._used = Stack()
+        """Rooms for one message, which was received."""
         self._kept = 0  # bytes of blocks with one room
         self._leaving = 0  # blocks that are to be freed
         self._freeable: deque[tuple[Block, int]] = deque()  # those that no process uses
@@ -811,40 +775,28 @@ class Rooms:
 
     def stack(self, size: int) -> Any:
         """Return the rooms of a size that are free."""
-        found = self._free.get(size)
-        if found is None:
-            found = self._free[size] = Stack()
-        return found
+        return self._free[size]
 
-    def take_free(self, size: int) -> Room | None:
-        """Return room of a size, or None if none is free."""
+    def provide(self, size: int) -> bool:
+        """Have a room of a size; return False if there are too many."""
         stack = self.stack(size)
         if not stack.free:
-            return None
-        stack.free -= 1
-        room: Room = self.all[stack.rooms[stack.free]]
-        return room
-
-    def take(self, size: int) -> Room | None:
-        """Return room of a size, which may be new; None: there are too many."""
-        if not self.stack(size).free:
-            if size > BLOCK_BYTES and self._kept + size > self.most:
-                return self._for_once(size)
-            self._make(size)
-        return self.take_free(size)
-
-    def give_back(self, room: Room) -> None:
-        """Reuse a room, whose message was received, or free its block later."""
-        if room.once is None:
-            stack = self._free[room.nbytes]
-            stack.rooms[stack.free] = room.number
-            stack.free += 1
-            return
-        room.once.cancel()  # if no receiver has opened it
-        self._leaving += 1
+            self._make(size, stack)
+        return bool(stack.free)
 
     def shrink(self) -> None:
-        """Free the blocks that no process uses any more, if the GPU is idle."""
+        """Free the blocks of messages that were received, if the GPU is idle."""
+        used = self._used
+        while used.free:
+            used.free -= 1
+            number = used.rooms[used.free]
+            self._unused.append(number)
+            self._leaving += 1
+            self._rooms.pop(number)[1].cancel()  # if no receiver has opened it
+        self._free_unused()
+
+    def _free_unused(self) -> None:
+        """Free such blocks that no process uses any more."""
         if not self._leaving or not loads.idle():
             return
         try:
@@ -857,51 +809,39 @@ class Rooms:
                 self._leaving -= 1
 
     def _free_for_others(self) -> None:
-        """Free such blocks after an allocation has failed."""
+        """Free them after an allocation has failed, perhaps in another thread."""
         with suppress(ExchangeError):  # a later call reports it; some were freed
-            self.shrink()
+            self._free_unused()
 
-    def _for_once(self, size: int) -> Room | None:
-        made = self._shared(size, 1)
-        if made is None:
-            return None
-        memory, number, shared = made
-        unused = weakref.finalize(memory, self._freeable.append, (memory.owner, number))
-        unused.atexit = False  # the process' end frees it
-        return Room(memory, number, 0, size, -1, shared)
-
-    def _make(self, size: int) -> None:
+    def _make(self, size: int, stack: Any) -> None:
         """Make rooms of a size, unless there are too many blocks or rooms."""
-        nbytes, places = max(size, BLOCK_BYTES), self._port.rooms
+        nbytes = max(size, BLOCK_BYTES)
+        once = size > BLOCK_BYTES and self._kept + size > self.most
         starts = range(0, nbytes - size + 1, size)
-        if len(self.all) + len(starts) > ROOMS:
+        if len(self._unused) < len(starts):
             return
-        made = self._shared(nbytes, _OPENS)
-        if made is None:
-            return
-        memory, number, _ = made
-        self._kept += nbytes if size >= BLOCK_BYTES else 0
-        for offset in starts:
-            room = Room(memory, number, offset, size, len(self.all))
-            first = 3 * room.number
-            places[first : first + 3] = room.address, number, offset
-            self.all.append(room)
-            self.give_back(room)
-
-    def _shared(
-        self, nbytes: int, opens: int
-    ) -> tuple[Memory, int, SharedHandle] | None:
-        """Return a new block, its number and its handle; None: there are too many."""
         block = self._allocator.allocate(nbytes)
         memory = Memory(block.address, nbytes, block)
-        shared = share(memory.array(nbytes, _BYTE), opens=opens)
+        shared = share(memory.array(nbytes, _BYTE), opens=1 if once else _OPENS)
         leave_out(shared)  # the program itself has not shared it
         number = self._blocks.add(shared.to_bytes())
-        if number is not None:
-            return memory, number, shared
-        shared.cancel()
-        self._allocator.release(block)
-        return None
+        if number is None:
+            shared.cancel()
+            self._allocator.release(block)
+            return
+        if once:
+            unused = weakref.finalize(memory, self._freeable.append, (block, number))
+            unused.atexit = False  # the process' end frees it
+        elif size >= BLOCK_BYTES:
+            self._kept += nbytes
+        later = ctypes.addressof(self._used if once else stack)
+        for offset in starts:
+            room = self._unused.pop()
+            words = memory.address + offset, number, offset, once, later
+            self._port.rooms[5 * room : 5 * room + 5] = words
+            self._rooms[room] = memory, shared
+            stack.rooms[stack.free] = room
+            stack.free += 1
 
 
 def size_of(nbytes: int) -> int:
@@ -910,90 +850,6 @@ def size_of(nbytes: int) -> int:
         unit = 1 << nbytes.bit_length() - 4
         return -(-nbytes // unit) * unit
     return max(LEAST, 1 << (nbytes - 1).bit_length())
-
-
-class Unread:
-    """The messages of a communicator that were not read, and the memory they need.
-
-    Args:
-        words: of this rank's island.
-        data: brings data to other islands.
-        ranks: the number of ranks.
-
-    Attributes:
-        limit: the bytes of messages to a rank that it has not read, at most; above it,
-            a message is postponed. 0: there is no limit.
-        unread: by rank, the bytes that it has not read.
-    """
-
-    def __init__(self, words: Any, data: Any, ranks: int):
-        self.words, self._data, self._lock = words, data, words.lock
-        self.limit = message_limit()
-        self.unread = (WORD * ranks)()
-        self._reclaim = compiled("reclaim")
-        self._unread: dict[Any, None] = {}  # of ``p2p.Sending`` that Python has sent
-        self._looks = MOST
-
-    def lend(self, made: Any, slot: int, number: int, room: Room | None) -> None:
-        """Keep what a message needs until it was read: slot and room, or requests."""
-        made.slot, made.number, made.room = slot, number, room
-        self._unread[made] = None
-        self.unread[made.outgoing.dest] += made.outgoing.nbytes
-        # The limit grows with what is kept, so a message costs the same on average.
-        if len(self._unread) >= self._looks:
-            self.take_back()
-            self._looks = MOST + 2 * len(self._unread)
-
-    def take_back(self) -> None:
-        """Reuse the memory of messages that were read."""
-        with self._lock:
-            self._data.reap()
-            self._reclaim(self.words.port_at)
-            for each in [each for each in self._unread if self._was_read(each)]:
-                self.release(each)
-
-    def _was_read(self, made: Any) -> bool:
-        if made.slot == NO_SLOT:
-            return all([request.Test() for request in made._requests])
-        # A message may be refused before it was copied.
-        at, values = LINE * made.slot, self.words.values
-        return bool(min(values[at + READ], values[at + READY]) >= made.number)
-
-    def release(self, made: Any) -> None:
-        """Use the memory of a message again."""
-        del self._unread[made]
-        self.unread[made.outgoing.dest] -= made.outgoing.nbytes
-        self.give_back(made)
-        if made.slot != NO_SLOT:
-            self.words.give_back(made.slot)
-
-    def give_back(self, made: Any) -> None:
-        """Let other messages use a message's room, if it has one."""
-        room, made.room = made.room, None
-        if room is not None:
-            self.words.rooms.give_back(room)
-
-    def admits(self, outgoing: Any) -> bool:
-        """Return whether a message may be sent now; above the limit, only alone."""
-        dest, nbytes = outgoing.dest, outgoing.nbytes
-        if not self.limit or not nbytes or self.unread[dest] + nbytes <= self.limit:
-            return True
-        self.take_back()
-        before = self.unread[dest]
-        return not before or before + nbytes <= self.limit
-
-    def room_for(self, size: int) -> Room | None:
-        """Return room; look for messages that were read before it takes more memory.
-
-        It returns None if there are too many blocks.
-        """
-        rooms: Rooms = self.words.rooms
-        found = rooms.take_free(size)
-        if found is None:
-            self.take_back()
-            rooms.shrink()  # a rank that only sends makes no reap
-            found = rooms.take(size)
-        return found
 
 
 class CopyStream:

@@ -43,19 +43,19 @@ from numba_symm.collectives.invocation import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft, SymmError
 from numba_symm.gpu import arrays, streams
-from numba_symm.gpu.arrays import ArrayView, Memory
+from numba_symm.gpu.arrays import ArrayView
 from numba_symm.launch import locks
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.ranks import grouped, name_ranks
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait, watching
-from numba_symm.memory.backends import memory_file
+from numba_symm.memory.backends import file_of_all
 from numba_symm.mpi import buffers, collectives, datatypes
 from numba_symm.mpi.buffers import Items, Kind, message
 from numba_symm.mpi.comm import Device
 from numba_symm.mpi.datatypes import integer, natural, translated, whole
 from numba_symm.mpi.errors import MPIError, MPITypeError, refusal, unsupported
-from numba_symm.mpi.pending import DoneRequest
+from numba_symm.mpi.requests import Started
 from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.kinds import locate
 from numba_symm.sharing.sent import leave_out
@@ -80,27 +80,19 @@ class WindowLocks:
         process.note(self, what)
         self._threads = threading.RLock()  # threads of one process share its locks
         self._inside = [False] * size  # whether this rank is in ``held``
-        with ExitStack() as undo:
-            channel, fd = undo.enter_context(IpcChannel(exchange)), -1
-            with exchange.agreed("making the locks of a window"):
-                if self._rank == 0:
-                    fd = memory_file("numba_symm window", 16 * size)
-                    undo.callback(os.close, fd)
-                    for rank in range(1, size):
-                        channel.send_fd(rank, fd)
-            with ExitStack() as made:
-                made.callback(self.close)
-                with exchange.agreed("mapping the locks of a window"):
-                    if self._rank != 0:
-                        fd = channel.recv_fd(0)
-                        undo.callback(os.close, fd)
-                    self._fd = locks.reopened(fd)
-                    locks.lock(self._fd, _ALIVE + self._rank)
-                    memory = mmap.mmap(fd, 16 * size)
-                    self._holders, self._met = np.frombuffer(memory, "i8").reshape(
-                        2, size
-                    )
-                made.pop_all()
+        with (
+            IpcChannel(exchange) as channel,
+            file_of_all(exchange, channel, "locks of a window", 16 * size) as fd,
+            ExitStack() as made,
+        ):
+            made.callback(self.close)
+            with exchange.agreed("mapping the locks of a window"):
+                self._fd = locks.reopened(fd)
+                locks.lock(self._fd, _ALIVE + self._rank)
+                memory = mmap.mmap(fd, 16 * size)
+                both = np.frombuffer(memory, "i8").reshape(2, size)
+                self._holders, self._met = both
+            made.pop_all()
         process.watch(self)
 
     @contextmanager
@@ -231,8 +223,7 @@ _BYTE = np.dtype(np.uint8)
 
 def bytes_of(found: Items) -> Any:
     """Return the bytes of a message without gaps."""
-    memory = Memory(found.address, found.nbytes, found.array)
-    return memory.array(found.nbytes, _BYTE)
+    return buffers.at(found.address, found.nbytes, _BYTE, found.array)
 
 
 def copied(of: Items, into: Items) -> list[buffers.PackedStep]:
@@ -274,7 +265,7 @@ def reduced(of: Items, into: Items, op: Any, what: str) -> list[buffers.PackedSt
     dtypes.check(name, element, what)
     function = dtypes.REDUCTIONS.get(name, name)
     made = [
-        Memory(each.address, each.nbytes, each.array).array(each.size, base)
+        buffers.at(each.address, each.size, base, each.array)
         if each.layout.runs is None
         else arrays.empty((each.size,), base, what)
         for each in (of, into)
@@ -284,33 +275,6 @@ def reduced(of: Items, into: Items, op: Any, what: str) -> list[buffers.PackedSt
         return [*steps, buffers.fold(function, made[1], made[0])]
     steps += [buffers.pack(into, made[1]), buffers.fold(function, made[1], made[0])]
     return [*steps, buffers.unpack(into, made[1])]
-
-
-def check_single(**specs: Any) -> None:
-    """Refuse specifications of more than one item, or of different types."""
-    found = {}
-    for name, spec in specs.items():
-        array, count, _, datatype = buffers.parts(spec)
-        layout = datatypes.dense(getattr(array, "dtype", _BYTE))
-        if datatype is not None:
-            layout = buffers.layout_of(datatype)
-        number = count
-        if count is None:
-            held = getattr(array, "nbytes", None)
-            nbytes = len(_numpy(array)) if held is None else held
-            number = nbytes // max(layout.nbytes, 1)
-        if whole(number, "count", MPI.ERR_COUNT) != 1:
-            raise refusal(
-                MPI.ERR_COUNT,
-                f"{name}: expecting a single element, got {number}; pass one",
-            )
-        found[name] = layout.nbytes
-    if len(set(found.values())) != 1:
-        raise refusal(
-            MPI.ERR_TYPE,
-            f"mismatch in {' and '.join(found)} MPI datatypes: items of "
-            f"{', '.join(map(str, found.values()))} bytes; pass equal ones",
-        )
 
 
 def target_of(
@@ -386,38 +350,22 @@ def mapped_by_all(
     Raise on all ranks or on none. A rank that failed alone would not allocate what the
     other ranks allocate with it.
     """
-    memory, own, mapped, error = None, None, [], None
-    try:
-        memory = make()
-        if memory is not None:
-            own = _shared(memory, exchange.size, what)
-    except Exception as caught:
-        error = caught
-    handle = b"" if own is None else own.to_bytes()
-    everyone = exchange.all_gather((handle, error is None), "handles")
-    try:
-        if all(fine for _, fine in everyone):
-            for handle, _ in everyone:
-                of = SharedHandle.from_bytes(handle) if handle else None
-                mapped.append(None if of is None else open_shared(of))
-    except Exception as caught:
-        error = caught
-    causes = exchange.all_gather(None if error is None else str(error), "outcome")
-    failed = [rank for rank, cause in enumerate(causes) if cause is not None]
-    if not failed:
-        return memory, mapped
-    for array in mapped:
-        if array is not None:
-            array.close()
-    if own is not None:
-        own.cancel()
-    if error is not None:
-        raise error
-    raise refusal(
-        MPI.ERR_WIN,
-        f"{what}: rank {failed[0]} cannot allocate, share or map memory: "
-        f"{causes[failed[0]]}",
-    )
+    mapped = []
+    with ExitStack() as undo:
+        with exchange.agreed(f"{what}: sharing memory") as shared:
+            memory, shared.mine = make(), None
+            if memory is not None:
+                own = _shared(memory, exchange.size, what)
+                undo.callback(own.cancel)
+                shared.mine = own.to_bytes()
+        with exchange.agreed(f"{what}: mapping memory"):
+            for handle in shared.all:
+                found = handle and open_shared(SharedHandle.from_bytes(handle))
+                mapped.append(found)
+                if found is not None:
+                    undo.callback(found.close)
+        undo.pop_all()
+    return memory, mapped
 
 
 def _shared(memory: Any, opens: int, what: str) -> SharedHandle:
@@ -447,16 +395,16 @@ def synchronizing(name: str, step: Callable[[Any, str], None]) -> Any:
     return translated(method)
 
 
+_OVER_HOST = "the window is over host memory; make it with MPI.Win.Allocate_device"
+
+
 def moving(method: Any) -> Any:
     """Return a method of windows of device memory as one of all windows.
 
     mpi4py's method serves windows of host memory. It would read or write addresses of
     the device there.
     """
-    plain = buffers.of_host(
-        getattr(MPI.Win, method.__name__),
-        "the window is over host memory; make it with MPI.Win.Allocate_device",
-    )
+    plain = buffers.of_host(getattr(MPI.Win, method.__name__), _OVER_HOST)
 
     @functools.wraps(method)
     def either(self: Any, *args: Any, **options: Any) -> Any:
@@ -570,7 +518,8 @@ class Win(MPI.Win, metaclass=Kind):
                 )
             return cls(MPI.Win.Create(memory, disp_unit, info, comm))
         nowhere = memory is None or buffers.is_bottom(memory)
-        where = "nowhere" if nowhere else _where(memory)
+        there = not nowhere and buffers.buffer_on_device(memory)
+        where = "device" if there else "nowhere" if nowhere else "host"
         with comm.post.set_up("Win.Create") as exchange:
             everywhere = set(exchange.all_gather(where, "memory"))
         if "device" not in everywhere:
@@ -825,6 +774,8 @@ class Win(MPI.Win, metaclass=Kind):
     ) -> None:
         """Get a rank's items, and reduce the origin's into them, atomically."""
         what = "Get_accumulate"
+        if op == MPI.NO_OP:
+            origin = result  # any array serves, because it is ignored
         self._get_accumulate(origin, result, target_rank, target, op, what)
 
     def _get_accumulate(
@@ -832,8 +783,6 @@ class Win(MPI.Win, metaclass=Kind):
     ) -> None:
         if rank == MPI.PROC_NULL:
             return
-        if op == MPI.NO_OP:
-            origin = result  # any array serves, because it is ignored
         with (
             Origin(self, result, written=True) as got,
             Origin(self, origin) as found,
@@ -841,9 +790,8 @@ class Win(MPI.Win, metaclass=Kind):
         ):
             into = self._target(rank, target, got, what)
             steps = copied(into, got)
-            if op != MPI.NO_OP:
-                self._target(rank, target, found, what)
-                steps += reduced(found, into, op, what)
+            _check_equal(what, self._target(rank, target, found, what), into)
+            steps += reduced(found, into, op, what)
             self._run(steps, got.array)
 
     @moving
@@ -858,7 +806,6 @@ class Win(MPI.Win, metaclass=Kind):
         """Do as :meth:`Get_accumulate`, for one item."""
         if target_rank == MPI.PROC_NULL:
             return
-        check_single(origin=origin, result=result)
         target, what = (target_disp, 1), "Fetch_and_op"
         self._get_accumulate(origin, result, target_rank, target, op, what)
 
@@ -874,55 +821,19 @@ class Win(MPI.Win, metaclass=Kind):
         """Get an item; replace it by the origin if it is equal to ``compare``."""
         if target_rank == MPI.PROC_NULL:
             return
-        check_single(origin=origin, compare=compare, result=result)
+        target, what = (target_disp, 1), "Compare_and_swap"
         with (
             Origin(self, result, written=True) as got,
             Origin(self, origin) as new,
             Origin(self, compare) as old,
-            self._atomic(target_rank, "Compare_and_swap"),
+            self._atomic(target_rank, what),
         ):
-            into = self._target(target_rank, target_disp, new, "Compare_and_swap")
+            given, found = (target_rank, target), (new, old, got)
+            into, *others = (self._target(*given, each, what) for each in found)
+            _check_equal(what, into, *others)
             steps = copied(into, got)
             parts = [bytes_of(each) for each in (into, old, new)]
             self._run([*steps, buffers.compare_and_swap(*parts)], got.array)
-
-    # With requests, which are done when the origin may be used.
-
-    @moving
-    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Any:
-        """Do as :meth:`Put`; return a request."""
-        return self._requested(self.Put, origin, target_rank, target)
-
-    @moving
-    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Any:
-        """Do as :meth:`Get`; return a request."""
-        return self._requested(self.Get, origin, target_rank, target)
-
-    @moving
-    def Raccumulate(
-        self, origin: Any, target_rank: int, target: Any = None, op: Any = MPI.SUM
-    ) -> Any:
-        """Do as :meth:`Accumulate`; return a request."""
-        return self._requested(self.Accumulate, origin, target_rank, target, op)
-
-    @moving
-    def Rget_accumulate(
-        self,
-        origin: Any,
-        result: Any,
-        target_rank: int,
-        target: Any = None,
-        op: Any = MPI.SUM,
-    ) -> Any:
-        """Do as :meth:`Get_accumulate`; return a request."""
-        call = self.Get_accumulate
-        return self._requested(call, origin, result, target_rank, target, op)
-
-    @translated
-    def _requested(self, call: Callable[..., None], *args: Any) -> DoneRequest:
-        call(*args)
-        self._settle()
-        return DoneRequest()
 
     @translated
     def Fence(self, assertion: int = 0) -> None:
@@ -958,10 +869,36 @@ class Win(MPI.Win, metaclass=Kind):
     Flush_local_all: Any = synchronizing("Flush_local_all", _settle)
 
 
+def _requested(call: Any, plain: Any) -> Any:
+    """Return a call that returns a request, which is done: the origin may be used."""
+
+    def method(self: Win, *args: Any) -> Any:
+        if self._of_host:
+            return plain(self, *args)
+        call(self, *args)
+        self._settle()
+        return Started()
+
+    return datatypes.like(plain, method)
+
+
+for _name in ("Put", "Get", "Accumulate", "Get_accumulate"):
+    _own = f"R{_name.lower()}"
+    _mpis = buffers.of_host(getattr(MPI.Win, _own), _OVER_HOST)
+    setattr(Win, _own, _requested(getattr(Win, _name), _mpis))
+
+
+def _check_equal(what: str, into: Items, *others: Items) -> None:
+    """Refuse items of different sizes."""
+    for each in others:
+        if each.nbytes != into.nbytes:
+            raise refusal(
+                MPI.ERR_TYPE,
+                f"{what}: expected items of {into.nbytes} bytes, got {each.nbytes}; "
+                "pass items of one type",
+            )
+
+
 def _plain(comm: Any) -> Any:
     """Return the communicator of mpi4py."""
     return comm.host if isinstance(comm, Device) else comm
-
-
-def _where(memory: Any) -> str:
-    return "device" if buffers.buffer_on_device(memory) else "host"

@@ -23,7 +23,6 @@ before it launches the copy whose end is ``READY``.
 """
 
 import ctypes
-import os
 import struct as struct_
 import threading
 from collections import deque
@@ -40,7 +39,7 @@ from numba_symm.gpu.compiled import WORD, struct
 from numba_symm.launch import waiting
 from numba_symm.launch.members import Members
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.memory.backends import address_of, mapped, memory_file
+from numba_symm.memory.backends import address_of, file_of_all, mapped
 from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.rooms import (
     BLOCK,
@@ -55,7 +54,6 @@ from numba_symm.mpi.rooms import (
     Opened,
     Port,
     Ring,
-    Room,
     Rooms,
 )
 
@@ -68,9 +66,6 @@ _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
 
 FIELDS = struct_.Struct("<7q")
 """An envelope: context, the sender's place or rank, and the rest of ``Envelope``."""
-
-NUMBER = 5
-"""The place of the message's number in these fields."""
 
 
 class Envelope(NamedTuple):
@@ -118,8 +113,9 @@ class Words:
         values: all words.
         at: the address of the first word in this process.
         to: by place, this rank's ring there, and the bell.
+        rings: by place, the ring from that rank here.
         bell: this rank's.
-        copy, publish: see ``mpi/rooms.py``.
+        copy, publish, reclaim: see ``mpi/rooms.py``.
         look: see ``mpi/rooms.py``: ``wait``.
     """
 
@@ -146,17 +142,11 @@ class Words:
             rings=Ring * (size * size),  # by reader, and by writer
         )
         nbytes = ctypes.sizeof(memory)
-        with ExitStack() as files, ExitStack() as undo:
-            with exchange.agreed("making the memory of messages"):
-                if rank == 0:
-                    fd = memory_file("numba_symm messages", nbytes)
-                    files.callback(os.close, fd)
-                    for other in range(1, size):
-                        channel.send_fd(other, fd)
+        with (
+            file_of_all(exchange, channel, "memory of messages", nbytes) as fd,
+            ExitStack() as undo,
+        ):
             with exchange.agreed("mapping the memory of messages"):
-                if rank != 0:
-                    fd = channel.recv_fd(0)
-                    files.callback(os.close, fd)
                 self._mapping = mapped(fd, nbytes)
                 self._memory = memory.from_buffer(self._mapping)
                 self._undo = undo  # in case a rank fails
@@ -175,6 +165,8 @@ class Words:
         self._entries = deque(range(BLOCKS))
         self._take, self.copy = rooms.compiled("take"), rooms.compiled("copy")
         self.publish, self.look = rooms.compiled("publish"), rooms.compiled("wait")
+        self.reclaim = rooms.compiled("reclaim")
+        self._silence = rooms.compiled("silence")
         address = ctypes.addressof(self._memory)
         self.at, self._handles = address, address + int(memory.handles.offset)
         first = address + memory.bells.offset
@@ -183,12 +175,16 @@ class Words:
         at, ring = address + memory.rings.offset, ctypes.sizeof(Ring)
         to = [at + ring * (place * size + rank) for place in range(size)]
         self.to = list(zip(to, bells, strict=True))
-        self._from = at + ring * size * rank, size, ring, self.bell, self._inbox
+        self.rings = [at + ring * (size * rank + place) for place in range(size)]
         self._places = (WORD * (2 * BLOCKS * size))(*[_UNKNOWN] * 2 * BLOCKS * size)
-        self.port.rings, self.port.writers, self.port.stride = self._from[:3]
+        self.port.rings, self.port.writers, self.port.stride = (
+            self.rings[0],
+            size,
+            ring,
+        )
         self.port.inbox = id(self._inbox)
         self.port.opened = ctypes.addressof(self._places)
-        progress.match_by(self.progress, self.lock)
+        progress.matching[self.progress] = None
 
     def _register(self) -> int:
         """Map the words for this process' kernels."""
@@ -206,39 +202,17 @@ class Words:
         first = self.port_at + Port.values.offset
         pointers = (WORD * 8)(*range(first, first + 64, 8))
         port.parameters = ctypes.addressof(pointers)
-        port.launch = compiled.address("cuLaunchKernelEx")
-        port.capturing = compiled.address("cuStreamIsCapturing")
-        port.record = compiled.address("cuEventRecord")
-        port.wait = compiled.address("cuStreamWaitEvent")
+        for name, function in (
+            *(("launch", "cuLaunchKernelEx"), ("capturing", "cuStreamIsCapturing")),
+            *(("record", "cuEventRecord"), ("wait", "cuStreamWaitEvent")),
+        ):
+            setattr(port, name, compiled.address(function))
         port.legacy, port.looks = zero_is_per_thread(), progress.MOST
         if not SIMULATED:
             return launch, pointers
         simulated = message_copy.Simulated(port.values, port.config)
         port.kernel = compiled.stand_in(simulated)
         return launch, pointers, simulated
-
-    def ring(self, place: int) -> int:
-        """Return the address of the ring from a rank of this island."""
-        return int(self.port.rings + self.port.stride * place)
-
-    def take(self) -> int:
-        """Return a slot of this rank, or ``NO_SLOT`` if all are in use."""
-        port = self.port
-        if not port.free:
-            return NO_SLOT
-        port.free -= 1
-        return int(port.slots[port.free])
-
-    def give_back(self, slot: int) -> None:
-        """Let another message use a slot."""
-        port = self.port
-        port.slots[port.free] = slot
-        port.free += 1
-
-    def next_number(self) -> int:
-        """Return the number of a new message."""
-        self.port.number += 1
-        return int(self.port.number)
 
     def holds(self, slot: int, word: int, number: int) -> bool:
         """Return whether a word was stored for a message."""
@@ -265,22 +239,20 @@ class Words:
         return self._handles + HANDLE * (BLOCKS * place + number % BLOCKS)
 
     def lent(self, unread: Any) -> list[tuple[int, int]]:
-        """Return slots and numbers of messages that the compiled function has sent.
+        """Return slots and numbers of messages that their receivers have not read.
 
         Args:
-            unread: where it counts their bytes.
+            unread: where their bytes are counted.
         """
         first, port = ctypes.addressof(unread), self.port
         last = first + ctypes.sizeof(unread)
-        loans = [port.loans[6 * n : 6 * n + 6] for n in range(port.lent)]
-        return [(each[0], each[1]) for each in loans if first <= each[4] < last]
+        found = [(slot, 4 * (slot % SLOTS)) for slot in port.unread[: port.lent]]
+        counts = ((slot, port.loans[at], port.loans[at + 2]) for slot, at in found)
+        return [(slot, number) for slot, number, at in counts if first <= at < last]
 
-    def put(self, slot: int, room: Room) -> None:
-        """Store where a message is."""
-        first = LINE * slot
-        self.values[first + BLOCK] = room.block
-        self.values[first + OFFSET] = room.offset
-        self.values[first + ONCE] = room.once is not None
+    def room(self, slot: int) -> int:
+        """Return the address of the room that was lent to a slot."""
+        return int(self.port.rooms[5 * self.port.loans[4 * (slot % SLOTS) + 1]])
 
     def end(self, slot: int, number: int) -> None:
         """Store that a message is nowhere, because its sender could not copy it."""
@@ -310,8 +282,11 @@ class Words:
     def progress(self) -> None:
         """Match the envelopes that have arrived."""
         with self.lock:
-            self._take(*self._from)
             inbox = self._inbox
+            for ring in self.rings:
+                while self._take(ring, inbox):
+                    pass
+            self._silence(self.port_at)
             while inbox:
                 context, place, *rest = FIELDS.unpack(inbox[0])
                 post = self.posts.get(context)
@@ -359,6 +334,6 @@ class Words:
 
     def close(self) -> None:
         """Unmap the words, which no kernel may store any more."""
-        progress.forget(self.progress)
+        progress.matching.pop(self.progress, None)
         self.let_go()
         self._undo.close()

@@ -137,11 +137,6 @@ def test_first_calls_are_right(measured):
     assert found["summary"]["over"] == over
 
 
-def test_shuffled_calls_are_right():
-    words = "all_reduce --shuffle 300 -b 1 -e 3M --seed 4"
-    assert bench.main(words.split()) == 0
-
-
 def test_a_capture_that_raises_is_ended(world):
     """Also one that a query has invalidated, as a call of the library may do."""
     stream = new_stream()

@@ -19,11 +19,11 @@ def made(line="-b 1K -e 64M", ranks=4):
 
 def test_there_are_400_different_calls_from_the_first_size_to_the_last():
     found = made()
-    kinds = {(each.operation.name, each.type) for each in found}
+    kinds = {(operation.name, row.type) for operation, row in found}
     assert len(kinds) == 20
-    assert len({(each.operation.name, each.type, each.counts) for each in found}) == 400
+    assert len({(operation.name, row) for operation, row in found}) == 400
     assert len(found) == 400
-    sizes = [each.facts["bytes"] for each in found]
+    sizes = [row.nbytes for _, row in found]
     assert (min(sizes), max(sizes)) == (1 << 10, 64 << 20)
     assert sizes == sorted(sizes)
 
@@ -31,7 +31,7 @@ def test_there_are_400_different_calls_from_the_first_size_to_the_last():
 def test_more_types_have_fewer_sizes():
     found = made("-d all")
     assert len(found) == 360
-    assert len({each.facts["bytes"] for each in found}) >= 6
+    assert len({row.nbytes for _, row in found}) >= 6
 
 
 def call(operation, milliseconds, wrong=0):

@@ -64,15 +64,6 @@ def test_all_selects_every_name():
     assert every == OPERATIONS["all_reduce"].algorithms
 
 
-def test_shuffle_defaults_to_every_type_and_reduction():
-    asked = options.parse(["all_reduce", "--shuffle", "9"])
-    assert (asked.types, asked.reductions) == (tuple(TYPES), REDUCTIONS)
-    asked = options.parse(
-        ["all_reduce", "--shuffle", "9", "-d", "half", "-o", "min,max"]
-    )
-    assert (asked.types, asked.reductions) == (("half",), ("min", "max"))
-
-
 def test_messages_have_a_window():
     assert options.parse(["sendrecv"]).window == 1
     assert options.parse(["sendrecv", "--window", "16"]).window == 16
@@ -107,7 +98,6 @@ def test_first_calls_are_of_two_types_by_default():
     "line",
     [
         "--cold -b 1K -e 1M -d half -c 0 --plain --islands 2 --seed 1",
-        "--shuffle 9 -b 1K -e 1M -d half -o max --algorithm all --plain --islands 2",
         "--overlap -f 2 -o max -n 9 -G 1 -c 0 --against mpi --algorithm all --plain",
     ],
 )
@@ -118,12 +108,11 @@ def test_options_that_a_kind_of_run_uses_are_taken(line):
     assert list(asked.given) == [name for name in given if name not in flags]
 
 
-@pytest.mark.parametrize("more", [[], ["--shuffle", "9"]])
 @pytest.mark.parametrize("name", MOVING)
-def test_an_operation_that_only_moves_data_has_no_reduction(name, more, capsys):
-    assert options.parse([name, *more]).reductions == ("none",)
+def test_an_operation_that_only_moves_data_has_no_reduction(name, capsys):
+    assert options.parse([name]).reductions == ("none",)
     with pytest.raises(SystemExit) as ended:
-        options.parse([name, *more, "-o", "max"])
+        options.parse([name, "-o", "max"])
     assert ended.value.code == 2
     assert "unrecognized arguments: -o max" in capsys.readouterr().err
 
@@ -135,7 +124,7 @@ def test_an_operation_that_reduces_takes_reductions(name):
 
 @pytest.mark.parametrize("name", CODED)
 def test_a_sum_by_codes_takes_its_types_only(name, capsys):
-    assert options.parse([name, "--shuffle", "9"]).types == (
+    assert options.parse([name, "-d", "all"]).types == (
         "half",
         "bfloat16",
         "float",
@@ -148,7 +137,6 @@ def test_a_sum_by_codes_takes_its_types_only(name, capsys):
 def test_a_scan_has_no_average(capsys):
     every = ("sum", "prod", "min", "max")
     assert options.parse(["scan", "-o", "all"]).reductions == every
-    assert options.parse(["scan", "--shuffle", "9"]).reductions == every
     with pytest.raises(SystemExit):
         options.parse(["scan", "-o", "avg"])
     assert "expected some of sum, prod, min, max, or all" in capsys.readouterr().err
@@ -179,14 +167,12 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --algorithm ring", "expected some of"),
         ("all_reduce --json /not/there/r.json", "/not/there does not exist"),
         ("all_reduce --json /", "expected a file, got the folder /"),
-        ("all_reduce --shuffle 5 --plot r.png", "--shuffle records no measurements"),
-        ("all_reduce --overlap --shuffle 5", "--shuffle measures no times"),
         ("all_reduce --overlap --plot r.png", "--overlap draws no plot"),
         ("all_reduce --overlap -G 0", "--overlap replays graphs; pass -G 1 or more"),
         ("all_reduce --leave 8", "--leave needs --overlap"),
         ("all_reduce --side 8", "--side needs --overlap"),
         ("all_reduce --overlap --leave 0", "expected a number of at least 1, got '0'"),
-        ("all_reduce --cold --overlap", "omit --shuffle, --overlap and --plot with"),
+        ("all_reduce --cold --overlap", "omit --overlap and --plot with"),
         ("all_reduce --cache /tmp", "--cache needs --cold"),
         ("all_reduce --cold --cache /dev/null", "that you can write, got /dev/null"),
         ("all_reduce --cold --cache /dev/null/new", "can write, got /dev/null/new"),
@@ -194,17 +180,14 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --cold -f 4", "--cold does not use -f; omit -f"),
         ("scan --cold -i 1K -n5 -w 5 -G 20", "not use -i and -n and -w and -G; omit"),
         ("scan --cold -o sum --algorithm all", "does not use -o and --algorithm; omit"),
-        ("scan --shuffle 5 -f 2 -n 1", "--shuffle does not use -f and -n; omit -f"),
-        ("scan --shuffle 5 -c 1 -w 5 -G 0", "--shuffle does not use -w and -G and -c;"),
-        ("scan --shuffle 5 --against mpi -i 1", "not use -i and --against; omit -i"),
-        ("scan --eager --cold", "omit --shuffle, --cold, --overlap and --plot with"),
+        ("scan --eager --cold", "omit --cold, --overlap and --plot with"),
         ("scan --eager -G 0", "--eager takes samples; pass -G 1 or more"),
         ("barrier --overlap -w 5", "--overlap does not use -w; omit -w"),
         ("barrier -b 4", "unrecognized arguments: -b 4"),
-        ("barrier --shuffle 4", "barrier has no sizes; omit --shuffle"),
+        ("barrier --cold", "barrier has no sizes; omit --cold"),
         ("gather --algorithm direct", "unrecognized arguments: --algorithm direct"),
         ("all_reduce --window 4", "unrecognized arguments: --window 4"),
-        ("sendrecv --window 4 --cold", "make single calls; omit --window"),
+        ("sendrecv --window 4 --cold", "makes single calls; omit --window"),
         ("all_reduce -q", "unrecognized arguments: -q"),
         ("plot r.json", "arguments are required: image"),
         ("plot /not/there.json r.png", "/not/there.json: No such file or directory"),
@@ -237,7 +220,7 @@ def test_help_lists_options_and_choices(capsys):
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: python -m numba_symm.bench all_reduce ")
-    for words in ("-b SIZE", "-G N", "--against", "nccl-symm", "bfloat16", "--shuffle"):
+    for words in ("-b SIZE", "-G N", "--against", "nccl-symm", "bfloat16", "--cold"):
         assert words in shown
 
 
@@ -246,9 +229,9 @@ def test_plotting_without_matplotlib_is_refused_before_the_run(monkeypatch, caps
     with pytest.raises(SystemExit):
         options.parse(["all_reduce", "--plot", "r.png"])
     assert "pip install matplotlib" in capsys.readouterr().err
-    with pytest.raises(SystemExit):  # --shuffle with --plot never needs matplotlib
-        options.parse(["all_reduce", "--shuffle", "5", "--plot", "r.png"])
-    assert "--shuffle records no measurements" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # --cold with --plot never needs matplotlib
+        options.parse(["all_reduce", "--cold", "--plot", "r.png"])
+    assert "omit --overlap and --plot with --cold" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["r.foo", "r"])

@@ -1,10 +1,9 @@
-import io
 import json
 
 import pytest
 
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import measure, report, sweep
+from numba_symm.bench import measure, report
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.report import Report
 
@@ -161,12 +160,12 @@ def test_the_footer_has_the_spread_and_each_skipped_way_once():
     assert sum("MPI has no float16" in line for line in shown) == 1
 
 
-def test_the_eager_table_shows_each_way():
-    title, names, line = text().eager([row()])
-    assert "enqueued / done" in title
-    assert names.split("sum")[0].count("numba_symm") == 2
-    assert "torch one_shot" in names
-    assert line.split()[3:6] == ["5.00", "/", "20.00"]
+def test_the_eager_table_has_a_line_for_each_way():
+    lines = [line.split() for line in report.EagerReport().row(row()).splitlines()]
+    assert len(lines) == len(row())
+    message = [str(1 << 20), str(1 << 18), "float", "sum"]
+    assert lines[1] == [*message, "numba_symm", "call", "5.00", "2.00", "-", "0"]
+    assert lines[2][4:8] == ["numba_symm", "plan,", "in", "place"]
 
 
 def test_messages_of_a_window_have_a_rate_and_a_size_of_their_own():
@@ -279,29 +278,6 @@ def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):
 def test_multicast_is_disabled_for_contenders():
     assert report.NVLS_OFF["NCCL_NVLS_ENABLE"] == "0"
     assert report.NVLS_OFF["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
-
-
-def test_there_is_no_bar_without_a_terminal(monkeypatch, capfd):
-    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
-    monkeypatch.delenv("PMI_SIZE", raising=False)
-    assert sweep.terminal() is None
-    with sweep.bar(shown=True) as bar:
-        task = bar.add_task("rows", total=2)
-        with sweep.hidden(bar):
-            print("a row")
-        bar.update(task, advance=1, refresh=True)
-    shown = capfd.readouterr()
-    assert (shown.out, shown.err) == ("a row\n", "")
-
-
-def test_the_bar_does_not_hide_the_cursor(monkeypatch):
-    shown = io.StringIO()
-    monkeypatch.setattr(sweep, "terminal", lambda: shown)
-    monkeypatch.setenv("TERM", "xterm")
-    with sweep.bar(shown=True) as bar:
-        bar.update(bar.add_task("rows", total=2), advance=1, refresh=True)
-    assert "rows" in shown.getvalue()
-    assert "\x1b[?25" not in shown.getvalue()
 
 
 # Bytes that cross when an island of 2 ranks and one of 1 exchange 12 bytes.

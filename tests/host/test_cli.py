@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import numba_symm
-from numba_symm.bench import options
 from numba_symm.collectives import tuned
 from numba_symm.command import cli, doctor, launcher
 from numba_symm.errors import DeviceError, SymmError
@@ -316,12 +315,10 @@ def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
     monkeypatch.setattr(
         launcher, "code_of", lambda words, environ: started.append(words)
     )
-    monkeypatch.setattr(options, "check_image", lambda *given: None)
-    cli.main(["tune", "--largest", "1M", "--plot", "r.png"])
+    cli.main(["tune", "--largest", "1M"])
     (words,) = started
     assert words[words.index("-n") + 1] == "2"
-    given = ["--largest=1M", "--plot=r.png"]
-    assert words[-4:] == ["-m", "numba_symm.bench.tune", *given]
+    assert words[-3:] == ["-m", "numba_symm.bench.tune", "--largest=1M"]
 
 
 def test_run_passes_its_own_flags_to_the_runner(monkeypatch):
@@ -343,7 +340,6 @@ def test_run_passes_its_own_flags_to_the_runner(monkeypatch):
         ("--largest 1", "--largest: expected 1K or more, got '1'"),
         ("--largest much", "--largest: expected bytes such as 512, 64K"),
         ("--largest 6X", "--largest: expected bytes such as 512, 64K"),
-        ("--plot /not/there/r.png", "/not/there does not exist"),
         ("--largest 1M", "got /dev/null/numba-symm/limits"),
     ],
 )

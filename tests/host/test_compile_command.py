@@ -125,7 +125,7 @@ def test_without_cudas_compilers_the_error_has_the_command_to_install_them(
         (("--cc", "sm_90"), "8.0 or higher, got 'sm_90'"),
         (("--ranks", "65"), "expected 1 to 64, got '65'"),
         (("--ranks", "0"), "expected 1 to 64, got '0'"),
-        (("--jobs", "0"), "expected a positive integer, got '0'"),
+        (("--jobs", "0"), "expected a number of at least 1, got '0'"),
         (("--cc", "9.0,8.0"), "--cc: expected one value, got '9.0,8.0'; separate"),
         (("--dtypes", "f4,i4"), "--dtypes: expected one value, got 'f4,i4'; separate"),
         (

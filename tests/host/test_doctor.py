@@ -313,16 +313,3 @@ def test_the_command_on_this_machine(tmp_path):
             [False, True],
         ]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_its_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    cli._parser().parse_args(["doctor", "--plot", "x.png"])
-    doctor.check_drawable(str(tmp_path / "x.png"))
-    with pytest.raises(doctor.SymmError, match="cannot be written"):
-        doctor.check_drawable(str(tmp_path / "none" / "x.png"))
-    found = {name: [[None, 1.5], [2.5, None]] for name in ("latency", "bandwidth")}
-    doctor.draw(found, tmp_path / "x.svg")
-    assert (tmp_path / "x.svg").read_text().count("<path") > 10
-    with pytest.raises(doctor.SymmError, match="2 ranks or more"):
-        doctor.draw({}, tmp_path / "y.svg")

@@ -21,7 +21,7 @@ from numba_symm.engines import mpi as engine
 from numba_symm.errors import DriverError
 from numba_symm.gpu import events, streams
 from numba_symm.gpu.arrays import ArrayView
-from numba_symm.mpi import host_only, jobs, messages, p2p, rooms, win
+from numba_symm.mpi import host_only, jobs, p2p, rooms, win
 from numba_symm.sharing import received, sent
 from numba_symm.sharing.received import Reference
 from tests.executing import ExecutingDriver, Unordered
@@ -291,14 +291,24 @@ def test_data_for_another_island_is_read_when_its_copy_has_ended(gpu):
     gpu.host("MPI", data.ctypes.data)()
 
 
-@orders("mpi.messages.Post.idle")
-def test_a_receive_asks_whether_a_stream_is_done(gpu):
-    gpu.take(messages)
-    gpu.unready = {STREAM}
-    assert not messages.Post.idle(None, STREAM)
-    gpu.unready = set()
-    assert messages.Post.idle(None, STREAM)
-    gpu.reads("the program")()
+@orders("mpi.p2p.Sending._copied")
+def test_a_failed_copy_is_reported_when_nothing_writes_its_room(gpu, monkeypatch):
+    gpu.take(p2p)
+    message, parcel = p2p.Sending(), SimpleNamespace(sent=0)
+
+    def send(*_):
+        parcel.sent = 1
+
+    def fill(stream, ended):
+        gpu.work(stream)
+        raise MemoryError
+
+    message.tag, message._matched, message._fill = 0, False, fill
+    message.outgoing = SimpleNamespace(parcel=parcel, parcel_at=0)
+    words = SimpleNamespace(end=lambda slot, number: gpu.reads("the receiver")())
+    message.post = SimpleNamespace(words=words, _send=lambda *_: send() or 1)
+    with pytest.raises(MemoryError):
+        message._copied(STREAM)
 
 
 @orders("mpi.host_only.Op.Reduce_local")

@@ -19,10 +19,8 @@ from numba_symm.engines import mpi as engine_of_mpi
 from numba_symm.engines.protocol import Parcel
 from numba_symm.launch import locks, ranks, waiting
 from numba_symm.launch.waiting import Wait
-from numba_symm.mpi import progress
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.progress import Channel, Data
-from numba_symm.mpi.words import NO_SLOT, Envelope
+from numba_symm.mpi.progress import Channel
 
 SIGNAL = signal.SIGUSR1
 
@@ -47,7 +45,7 @@ class Host:
     """Its calls return 0, as their request. Then Python runs the signal's handler."""
 
     rank, size = 0, 2
-    Irecv = Isend = Issend = isend = CALL
+    Irecv = Isend = Issend = isend = Improbe = CALL
 
 
 @pytest.fixture(autouse=True)
@@ -65,56 +63,36 @@ def interrupted(call, *args, **options):
         call(*args, **options)
 
 
-def test_a_receive_of_an_envelope():
-    """The next look for envelopes asks for this one, and starts no other receive."""
+def test_a_probe_of_a_message():
+    """The next look for messages gets this one, and probes for no other."""
     post = object.__new__(Post)
     post.words, post._freed = SimpleNamespace(lock=RLock()), False
-    post._coming, post._text = [], bytearray(8)
-    post._envelopes = Channel(Host())
-    interrupted(post._fetch)
+    post._coming, post._status = [], None
+    post.mpi = Channel(Host(), [0, 0])
+    interrupted(post.fetch)
     assert post._coming == [0]
 
 
-def test_a_send_is_counted_and_its_data_kept():
-    channel, data = Channel(Host()), b"data"
-    interrupted(channel.send, data, 1)
-    assert [each[:2] for each in channel._kept] == [([0], data)]
-    assert channel.sent == [0, 1]
+@pytest.mark.parametrize("matched", [False, True])
+def test_a_send_is_counted_and_its_data_kept(matched):
+    unread, data, requests = [0, 0], np.empty(5, np.uint8), []
+    channel = Channel(Host(), unread)
+    interrupted(channel.send, data, 1, 0, matched, requests)
+    assert [*channel._kept.values()] == [([0], data, 1, 5)]
+    assert (channel.sent, unread, requests) == ([0, 1], [0, 5], [0])
 
 
-def test_each_part_of_data_is_sent_and_received_once(monkeypatch):
-    monkeypatch.setattr(progress, "_PART", 2)
-    data = Data(Host(), tags=8)
-    room, requests = np.empty(5, np.uint8), []
-    envelope = Envelope(1, tag=0, nbytes=5, slot=NO_SLOT, number=3, asks=0)
-    for number in (1, 2, 3):
-        interrupted(data.receive_parts, envelope, room, requests)
-        assert data.taken == len(requests) == number
-    data.receive_parts(envelope, room, requests)
-    assert data.taken == 3
-    assert all(each[0] is requests for each in data._kept)
-    sends = []
-    for number in (1, 2, 3):
-        interrupted(data.send_parts, room, 1, 3, sends)
-        assert data.sent[1] == len(sends) == number
-    data.send_parts(room, 1, 3, sends)
-    assert data.sent[1] == 3
-
-
-def test_a_look_for_sent_data_leaves_a_receive_its_status():
-    """It tells that the sender has failed."""
-    comm, requests, status = MPI.COMM_SELF.Dup(), [], MPI.Status()
-    data = Data(comm, tags=8)
-    envelope = Envelope(0, tag=0, nbytes=5, slot=NO_SLOT, number=3, asks=0)
-    data.receive_parts(envelope, np.empty(5, np.uint8), requests, progress.seen)
-    data.refuse_parts(5, 0, 3)
-    for _ in range(2):
-        data.reap()
-    assert requests[0].Get_status(status)
-    assert (status.source, status.Get_count(MPI.BYTE)) == (0, 0)
-    requests[0].Wait()
-    data.reap()
-    assert not data.sends
+def test_data_is_kept_until_its_request_has_ended():
+    comm, unread, requests = MPI.COMM_SELF.Dup(), [0], []
+    channel, data = Channel(comm, unread), np.arange(5, dtype=np.uint8)
+    channel.send(data, 0, 3, True, requests)
+    channel.reap()
+    assert (unread, channel.has_ended) == ([5], False)
+    out, received = np.empty(5, np.uint8), []
+    channel.receive(comm.Mprobe(0, 3), out, received)
+    MPI.Request.Waitall(requests + received)
+    channel.reap()
+    assert (unread, channel.has_ended, out.tolist()) == ([0], True, [*range(5)])
     comm.Free()
 
 

@@ -17,7 +17,7 @@ from tests.mutants.results import Result
 
 ROOT = Path(__file__).parents[2]
 EVERY = [mutant for _, mutant in mutants.every_mutant(ROOT)]
-BELOW = next(mutant for mutant in host.MUTANTS if mutant.name == "trees.below_no_min")
+CHILDREN = next(m for m in host.MUTANTS if m.name == "trees.too_many_children")
 
 
 @functools.cache
@@ -119,8 +119,8 @@ def test_what_becomes_of_mutants(tree, monkeypatch):
     nearest = object.__new__(Nearest)
     nearest.root = ROOT
     tests = ("tests/host/test_trees.py", "tests/host/test_trees.py::of_another_tree[3]")
-    killed = BELOW._replace(tests=tests)
-    same = killed._replace(name="same", new=f"{BELOW.old}  # as before")
+    killed = CHILDREN._replace(tests=tests)
+    same = killed._replace(name="same", new=f"{CHILDREN.old}  # as before")
     endless = killed._replace(name="endless", old="distance *= 2", new="pass")
     crash = endless._replace(name="crash", new="__import__('os').abort()")
     gone = killed._replace(name="gone", old="what nobody has written")
@@ -134,7 +134,7 @@ def test_what_becomes_of_mutants(tree, monkeypatch):
     assert found[1].ran > 10
     assert found[2].why == "no test ends"
     assert found[3].why.startswith("pytest ends with -")
-    assert (tree.tree / BELOW.file).read_text() == (ROOT / BELOW.file).read_text()
+    assert (tree.tree / CHILDREN.file).read_text() == (ROOT / CHILDREN.file).read_text()
 
 
 def test_what_fails_behind_others_only_kills_and_what_fails_once_does_not():

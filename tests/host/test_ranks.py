@@ -325,7 +325,7 @@ def test_a_step_succeeds_once_a_rank_has_all_values(mpi, monkeypatch, ends):
             return self
 
         def Irecv(self, data):
-            data[:] = waiting.gathered("its value").packed()
+            data[:] = waiting.packed(["its value"])
             return self
 
         def Test(self):

@@ -15,10 +15,12 @@ from numba_symm.mpi.rooms import (
     BLOCKS,
     ENDED,
     FOUND,
+    FULL,
     LINE,
     MATCHED,
     NO_SLOT,
     NONE,
+    ONCE,
     POSTED,
     READ,
     READY,
@@ -99,7 +101,10 @@ class Memory:
 
     def left(self):
         found = []
-        self.take(self.ring(0), 2, self.port.stride, self.port.bell, found)
+        for writer in range(2):
+            while self.take(self.ring(writer), found):
+                pass
+        rooms.compiled("silence")(self.at)
         return len(found)
 
 
@@ -186,39 +191,56 @@ def test_a_copy_follows_what_was_enqueued_before_its_receive(memory):
 
 def test_a_sender_reuses_the_memory_of_messages_that_were_read(memory):
     """Only then are there fewer bytes that its receiver has not read."""
-    send, port = rooms.compiled("send"), memory.port
+    send, port, used = rooms.compiled("send"), memory.port, Stack()
     port.free, memory.stack.free = 2, 2
+    address = ctypes.addressof
     for n in range(2):
         port.slots[n], memory.stack.rooms[n] = n, n
-        port.rooms[3 * n : 3 * n + 3] = [ROOM + 256 * n, 0, 256 * n]
-    address = ctypes.addressof
+        words = ROOM + 256 * n, 0, 256 * n, n, address(used if n else memory.stack)
+        port.rooms[5 * n : 5 * n + 5] = words
     envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
     parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
     given = address(parcel), STREAM, 3, 0
-    slots = [send(*given, 0) % SLOTS_OF_ALL for _ in range(2)]
+    slots = [send(*given, 0, 0) % SLOTS_OF_ALL for _ in range(2)]
     assert slots == [1, 0]
-    assert send(*given, 0) == NONE
+    assert [memory.words[LINE * slot + ONCE] for slot in slots] == [1, 0]
+    assert send(*given, 0, 0) == NONE
     assert memory.unread.value == 16
     memory.store(READ, slot=0, number=2)
-    assert send(*given, 0) == NONE  # the copy to its room has not ended
+    assert send(*given, 0, 0) == NONE  # the copy to its room has not ended
     memory.store(READY, slot=0, number=2)
-    assert send(*given, 8) == NONE  # above the limit
+    assert send(*given, 8, 0) == NONE  # above the limit
     assert memory.unread.value == 8
-    assert send(*given, 16) == 3 * SLOTS_OF_ALL
+    assert send(*given, 16, 0) == 3 * SLOTS_OF_ALL
     assert memory.left() == 3
     for slot, number in ((0, 3), (1, 1)):
         for word in (READY, READ):
             memory.store(word, slot, number)
     rooms.compiled("reclaim")(memory.at)
-    assert (port.free, memory.stack.free, port.lent, memory.unread.value) == (
-        2,
-        2,
-        0,
-        0,
-    )
+    counts = port.free, memory.stack.free, used.free, port.lent, memory.unread.value
+    assert counts == (2, 1, 1, 0, 0)  # a room for one message is not used again
     memory.driver.failing = {"cuLaunchKernelEx"}
-    assert send(*given, 0) < 0
-    assert (port.free, memory.stack.free, port.lent, memory.left()) == (2, 2, 0, 0)
+    assert send(*given, 0, 0) < 0
+    counts = port.free, memory.stack.free, port.lent, memory.unread.value
+    assert (*counts, memory.left()) == (2, 1, 0, 0, 0)
+
+
+def test_what_lacks_is_told_before_a_message_is_announced(memory):
+    """A message that is held is announced, and Python copies it to its room."""
+    send, port, address = rooms.compiled("send"), memory.port, ctypes.addressof
+    port.free, memory.stack.free = 1, 1
+    port.rooms[:5] = ROOM, 7, 256, 0, address(memory.stack)
+    envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
+    parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
+    given = address(parcel), STREAM, 3, 1, 0, 1
+    memory.rings[0].sent = rooms.ENTRIES
+    assert send(*given) == FULL
+    memory.rings[0].sent = 0
+    assert send(*given) == parcel.sent == SLOTS_OF_ALL
+    assert send(*given) == NONE
+    assert (memory.left(), memory.unread.value, port.lent) == (1, 8, 1)
+    assert memory.words[BLOCK : BLOCK + 2] == [7, 256]
+    assert not memory.driver.works
 
 
 def test_a_closed_stream_of_copies_is_not_settled_again(monkeypatch):

@@ -14,7 +14,7 @@ from tests.whole import WHOLE
 PROGRAMS = 100 if WHOLE else 25
 
 
-@pytest.mark.parametrize("limit", [None, "3000"], ids=["", "postponed"])
+@pytest.mark.parametrize("limit", [None, "3000"], ids=["", "limited"])
 def test_programs_that_are_drawn(world, monkeypatch, limit):
     """A limit lets sends wait until the receiver has received other messages."""
     phases = PHASES

@@ -199,12 +199,9 @@ def test_a_window_that_one_rank_cannot_map(comm, monkeypatch):
     with monkeypatch.context() as patch:
         if comm.rank == last:
             patch.setattr(windows, "open_shared", fails)
-        kind = RuntimeError if comm.rank == last else MPI.Exception
-        with pytest.raises(kind, match="no room left") as found:
+        text = f"Win.Create: mapping memory failed on 1 of .*\n.*rank {last}: .*no room"
+        with pytest.raises(MPI.Exception, match=text):
             MPI.Win.Create(memory, 4, comm=comm)
-    if comm.rank != last:
-        assert f"rank {last}" in str(found.value)
-        assert found.value.Get_error_class() == MPI.ERR_WIN
     win = MPI.Win.Create(memory, 4, comm=comm)
     win.Fence()
     win.Accumulate(array(1), 0)
@@ -217,10 +214,9 @@ def test_a_window_that_one_rank_cannot_allocate(comm):
     """Its size may differ from that of the other ranks."""
     last = comm.size - 1
     nbytes = 1 << 55 if comm.rank == last else 4
-    with pytest.raises(MPI.Exception) as found:
+    text = "Win.Allocate_device: sharing memory failed on 1 of"
+    with pytest.raises(MPI.Exception, match=text):
         MPI.Win.Allocate_device(nbytes, 4, comm=comm)
-    if comm.rank != last:
-        assert f"Win.Allocate_device: rank {last} cannot allocate" in str(found.value)
     win = MPI.Win.Allocate_device(4, 4, comm=comm)
     win.Free()
 
@@ -288,7 +284,17 @@ def test_refused_calls_on_a_window(comm, win):
             MPI.ERR_TYPE,
             "one type",
         ),
-        (lambda: win.Fetch_and_op(x, x, own), MPI.ERR_COUNT, "single element"),
+        (lambda: win.Fetch_and_op(x, x, own), MPI.ERR_COUNT, "as many bytes"),
+        (
+            lambda: win.Fetch_and_op([x, 2], [x, 1], own, op=MPI.NO_OP),
+            MPI.ERR_COUNT,
+            "as many bytes",
+        ),
+        (
+            lambda: win.Compare_and_swap([x, 1], [x, 1, MPI.SHORT], [x, 1], own),
+            MPI.ERR_TYPE,
+            "expected items of 4 bytes, got 2",
+        ),
     ]
     for call, code, words in calls:
         with pytest.raises(MPI.Exception, match=words) as found:
