@@ -123,7 +123,13 @@ def test_a_wrong_result_names_the_assertion(program):
     assert fault.places[0].code.startswith("assert")
 
 
-ATOMIC = "cuda.atomic.add(symm.peer_array(ctx, 0, 4, np.int64), 0, 1)"
+ATOMIC = """
+first = symm.peer_array(ctx, 0, 4, np.int64)
+if ctx.rank == 0:
+    cuda.atomic.add(first, 0, 1)
+else:
+    symm.atomic_add(first, 0, 1)
+"""
 BRANCHES = """
 if cuda.threadIdx.x == 0:
     cuda.syncthreads()
@@ -237,7 +243,7 @@ def test_the_command_prints_and_repeats_a_fault(program, tmp_path, capsys):
     assert len(lines) == len(given["fault"]["trace"]) > 0
     assert "program.py:16 in put_signal, stores the signal of rank" in "".join(lines)
     file.write_text("{}")
-    assert cli.main(["explore", "--replay", str(file)]) == 1
+    assert cli.main(["explore", "--replay", str(file)]) == 3
     assert "the JSON of a report" in capsys.readouterr().err
 
 
@@ -252,7 +258,10 @@ def test_exit_codes(program, capsys):
     assert cli.main(["explore", path, "--seconds", "0.3", "--complete"]) == 2
     assert cli.main(["explore", path, "--seconds", "0.3"]) == 0
     assert "incomplete: " in capsys.readouterr().out
-    assert cli.main(["explore"]) == 1
+    other = program("cuda.atomic.add(symm.peer_array(ctx, 0, 4, np.int64), 0, 1)")
+    assert cli.main(["explore", str(other)]) == 3
+    assert "cuda.atomic.add of another rank's array" in capsys.readouterr().err
+    assert cli.main(["explore"]) == 3
 
 
 def test_arguments_reach_the_program(tmp_path):
@@ -268,5 +277,5 @@ def test_without_greenlet_the_error_has_the_command():
         "sys.exit(cli.main(['explore', 'program.py']))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
+    assert done.returncode == 3
     assert "got none; pip install greenlet" in done.stderr
