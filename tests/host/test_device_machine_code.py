@@ -75,8 +75,8 @@ def test_every_update_is_one_instruction_at_system_scope():
     assert not code.find(r"(ATOM|ATOMS|RED|REDG)\b.*")
 
 
-EXPECTED = ["ADD", "ADD.64", "ADD.F32", "ADD.F64", "AND", "CAS.64", "EXCH.64", "MAX"]
-EXPECTED += ["MAX.64", "MIN.S32", "MIN.S64", "OR", "XOR.64"]
+EXPECTED = ["ADD", "ADD.64", "ADD.F32", "ADD.F64", "AND", "CAS", "CAS.64"]
+EXPECTED += ["EXCH.64", "MAX", "MAX.64", "MIN.S32", "MIN.S64", "OR", "XOR.64"]
 
 
 def test_a_users_kernel_changes_no_options_of_the_librarys_functions():
@@ -96,6 +96,13 @@ def test_an_acquire_drops_what_l1_holds_and_a_release_waits_for_stores():
     assert accesses[:3] == ["CCTL.IVALL", "LDG.E.64", "STG.E.64"]
     assert re.fullmatch(FENCE, accesses[-1])
     assert len(accesses) == 4
+
+
+def test_a_strong_load_is_one_instruction():
+    code = compiled(atomics.load_all, WORDS)
+    accesses = opcodes(code.instructions, r"(LDG\S*STRONG|CCTL)\S*")
+    wide, narrow = "LDG.E.64.STRONG.SYS", "LDG.E.STRONG.SYS"
+    assert sorted(accesses) == [*["CCTL.IVALL"] * 3, *[wide] * 3, *[narrow] * 3]
 
 
 def test_atomics_are_refused_where_links_have_none(monkeypatch):
