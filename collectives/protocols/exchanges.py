@@ -10,9 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from numba_symm.collectives.protocols.binding import digest_of
+from numba_symm.device import order
 from numba_symm.device.intrinsics import device_function, word_of
 from numba_symm.device.lanes import Lanes
 from numba_symm.device.order import (
@@ -22,7 +21,7 @@ from numba_symm.device.order import (
     make_total,
 )
 from numba_symm.device.polling import fail, wait_record
-from numba_symm.dtypes import Element, Op, UserOperator, identity
+from numba_symm.dtypes import Element, Op
 from numba_symm.launch.failures import CALL_MISMATCH
 
 EVERYONE = -1
@@ -180,16 +179,10 @@ def make_reduced(
 
 
 def of_none(element: Element, op: Op, output: Output) -> tuple[bool, int, int]:
-    """Return whether a rank with nothing to reduce stores a vector, and its two words.
-
-    The first rank of an exscan stores the operator's identity. It stores nothing if the
-    operator is a user's function, whose identity is unknown.
-    """
-    if output is not Output.BEFORE_THIS or isinstance(op, UserOperator):
+    """Return ``order.of_none`` for the first rank of an exscan, and False otherwise."""
+    if output is not Output.BEFORE_THIS:
         return False, 0, 0
-    vector = np.full(element.lanes, identity(op, element.dtype), element.dtype)
-    low, high = vector.view(np.int64).tolist()
-    return True, low, high
+    return order.of_none(element, op)
 
 
 def digest_word(call: str) -> int:

@@ -61,7 +61,12 @@ from typing import Any, NamedTuple
 
 from numba.cuda import types
 
-from numba_symm.device.checks import check_exchange, check_shards, check_started
+from numba_symm.device.checks import (
+    check_count,
+    check_exchange,
+    check_shards,
+    check_started,
+)
 from numba_symm.device.intrinsics import (
     block_size,
     cuda,
@@ -81,7 +86,13 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.order import make_in_rank_order, make_mirror, make_total
+from numba_symm.device.order import (
+    make_in_rank_order,
+    make_mirror,
+    make_of_first,
+    make_total,
+    of_none,
+)
 from numba_symm.device.packets import make_poll, peek_packets, post_packets
 from numba_symm.device.polling import Guard, fail, wait_record
 from numba_symm.dtypes import Element, Op
@@ -90,6 +101,7 @@ from numba_symm.launch.failures import (
     BLOCK_ALL_REDUCE,
     BLOCK_ALL_TO_ALL,
     BLOCK_BROADCAST,
+    BLOCK_EXSCAN,
     BLOCK_REDUCE_SCATTER,
     ROOT_MISMATCH,
 )
@@ -235,6 +247,7 @@ class BlockCollective(NamedTuple):
         reduces: whether the vectors of all ranks are reduced.
         gathers: whether they are stored by rank.
         rooted: whether one rank's are stored.
+        scans: whether only the vectors of the ranks before this one are reduced.
     """
 
     name: str
@@ -243,12 +256,14 @@ class BlockCollective(NamedTuple):
     reduces: bool = False
     gathers: bool = False
     rooted: bool = False
+    scans: bool = False
 
 
 ALL_REDUCE = BlockCollective("all_reduce", BLOCK_ALL_REDUCE, reduces=True)
 REDUCE_SCATTER = BlockCollective(
     "reduce_scatter", BLOCK_REDUCE_SCATTER, sends_shards=True, reduces=True
 )
+EXSCAN = BlockCollective("exscan", BLOCK_EXSCAN, reduces=True, scans=True)
 ALL_GATHER = BlockCollective("all_gather", BLOCK_ALL_GATHER, gathers=True)
 BROADCAST = BlockCollective("broadcast", BLOCK_BROADCAST, rooted=True)
 ALL_TO_ALL = BlockCollective(
@@ -309,66 +324,169 @@ def make_access(unit: int) -> tuple[Callable[..., Any], Callable[..., None]]:
     return load, store
 
 
+class Shards(NamedTuple):
+    """The device functions for the shards of an array, in units.
+
+    Attributes:
+        of: ``(ws, counts, count, place)`` returns the first unit of a rank's shard, and
+            its number of units. ``counts`` are the ranks' numbers of elements, or None:
+            all shards have ``count`` units.
+        most: ``(ws, counts, count)`` returns the units of the largest shard.
+        wanted: ``(ws, counts, count, first, begin)`` returns which other ranks' shards
+            have a vector at unit ``first``, as bits along the ring. Those of a thread's
+            first vector, at ``begin``, are all exchanged, so that each pair of ranks
+            exchanges one in both directions.
+    """
+
+    of: Callable[..., tuple[int, int]]
+    most: Callable[..., int]
+    wanted: Callable[..., int]
+
+
 @functools.cache
-def make_post(size: int, unit: int, kind: BlockCollective) -> Callable[..., None]:
+def make_shards(size: int, pieces: int, divided: bool, varied: bool) -> Shards:
+    """Return the functions for an array that is divided, or is this rank's one shard.
+
+    Args:
+        size: the number of ranks.
+        pieces: the units of an element.
+        divided: whether the array has a shard of each rank.
+        varied: whether the shards differ.
+    """
+
+    @device_function
+    def of(ws: Any, counts: Any, count: int, place: int) -> Any:
+        return (place * count if divided else 0), count
+
+    @device_function
+    def most(ws: Any, counts: Any, count: int) -> int:
+        return count
+
+    @device_function
+    def wanted(ws: Any, counts: Any, count: int, first: int, begin: int) -> int:
+        return EVERYONE
+
+    @device_function
+    def of_counts(ws: Any, counts: Any, count: int, place: int) -> Any:
+        start, mine = 0, place if divided else ws.rank
+        units = 0
+        for r in range(size):
+            start += counts[r] * pieces if divided and r < mine else 0
+            units = counts[r] * pieces if r == mine else units
+        return start, units
+
+    @device_function
+    def most_of_counts(ws: Any, counts: Any, count: int) -> int:
+        found = 0
+        for r in range(size):
+            check_count(ws, counts[r])
+            found = max(found, of_counts(ws, counts, count, r)[1])
+        return found
+
+    @device_function
+    def wanted_of_counts(
+        ws: Any, counts: Any, count: int, first: int, begin: int
+    ) -> int:
+        found = EVERYONE if first == begin else 0  # explore: first-of-all
+        for k in range(size - 1):
+            place = (ws.rank + 1 + k) % size
+            if first < of_counts(ws, counts, count, place)[1]:
+                found |= 1 << k
+        return found
+
+    if varied:
+        return Shards(of_counts, most_of_counts, wanted_of_counts)
+    return Shards(of, most, wanted)
+
+
+@functools.cache
+def make_post(
+    size: int, unit: int, kind: BlockCollective, shards: Shards
+) -> Callable[..., None]:
     """Return a device function that posts a vector to each other rank.
 
-    ``(ws, x, place, box, epoch, root)``; ``place`` is ``(first, count)``: the vector's
-    first unit in a shard, and the shard's units. ``box`` is the offset of its mailbox.
+    ``(ws, x, counts, place, box, epoch, root)``; ``place`` is ``(first, begin,
+    count)``: the vector's first unit in a shard, that of the thread's first vector, and
+    the shard's units. ``box`` is the offset of its mailbox.
     """
     load, _ = make_access(unit)
     mirror = make_mirror(size)
-    others, sends_shards, rooted = size - 1, kind.sends_shards, kind.rooted
+    others, rooted = size - 1, kind.rooted
 
     @device_function
-    def post(ws: Any, x: Any, place: Any, box: int, epoch: int, root: int) -> None:
-        first, count = place
+    def post(
+        ws: Any, x: Any, counts: Any, place: Any, box: int, epoch: int, root: int
+    ) -> None:
+        first, begin, count = place
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
+        wanted = shards.wanted(ws, counts, count, first, begin)
         for k in range(others):
-            if sends_shards:
-                start = (ws.rank + 1 + k) % size * count
-                low[k], high[k] = load(x, start + first, start + count)
-            elif rooted and ws.rank != root:
+            if rooted and ws.rank != root:
                 low[k], high[k] = _without_data(root), NO_DATA
             else:
-                low[k], high[k] = load(x, first, count)
+                peer = (ws.rank + 1 + k) % size
+                start, units = shards.of(ws, counts, count, peer)
+                low[k], high[k] = load(x, start + first, start + units)
         for k in range(others):
-            there = ws.ring[k] + box + mirror(k) * rank_stride(ws)
-            post_packets(there, PACKETS, low[k], high[k], epoch)
+            if wanted >> k & 1 != 0:
+                there = ws.ring[k] + box + mirror(k) * rank_stride(ws)
+                post_packets(there, PACKETS, low[k], high[k], epoch)
 
     return post
 
 
 @functools.cache
 def make_use(
-    size: int, element: Element, op: Op, unit: int, kind: BlockCollective
+    size: int,
+    element: Element,
+    op: Op,
+    unit: int,
+    kind: BlockCollective,
+    shards: Shards,
 ) -> Callable[..., None]:
     """Return a device function that reduces or stores the vectors of all ranks.
 
-    ``(rank, out, place, root, low, high)``: the own vector, and then the ring's.
+    ``(ws, out, counts, place, root, low, high)``: the own vector, and then the ring's.
     """
     _, store = make_access(unit)
     in_rank_order = make_in_rank_order(size)
-    total = make_total(size, make_lanes(element, op, False, size))
-    reduces, rooted = kind.reduces, kind.rooted
+    lanes = make_lanes(element, op, False, size)
+    total, of_first, pack = (
+        make_total(size, lanes),
+        make_of_first(size, lanes),
+        lanes.pack,
+    )
+    reduces, rooted, scans = kind.reduces, kind.rooted, kind.scans
+    none_stored, none_low, none_high = of_none(element, op) if scans else (False, 0, 0)
 
     @device_function
-    def use(rank: int, out: Any, place: Any, root: int, low: Any, high: Any) -> None:
-        first, count = place
+    def scan(rank: int, low: Any, high: Any) -> Any:
+        if rank == 0:
+            return none_low, none_high
+        return pack(of_first(low, high, 0, rank))
+
+    @device_function
+    def use(
+        ws: Any, out: Any, counts: Any, place: Any, root: int, low: Any, high: Any
+    ) -> None:
+        first, _, count = place
+        rank = ws.rank
         if reduces:
             spare = cuda.local.array(size, types.int64)
             in_rank_order(rank, low, high, spare)
-            result = total(low, high, 0)
-            store(out, first, count, result[0], result[1])
+            _, units = shards.of(ws, counts, count, rank)
+            result = scan(rank, low, high) if scans else total(low, high, 0)
+            if not scans or none_stored or rank > 0:
+                store(out, first, units, result[0], result[1])
         elif rooted:
             for k in range(1, size):
                 if k == (root - rank + size) % size:
                     store(out, first, count, low[k], high[k])
         else:
             for k in range(size):
-                start = (rank + k) % size * count
-                store(out, start + first, start + count, low[k], high[k])
+                start, units = shards.of(ws, counts, count, (rank + k) % size)
+                store(out, start + first, start + units, low[k], high[k])
 
     return use
 
@@ -434,36 +552,51 @@ def _give_up(ws: Any, own: int, block: int, thread: int) -> None:
 
 @functools.cache
 def make_receive(
-    size: int, element: Element, op: Op, unit: int, kind: BlockCollective
+    size: int,
+    element: Element,
+    op: Op,
+    unit: int,
+    kind: BlockCollective,
+    sent: Shards,
+    received: Shards,
 ) -> Callable[..., bool]:
     """Return a device function that waits for a vector of each rank, and uses it.
 
-    ``(ws, x, out, place, box, epoch, root)``, as for :func:`make_post`.
+    ``(ws, x, out, counts, place, box, epoch, root)``, as for :func:`make_post`, but
+    with the counts of what the rank sends and of what it receives.
     """
     load, _ = make_access(unit)
     poll, roots_match = make_poll(size, _peek), make_roots_match(size)
-    use = make_use(size, element, op, unit, kind)
-    sends_shards, operation, rooted = kind.sends_shards, kind.operation, kind.rooted
+    use = make_use(size, element, op, unit, kind, received)
+    operation, rooted = kind.operation, kind.rooted
 
     @device_function
     def receive(
-        ws: Any, x: Any, out: Any, place: Any, box: int, epoch: int, root: int
+        ws: Any,
+        x: Any,
+        out: Any,
+        counts: Any,
+        place: Any,
+        box: int,
+        epoch: int,
+        root: int,
     ) -> bool:
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
-        first, count = place
+        first, begin, count = place
         block = grid_index()
         here = ws.ring[size - 1] + box
         stride = rank_stride(ws)
+        wanted = received.wanted(ws, counts[1], count, first, begin)
         arrived = poll(  # explore: wait
-            ws.guard, operation, here, stride, epoch, block, low, high, EVERYONE
+            ws.guard, operation, here, stride, epoch, block, low, high, wanted
         )
         if arrived and rooted:  # explore: roots
             arrived = roots_match(ws, root, block, low, high)
         if arrived:  # explore: arrived
-            start = ws.rank * count if sends_shards else 0
-            low[0], high[0] = load(x, start + first, start + count)
-            use(ws.rank, out, place, root, low, high)
+            start, units = sent.of(ws, counts[0], count, ws.rank)
+            low[0], high[0] = load(x, start + first, start + units)
+            use(ws, out, counts[1], place, root, low, high)
         return arrived
 
     return receive
@@ -473,9 +606,11 @@ class ExchangeParts(NamedTuple):
     """The device functions of a collective.
 
     Attributes:
-        start: ``(ws, x, root)`` posts.
-        wait: ``(ws, x, out, root)`` returns, in all threads of the block, whether the
-            oldest exchange that was not awaited succeeded.
+        start: ``(ws, x, root, counts)`` posts. ``counts`` are the numbers of elements
+            of the shards to send, and of those to receive; each is None if they are
+            equal.
+        wait: ``(ws, x, out, root, counts)`` returns, in all threads of the block,
+            whether the oldest exchange that was not awaited succeeded.
     """
 
     start: Callable[..., None]
@@ -484,7 +619,12 @@ class ExchangeParts(NamedTuple):
 
 @functools.cache
 def make_exchange(
-    size: int, element: Element, op: Op, kind: BlockCollective, items: bool
+    size: int,
+    element: Element,
+    op: Op,
+    kind: BlockCollective,
+    items: bool,
+    varied: bool = False,
 ) -> ExchangeParts:
     """Return the device functions of a collective.
 
@@ -494,20 +634,23 @@ def make_exchange(
         op: the operator; any, if the collective has none.
         kind: the collective.
         items: whether arrays are each thread's own, or the block's.
+        varied: whether shards may differ.
     """
     unit = min(8, element.itemsize)  # an element of 16 bytes is two units
     units, pieces = VECTOR // unit, element.itemsize // unit
-    post, wipe = make_post(size, unit, kind), make_wipe(size)
-    receive = make_receive(size, element, op, unit, kind)
+    sent = make_shards(size, pieces, kind.sends_shards, varied)
+    received = make_shards(size, pieces, kind.gathers, varied)
+    post, wipe = make_post(size, unit, kind, sent), make_wipe(size)
+    receive = make_receive(size, element, op, unit, kind, sent, received)
     shards = size if kind.sends_shards else 1
-    gathered = size if kind.gathers else 1
 
     @device_function
-    def start(ws: Any, x: Any, root: int) -> None:
+    def start(ws: Any, x: Any, root: int, counts: Any) -> None:
         thread, block = thread_index(), grid_index()
         count = x.size * pieces // shards
+        most = sent.most(ws, counts[0], count)
         first, stride = (0, units) if items else (thread * units, block_size() * units)
-        check_exchange(ws, count - first, stride, root)
+        check_exchange(ws, most - first, stride, root)
         if not items:
             # Other threads of the block have stored what this one loads.
             syncthreads()  # explore: stored
@@ -518,8 +661,9 @@ def make_exchange(
         if ld_relaxed_sys_u32(own + MARK * block) != 0 or epoch == FAILED:
             # The wait finds it, whether another start posts meanwhile or not.
             st_u32(kept, FAILED)  # explore: refuse
-        elif first < count:
+        elif varied or first < count:
             # A thread without data is without data on all ranks: its epoch stays.
+            # If the shards differ, only the peer may have data for it.
             check_started(ws, kept, LAST_EPOCH, 0, ws.depth - 1)
             epoch = _next_epoch(epoch)
             st_u32(kept, epoch)  # explore: keep
@@ -527,28 +671,35 @@ def make_exchange(
                 # The mailboxes are clear before this epoch is posted.
                 fence_acq_rel_sys()  # explore: wiped
             box, at = box_of(ws, block, thread, epoch), first
-            while at < count:
-                post(ws, x, (at, count), box, epoch, root)
+            while at < most or (varied and at == first):
+                post(ws, x, counts[0], (at, first, count), box, epoch, root)
                 at += stride
                 box += tile_stride(ws)
 
     @device_function
-    def wait(ws: Any, x: Any, out: Any, root: int) -> bool:
+    def wait(ws: Any, x: Any, out: Any, root: int, counts: Any) -> bool:
         thread, block = thread_index(), grid_index()
         count = x.size * pieces // shards
+        most = received.most(ws, counts[1], count)
         first, stride = (0, units) if items else (thread * units, block_size() * units)
-        check_shards(ws, x.size, shards, out.size, gathered)
+        if varied:
+            check_exchange(ws, most - first, stride, root)
+        given = sent.of(ws, counts[0], count, size - 1)
+        taken = received.of(ws, counts[1], count, size - 1)
+        ends = given[0] + given[1], taken[0] + taken[1]
+        check_shards(ws, pieces, x.size, out.size, ends)
         own = ws.ring[size - 1]
         kept = own + epoch_of(ws, block, thread)
         failed = word_of(ld_u32(kept)) == FAILED
-        if first < count and not failed:
+        if (varied or first < count) and not failed:
             check_started(ws, kept, LAST_EPOCH, 1, ws.depth)
             epoch = _next_epoch(word_of(ld_u32(kept + 4)))
             st_u32(kept + 4, epoch)  # explore: keep-wait
             begin = box_of(ws, block, thread, epoch)
             box, at = begin, first
-            while at < count and not failed:
-                failed = not receive(ws, x, out, (at, count), box, epoch, root)
+            while (at < most or (varied and at == first)) and not failed:
+                place = at, first, count
+                failed = not receive(ws, x, out, counts, place, box, epoch, root)
                 at += stride
                 box += tile_stride(ws)
             if not failed:

@@ -9,9 +9,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from numba_symm.device.intrinsics import device_function
 from numba_symm.device.lanes import Lanes
-from numba_symm.dtypes import left_half
+from numba_symm.dtypes import Element, Op, UserOperator, identity, left_half
 
 
 @functools.cache
@@ -111,6 +113,19 @@ def _make_leaf(lanes: Lanes) -> Callable[[Any, Any, int, int], Any]:
         return unpack(low[first], high[first])
 
     return leaf
+
+
+def of_none(element: Element, op: Op) -> tuple[bool, int, int]:
+    """Return whether a rank with nothing to reduce stores a vector, and its two words.
+
+    It stores the operator's identity. It stores nothing if the operator is a user's
+    function, whose identity is unknown.
+    """
+    if isinstance(op, UserOperator):
+        return False, 0, 0
+    vector = np.full(element.lanes, identity(op, element.dtype), element.dtype)
+    low, high = vector.view(np.int64).tolist()
+    return True, low, high
 
 
 @functools.cache

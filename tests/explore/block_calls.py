@@ -4,22 +4,36 @@ from explore.memory import Finding
 from explore.world import ALL_ONES, INT64, World, an_integer
 
 THREADS, VECTORS = 32, 2  # of a workspace
-KINDS = "ALL_REDUCE", "REDUCE_SCATTER", "ALL_GATHER", "BROADCAST", "ALL_TO_ALL"
+VARIED = "REDUCE_SCATTER", "ALL_GATHER", "ALL_TO_ALL"
+KINDS = "ALL_REDUCE", "BROADCAST", "EXSCAN", *VARIED
 
 
-def wanted(name, words, rank, root):
-    """Return the words of a rank's result, of all ranks' ``words``."""
-    size = len(words)
-    count = len(words[0]) // size
-    mine = slice(rank * count, (rank + 1) * count)
-    total = [sum(column) & ALL_ONES for column in zip(*words, strict=True)]
-    return {
-        "ALL_REDUCE": total,
-        "REDUCE_SCATTER": total[mine],
-        "ALL_GATHER": [word for each in words for word in each],
-        "BROADCAST": words[root],
-        "ALL_TO_ALL": [word for each in words for word in each[mine]],
-    }[name]
+def shard(words, counts, rank):
+    """Return a rank's part of words."""
+    start = sum(counts[:rank])
+    return words[start : start + counts[rank]]
+
+
+def total(words):
+    """Return the sums of several ranks' words."""
+    return [sum(column) & ALL_ONES for column in zip(*words, strict=True)]
+
+
+def wanted(name, words, rank, root, sent):
+    """Return the words of a rank's result, of all ranks' ``words``.
+
+    ``sent`` has each rank's numbers of words for all ranks.
+    """
+    shards = [shard(*each, rank) for each in zip(words, sent, strict=True)]
+    if name == "EXSCAN":
+        return total(words[:rank]) if rank else [0] * len(words[0])
+    if name in ("ALL_REDUCE", "REDUCE_SCATTER"):
+        return total(words if name == "ALL_REDUCE" else shards)
+    if name == "BROADCAST":
+        return words[root]
+    return [
+        word for each in (words if name == "ALL_GATHER" else shards) for word in each
+    ]
 
 
 class Blocks:
@@ -85,24 +99,43 @@ class Blocks:
         for _ in range(number):
             name, root = random.choice(kinds), random.randrange(self.size)
             kind = getattr(self.code.block_exchange, name)
-            count = random.randrange(1, most + 1) * (
-                self.size if kind.sends_shards else 1
-            )
-            sources, words = world.inputs(count * workers, an_integer)
-            sizes = self.size, INT64, "sum", kind, items
+            varied = name in VARIED and random.random() < 0.5
+            sent, received = self._counts(kind, most, varied)
+            lengths = list(map(sum, sent))
+            if not kind.sends_shards:
+                lengths = [each[rank] for rank, each in enumerate(sent)]
+            sources, words = world.inputs(max(lengths) * workers, an_integer)
+            sizes = self.size, INT64, "sum", kind, items, varied
             exchange = self.code.block_exchange.make_exchange(*sizes)
-            taken = len(wanted(name, [each[:count] for each in words], 0, 0))
-            results = world.map("result", 8 * taken * workers)
-            for rank, result in enumerate(results):
+            room = 8 * most * self.size * workers
+            for rank, result in enumerate(world.map("result", room)):
                 for worker in range(workers):
-                    mine = slice(worker * count, (worker + 1) * count)
-                    given = [each[mine] for each in words]
-                    found_there = wanted(name, given, rank, root)
+                    given = [
+                        each[worker * n : (worker + 1) * n]
+                        for each, n in zip(words, lengths, strict=True)
+                    ]
+                    found_there = wanted(name, given, rank, root, sent)
+                    taken = len(found_there)
                     world.expect(result + 8 * taken * worker, found_there)
-                in_place = name in ("ALL_REDUCE", "BROADCAST")
-                step = exchange, (sources[rank], count), taken, in_place, root, result
-                found[rank].append(step)
+                in_place = name in ("ALL_REDUCE", "BROADCAST", "EXSCAN")
+                counts = (sent[rank], received[rank]) if varied else (None, None)
+                x = sources[rank], lengths[rank]
+                found[rank].append((exchange, x, taken, in_place, root, result, counts))
         return found
+
+    def _counts(self, kind, most, varied):
+        """Return, by rank, the numbers of words that it sends and that it receives."""
+        random, size = self.machine.random, self.size
+        if not varied:
+            sent = [[random.randrange(1, most + 1)] * size] * size
+        elif kind.sends_shards and kind.gathers:
+            sent = [
+                [random.randrange(most + 1) for _ in range(size)] for _ in range(size)
+            ]
+            return sent, [list(column) for column in zip(*sent, strict=True)]
+        else:
+            sent = [[random.randrange(most + 1) for _ in range(size)]] * size
+        return sent, sent
 
     def launch(self, number, items, kinds):
         """Launch a kernel that makes so many collectives, on each rank."""
@@ -143,7 +176,8 @@ def broadcasts_of_other_roots(code):
         odd = machine.random.randrange(blocks.size)
         for rank, ws in enumerate(blocks.contexts):
             root = 1 if rank == odd else 0
-            step = exchange, (arrays[rank], count), count, True, root, results[rank]
+            x, none = (arrays[rank], count), (None, None)
+            step = exchange, x, count, True, root, results[rank], none
             kernel = code.programs.collectives_of_items
             world.launch(rank, kernel, blocks.grid, ws, [step], 0)
             world.expect(results[rank], words[root])

@@ -339,6 +339,15 @@ def test_collectives_that_are_started_and_awaited_meet_once_each():
     assert code.usage["LOCAL"] == "0"
 
 
+def test_ranges_of_ranks_keep_no_local_arrays():
+    numbers, words = 3 * [WORDS], types.Array(types.float32, 3, "C")
+    signature = *numbers, ROWS, words, TABLE
+    code = compiled(collectives.ranging(2), *signature, context=workspace())
+    # Four starts and waits of a block's arrays, and two waits of items.
+    assert len(code.find(r"BAR\..*")) == 10
+    assert code.usage["LOCAL"] == "0"
+
+
 def test_collectives_of_a_block_meet_twice():
     kernel = collectives.reducing("sum")
     rows, flags = types.Array(types.float16, 2, "C"), TABLE

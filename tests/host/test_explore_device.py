@@ -116,7 +116,15 @@ COLLECTIVES = """
         out[4 + t] = mine[0]
         if t < 2 * ws.size:
             out[8 + t] = every[t]
+        counts = (2, 0, 1)[: ws.size]
+        mine = every[: counts[ws.rank]]
+        ends = s[: sum(counts)]
+        ok = symm.all_gather(ws, mine, ends, counts=counts) and ok
+        ok = symm.exscan(ws, every[:1], "max") and ok
         out[20] = ok
+        if t < 3:
+            out[21 + t] = s[t]
+        out[24] = every[0]
 """
 
 
@@ -132,6 +140,8 @@ def test_collectives_in_kernels(tmp_path):
     assert list(found[4:8]) == 4 * [7]
     assert list(found[8:12]) == (sums[:2] * n)[:4]
     assert found[20] == 1
+    assert list(found[21:24]) == [*sums[:2], sums[0 if n == 3 else 2]]
+    assert found[24] == (sums[0] if comm.rank else np.iinfo(np.int64).min)
     """
     report = run(tmp_path, COLLECTIVES, host, [2, 3], launch="")
     assert report.complete, str(report)

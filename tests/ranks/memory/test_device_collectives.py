@@ -178,6 +178,86 @@ def items_by_numpy(given, times):
     return held
 
 
+def ranging(size):
+    """Return a kernel whose ranks have different numbers of elements."""
+    few = tuple(range(size))
+    whole = size * (size - 1) // 2
+    room = whole + 1
+
+    @cuda.jit
+    def exchange_ranges(ws, counts, sends, recvs, given, out, ok):
+        block, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        mine, total, sent, received = counts[ws.rank], 0, 0, 0
+        for r in range(size):
+            total += counts[r]
+            sent += sends[r]
+            received += recvs[r]
+        x, y = given[block], out[block]
+        good = symm.all_gather(ws, x[:mine], y[0, :total], counts=counts)
+        symm.reduce_scatter_start(ws, x[:total], counts=counts)
+        symm.exscan_start(ws, y[3, :5])
+        symm.all_to_all_start(ws, x[:sent], send_counts=sends)
+        z = y[1, :mine]
+        done = symm.reduce_scatter_wait(ws, x[:total], z, farthest, False, counts)
+        good = symm.exscan_wait(ws, y[3, :5], "max") and good and done
+        z = y[2, :received]
+        good = symm.all_to_all_wait(ws, x[:sent], z, False, sends, recvs) and good
+        held = cuda.local.array(size, np.float32)
+        every = cuda.local.array(room, np.float32)
+        for i in range(ws.rank):
+            held[i] = 100 * ws.rank + 10 * thread + i
+        good = symm.all_gather(ws, held[: ws.rank], every[:whole], True, few) and good
+        every[whole] = -7 - ws.rank
+        good = symm.exscan(ws, every[whole:], farthest, items=True) and good
+        for i in range(room):
+            y[4 + thread, i] = every[i]
+        ok[block, thread] = good
+
+    return exchange_ranges
+
+
+@pytest.mark.parametrize("most", [3, 40])
+def test_ranks_may_have_different_numbers_of_elements(comm, world, most):
+    """None, fewer than a vector, and more than a vector for each thread."""
+    size, rank = comm.size, comm.rank
+    lot = np.random.default_rng(most)
+    counts = lot.integers(0, most + 1, size)
+    sends = lot.integers(0, most + 1, (size, size))
+    counts[0], sends[-1, 0] = most, 0
+    given = lot.integers(-9, 9, (size, BLOCKS, 40 * size)).astype(np.float32)
+    held = np.zeros((BLOCKS, 4 + THREADS, 40 * size), np.float32)
+    held[:, 3] = given[rank]
+    numbers = counts, sends[rank], sends[:, rank].copy(), given[rank], held
+    *args, out = map(cuda.to_device, numbers)
+    ws, ok = comm.device_workspace(BLOCKS, THREADS, 4 * 40, depth=4).ctx, flags()
+    ranging(size)[BLOCKS, THREADS](ws, *args, out, ok)
+    comm.synchronize()
+    assert get(ok).all()
+    ends = counts.cumsum()
+    begins, mine = sends.cumsum(1) - sends, slice(ends[rank] - counts[rank], ends[rank])
+    for block, found in enumerate(get(out)):
+        every = given[:, block]
+        shard = every[:, mine]
+        ranges = [every[r, begins[r, rank] :][: sends[r, rank]] for r in range(size)]
+        for row, wanted in enumerate(
+            [
+                np.concatenate(
+                    [each[:n] for each, n in zip(every, counts, strict=True)]
+                ),
+                shard[np.abs(shard).argmax(0), np.arange(counts[rank])],
+                np.concatenate(ranges),
+                every[:rank, :5].max(0, initial=-np.inf),
+            ]
+        ):
+            assert found[row, : len(wanted)].tolist() == wanted.tolist(), row
+        for thread in range(THREADS):
+            items = [100 * r + 10 * thread + i for r in range(size) for i in range(r)]
+            # Of an exscan by a function, rank 0 keeps its own.
+            items.append(-6 - max(rank, 1))
+            assert found[4 + thread, : len(items)].tolist() == items
+    world.barrier()
+
+
 def reducing(op):
     """Return a kernel that reduces the row of each block."""
 
@@ -371,7 +451,7 @@ MISTAKES = [  # the launch; the text; its end in the simulator
     ((1, 4), "thread has 8 vectors", ", which has room for 1;"),
     # A GPU's record has 24 bits.
     ((1, 4), "a broadcast from rank (-1|16777215)", "the workspace, 0 to 0;"),
-    ((1, 4), "of 4 elements with an output of 64", ", of 1 and 1 equal shards;"),
+    ((1, 4), "of 4 elements with an output of 64", ", 4 and 4 elements;"),
     ((1, 4), "block 0, in which 1 collectives are started", "; its depth is 1;"),
     ((1, 4), "block 0, in which 0 collectives are started", "; its depth is 1;"),
 ]
