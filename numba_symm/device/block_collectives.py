@@ -649,13 +649,13 @@ def collective(
     if varied != (received is not None):
         raise ArgumentError(f"{kind.name}: {BOTH_COUNTS}")
     for counts in (sent, received) if varied else ():
-        if np.ndim(counts) != 1 or len(counts) != ws.size:
+        if np.ndim(counts) != 1 or len(counts) != ws.team.size:
             raise ArgumentError(
-                f"{kind.name}: expected a count for each of {ws.size} ranks, got "
+                f"{kind.name}: expected a count for each of {ws.team.size} ranks, got "
                 f"{counts!r}"
             )
     types = x.dtype, out.dtype
-    exchange = _exchange_for(ws.size, *types, op, kind, bool(items), varied)
+    exchange = _exchange_for(ws.team.size, *types, op, kind, bool(items), varied)
     counts = sent, received
     with np.errstate(all="ignore"):  # overflow wraps or is infinite, as on a GPU
         if part != WAIT:

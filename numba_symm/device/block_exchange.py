@@ -94,7 +94,9 @@ from numba_symm.device.order import (
     of_none,
 )
 from numba_symm.device.packets import make_poll, peek_packets, post_packets
-from numba_symm.device.polling import Guard, fail, wait_record
+from numba_symm.device.polling import fail, wait_record
+from numba_symm.device.signals import CHANNELS
+from numba_symm.device.teams import Team
 from numba_symm.dtypes import Element, Op
 from numba_symm.launch.failures import (
     BLOCK_ALL_GATHER,
@@ -122,11 +124,32 @@ EPOCHS = 8
 """Bytes of a thread's epochs: of its last start and, 4 bytes later, its last wait."""
 
 
+class TeamGuard(NamedTuple):
+    """A :class:`Guard`, and the ranks of a team: the others along the ring, then this.
+
+    Attributes:
+        board: as of the guard.
+        rank: as of the guard.
+        size: as of the guard.
+        timeout: as of the guard.
+        ranks: the ranks.
+    """
+
+    board: int
+    rank: int
+    size: int
+    timeout: int
+    ranks: tuple[int, ...]
+
+
 class _WorkspaceFields(NamedTuple):
     rank: int
     size: int
+    buffers: tuple[int, ...]
+    pads: tuple[int, ...]
+    guard: TeamGuard
+    team: Team
     ring: tuple[int, ...]
-    guard: Guard
     blocks: int
     threads: int
     vectors: int
@@ -136,15 +159,19 @@ class _WorkspaceFields(NamedTuple):
 class WorkspaceContext(_WorkspaceFields):
     """The device workspace of a kernel, passed as an ordinary argument.
 
-    The last two attributes are for the host only. Like an array, the object keeps the
-    memory alive.
+    It is also a :class:`Context`: of the memory that ``comm.device_workspace`` was
+    passed, or else of signal pads only. The last four attributes are for the host only.
+    Like an array, the object keeps the memory alive.
 
     Attributes:
         rank: this rank.
         size: the number of ranks.
-        ring: the addresses of all ranks' workspaces, beginning with the next rank's and
-            ending with this rank's.
+        buffers: the address of every rank's buffer in this process.
+        pads: the address of every rank's signal pad in this process.
         guard: the timeout, and the address to which a kernel reports a failure.
+        team: the ranks of the collectives, of which this one's index is ``team.place``.
+        ring: the addresses of the team's workspaces, beginning with the next rank's and
+            ending with this rank's.
         blocks: the maximum number of blocks of a kernel.
         threads: the maximum number of threads of a block, a multiple of 32.
         vectors: the maximum number of 16-byte vectors that a thread sends to a rank in
@@ -152,18 +179,32 @@ class WorkspaceContext(_WorkspaceFields):
         depth: the maximum number of collectives that are started and not awaited, a
             power of two.
         owner: the object that keeps the memory alive.
+        buffer_size: the bytes of a buffer.
+        channels: the number of channels of a pad.
         check_mapped: as in :class:`Context`.
     """
 
     owner: Any = None
+    buffer_size: int | None = None
+    channels: int = CHANNELS
     check_mapped: Callable[[], None] | None = None
     checked = False  # by device functions on GPUs, see ``checks.py``
 
 
 class CheckedWorkspaceContext(WorkspaceContext):
-    """A workspace in debug mode: device functions check arguments on GPUs, too."""
+    """A workspace in debug mode: device functions check arguments on GPUs, too.
 
+    Attributes:
+        nbytes: the bytes of a buffer, for kernels.
+        pad_channels: the number of channels of a pad, for kernels.
+    """
+
+    _fields: Any = (*_WorkspaceFields._fields, "nbytes", "pad_channels")
     checked = True
+
+    def __new__(cls, *values: Any) -> "CheckedWorkspaceContext":
+        """Return the context of the fields' values."""
+        return tuple.__new__(cls, values)
 
 
 def nbytes(size: int, blocks: int, threads: int, vectors: int, depth: int) -> int:
@@ -214,7 +255,7 @@ def box_of(ws: Any, block: int, thread: int, epoch: int) -> int:
     """Return the offset of a thread's first mailbox, for its first vector."""
     boxes = MARK * ws.blocks + EPOCHS * ws.threads * ws.blocks
     # explore: set
-    set_of_epoch = (epoch & (2 * ws.depth - 1)) * (ws.size - 1) * rank_stride(ws)
+    set_of_epoch = (epoch & (2 * ws.depth - 1)) * (ws.team.size - 1) * rank_stride(ws)
     line = block * ws.threads * 2 * VECTOR  # explore: line
     warp, lane = thread // WARP, thread % WARP
     return boxes + set_of_epoch + line + warp * 2 * PACKETS + lane * VECTOR  # type: ignore[no-any-return]
@@ -274,6 +315,11 @@ ALL_TO_ALL = BlockCollective(
 @device_function
 def _peek(box: int, epoch: int) -> Any:
     return peek_packets(box, PACKETS, epoch)
+
+
+@device_function
+def _late(guard: Any, k: int) -> int:
+    return guard.ranks[k]  # type: ignore[no-any-return]
 
 
 @device_function
@@ -368,7 +414,7 @@ def make_shards(size: int, pieces: int, divided: bool, varied: bool) -> Shards:
 
     @device_function
     def of_counts(ws: Any, counts: Any, count: int, place: int) -> Any:
-        start, mine = 0, place if divided else ws.rank
+        start, mine = 0, place if divided else ws.team.place
         units = 0
         for r in range(size):
             start += counts[r] * pieces if divided and r < mine else 0
@@ -389,7 +435,7 @@ def make_shards(size: int, pieces: int, divided: bool, varied: bool) -> Shards:
     ) -> int:
         found = EVERYONE if first == begin else 0  # explore: first-of-all
         for k in range(size - 1):
-            place = (ws.rank + 1 + k) % size
+            place = (ws.team.place + 1 + k) % size
             if first < of_counts(ws, counts, count, place)[1]:
                 found |= 1 << k
         return found
@@ -422,10 +468,10 @@ def make_post(
         high = cuda.local.array(size, types.int64)
         wanted = shards.wanted(ws, counts, count, first, begin)
         for k in range(others):
-            if rooted and ws.rank != root:
+            if rooted and ws.team.place != root:
                 low[k], high[k] = _without_data(root), NO_DATA
             else:
-                peer = (ws.rank + 1 + k) % size
+                peer = (ws.team.place + 1 + k) % size
                 start, units = shards.of(ws, counts, count, peer)
                 low[k], high[k] = load(x, start + first, start + units)
         for k in range(others):
@@ -471,7 +517,7 @@ def make_use(
         ws: Any, out: Any, counts: Any, place: Any, root: int, low: Any, high: Any
     ) -> None:
         first, _, count = place
-        rank = ws.rank
+        rank = ws.team.place
         if reduces:
             spare = cuda.local.array(size, types.int64)
             in_rank_order(rank, low, high, spare)
@@ -501,17 +547,16 @@ def make_roots_match(size: int) -> Callable[..., bool]:
 
     @device_function
     def roots_match(ws: Any, root: int, block: int, low: Any, high: Any) -> bool:
-        other = 0
+        other = -1
         for k in range(1, size):
-            is_root = (ws.rank + k) % size == root
+            is_root = (ws.team.place + k) % size == root
             wrong = low[k] ^ _without_data(root)
             is_none = high[k] == NO_DATA and wrong >> 32 == 0  # explore: is-none
             if is_none == is_root or (is_none and wrong != 0):
-                other = k
-        if other != 0:
-            peer = (ws.rank + other) % size
-            fail(ws.guard, wait_record(ROOT_MISMATCH, ws.rank, peer, block, root))
-        return other == 0
+                other = ws.guard.ranks[k - 1]
+        if other >= 0:
+            fail(ws.guard, wait_record(ROOT_MISMATCH, ws.rank, other, block, root))
+        return other < 0
 
     return roots_match
 
@@ -566,7 +611,7 @@ def make_receive(
     with the counts of what the rank sends and of what it receives.
     """
     load, _ = make_access(unit)
-    poll, roots_match = make_poll(size, _peek), make_roots_match(size)
+    poll, roots_match = make_poll(size, _peek, _late), make_roots_match(size)
     use = make_use(size, element, op, unit, kind, received)
     operation, rooted = kind.operation, kind.rooted
 
@@ -594,7 +639,7 @@ def make_receive(
         if arrived and rooted:  # explore: roots
             arrived = roots_match(ws, root, block, low, high)
         if arrived:  # explore: arrived
-            start, units = sent.of(ws, counts[0], count, ws.rank)
+            start, units = sent.of(ws, counts[0], count, ws.team.place)
             low[0], high[0] = load(x, start + first, start + units)
             use(ws, out, counts[1], place, root, low, high)
         return arrived

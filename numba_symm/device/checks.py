@@ -76,7 +76,7 @@ _DETAILS: dict[int, Callable[..., str]] = {
     BAD_GRID: lambda ws, **_: f", {ws.blocks} blocks of {ws.threads} threads",
     BAD_BYTES: lambda ws, **_: f", which has room for {ws.vectors}",
     BAD_DEPTH: lambda ws, **_: f"; its depth is {ws.depth}",
-    BAD_ROOT: lambda ws, **_: f", 0 to {ws.size - 1}",
+    BAD_ROOT: lambda ws, **_: f", 0 to {ws.team.size - 1}",
     BAD_SHARDS: lambda pieces, ends, **_: (
         f", {ends[0] // pieces} and {ends[1] // pieces} elements"
     ),
@@ -197,7 +197,7 @@ def check_exchange(ws: Any, units: int, stride: int, root: int) -> None:
         vectors = (units + stride - 1) // stride
         if vectors > ws.vectors:
             _refuse(ws, BAD_BYTES, 0, vectors)
-        if not _is_rank(ws, root):
+        if not 0 <= root < ws.team.size:
             _refuse(ws, BAD_ROOT, 0, root)
 
 

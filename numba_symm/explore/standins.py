@@ -492,7 +492,7 @@ def _vector(box: int, stride: int, holds: Callable[[int], bool]) -> tuple[int, i
     return word_of(words[0] | words[1] << 32), word_of(words[2] | words[3] << 32)
 
 
-def make_poll(size: int, peek: Any) -> Callable[..., bool]:
+def make_poll(size: int, peek: Any, late_rank: Any = None) -> Callable[..., bool]:
     """Replace ``packets.make_poll``.
 
     It waits for one word after another. A program that polls all of them in turn may

@@ -2,6 +2,8 @@
 
 from explore.memory import Finding
 from explore.world import ALL_ONES, INT64, World, an_integer
+from numba_symm.device.teams import Team
+from numba_symm.memory.allocator import ring_of
 
 THREADS, VECTORS = 32, 2  # of a workspace
 VARIED = "REDUCE_SCATTER", "ALL_GATHER", "ALL_TO_ALL"
@@ -39,7 +41,7 @@ def wanted(name, words, rank, root, sent):
 class Blocks:
     """A world with a device workspace, and kernels that make collectives in it."""
 
-    def __init__(self, machine, code, depth=None, wrap=False):
+    def __init__(self, machine, code, depth=None, wrap=False, divided=False):
         self.machine, self.code = machine, code
         self.world = world = World(machine, code)
         self.size, self.grid = world.size, machine.random.randrange(world.blocks) + 1
@@ -48,14 +50,16 @@ class Blocks:
         self.depth = machine.random.choice(depths) if depth is None else depth
         sizes = self.grid, THREADS, VECTORS, self.depth
         addresses = world.map("workspace", made.nbytes(self.size, *sizes), 0)
-        self.contexts, self.marks = [], []
+        self.contexts, self.marks, self.teams = [], [], self._teams(divided)
         # If the epochs overflow: each set has one yet in which threads clear it.
         epoch = made.LAST_EPOCH - 2 * self.depth - machine.random.randrange(3)
         for rank, address in enumerate(addresses):
-            ring = (addresses[(rank + 1 + k) % self.size] for k in range(self.size))
-            guard = world.contexts[rank].guard
-            ws = made.WorkspaceContext(rank, self.size, tuple(ring), guard, *sizes)
-            self.contexts.append(ws)
+            ctx = world.contexts[rank]
+            team = Team.of(ctx, next(team for team in self.teams if rank in team))
+            ring = ring_of(team)
+            found = made.TeamGuard(*ctx.guard, ring), team
+            there = tuple(addresses[other] for other in ring)
+            self.contexts.append(made.WorkspaceContext(*ctx[:4], *found, there, *sizes))
             marks = range(address, address + made.MARK * self.grid, made.MARK)
             end = marks.stop + made.EPOCHS * THREADS * self.grid
             self.marks.append(marks)
@@ -64,6 +68,15 @@ class Blocks:
             if wrap:
                 self._plant(marks.stop, end, address + made.nbytes(self.size, *sizes))
                 self._continue(marks.stop, epoch)
+
+    def _teams(self, divided):
+        """Return the ranks of one team, or of two if they are divided."""
+        ranks = list(range(self.size))
+        if not divided:
+            return [ranks]
+        self.machine.random.shuffle(ranks)
+        first = self.machine.random.randrange(1, self.size)
+        return [ranks[:first], ranks[first:]]
 
     def _continue(self, epochs, epoch):
         """Let all threads continue after an epoch."""
@@ -91,41 +104,48 @@ class Blocks:
 
     def steps(self, number, items, kinds):
         """Return, by rank, collectives of random kinds; expect their results."""
-        world, random = self.world, self.machine.random
+        found = [[] for _ in range(self.size)]
+        for team in self.teams:
+            for _ in range(number):
+                step = self._step(team, items, self.machine.random.choice(kinds))
+                for rank, mine in zip(team, step, strict=True):
+                    found[rank].append(mine)
+        return found
+
+    def _step(self, team, items, name):
+        """Return, by a team's rank, a collective; expect its results."""
+        world, random, size = self.world, self.machine.random, len(team)
         threads = self.code.shape.threads
         most = 2 * VECTORS * (1 if items else threads)
         workers = threads * self.grid if items else 1
-        found = [[] for _ in range(self.size)]
-        for _ in range(number):
-            name, root = random.choice(kinds), random.randrange(self.size)
-            kind = getattr(self.code.block_exchange, name)
-            varied = name in VARIED and random.random() < 0.5
-            sent, received = self._counts(kind, most, varied)
-            lengths = list(map(sum, sent))
-            if not kind.sends_shards:
-                lengths = [each[rank] for rank, each in enumerate(sent)]
-            sources, words = world.inputs(max(lengths) * workers, an_integer)
-            sizes = self.size, INT64, "sum", kind, items, varied
-            exchange = self.code.block_exchange.make_exchange(*sizes)
-            room = 8 * most * self.size * workers
-            for rank, result in enumerate(world.map("result", room)):
-                for worker in range(workers):
-                    given = [
-                        each[worker * n : (worker + 1) * n]
-                        for each, n in zip(words, lengths, strict=True)
-                    ]
-                    found_there = wanted(name, given, rank, root, sent)
-                    taken = len(found_there)
-                    world.expect(result + 8 * taken * worker, found_there)
-                in_place = name in ("ALL_REDUCE", "BROADCAST", "EXSCAN")
-                counts = (sent[rank], received[rank]) if varied else (None, None)
-                x = sources[rank], lengths[rank]
-                found[rank].append((exchange, x, taken, in_place, root, result, counts))
-        return found
+        root, kind = random.randrange(size), getattr(self.code.block_exchange, name)
+        varied = name in VARIED and random.random() < 0.5
+        sent, received = self._counts(kind, most, varied, size)
+        lengths = list(map(sum, sent))
+        if not kind.sends_shards:
+            lengths = [each[place] for place, each in enumerate(sent)]
+        sources, words = world.inputs(max(lengths) * workers, an_integer)
+        sizes = size, INT64, "sum", kind, items, varied
+        exchange = self.code.block_exchange.make_exchange(*sizes)
+        results = world.map("result", 8 * most * size * workers)
+        in_place = name in ("ALL_REDUCE", "BROADCAST", "EXSCAN")
+        steps = []
+        for place, rank in enumerate(team):
+            for worker in range(workers):
+                given = [
+                    words[other][worker * n : (worker + 1) * n]
+                    for other, n in zip(team, lengths, strict=True)
+                ]
+                found = wanted(name, given, place, root, sent)
+                world.expect(results[rank] + 8 * len(found) * worker, found)
+            counts = (sent[place], received[place]) if varied else (None, None)
+            x, taken = (sources[rank], lengths[place]), len(found)
+            steps.append((exchange, x, taken, in_place, root, results[rank], counts))
+        return steps
 
-    def _counts(self, kind, most, varied):
+    def _counts(self, kind, most, varied, size):
         """Return, by rank, the numbers of words that it sends and that it receives."""
-        random, size = self.machine.random, self.size
+        random = self.machine.random
         if not varied:
             sent = [[random.randrange(1, most + 1)] * size] * size
         elif kind.sends_shards and kind.gathers:
@@ -187,8 +207,9 @@ def broadcasts_of_other_roots(code):
 
 
 def collectives(
-    code, items=None, kernels=2, steps=4, wrap=False, kinds=KINDS, depth=None
-):
+    code, items=None, kernels=2, steps=4, wrap=False, kinds=KINDS, depth=None,
+    divided=False,
+):  # fmt: skip
     """Kernels that make several collectives each.
 
     Args:
@@ -200,10 +221,11 @@ def collectives(
         wrap: whether the epochs overflow meanwhile.
         kinds: the names of collectives to choose from.
         depth: that of the workspace; None: any.
+        divided: whether the ranks are two teams.
     """
 
     def scenario(machine):
-        blocks = Blocks(machine, code, depth, wrap)
+        blocks = Blocks(machine, code, depth, wrap, divided)
         for _ in range(kernels):
             either = machine.random.random() < 0.5
             number = steps * blocks.depth if wrap else steps

@@ -78,6 +78,11 @@ def test_collectives(items, ranks):
     holds(collectives(device_code(), items), ranks, 24 // ranks)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_of_teams(ranks):
+    holds(collectives(device_code(), divided=True), ranks, 24 // ranks)
+
+
 @worlds
 @pytest.mark.parametrize("enough", ["starts_inherit", "ends_count"])
 def test_collectives_as_the_epochs_overflow(ranks, enough):

@@ -20,7 +20,7 @@ from numba_symm import device as symm
 from numba_symm.bench.in_kernel import repeat
 from numba_symm.collectives.protocols import handshake
 from numba_symm.device import Context, Guard, Team, WorkspaceContext, instructions
-from numba_symm.device.block_exchange import CheckedWorkspaceContext
+from numba_symm.device.block_exchange import CheckedWorkspaceContext, TeamGuard
 from numba_symm.device.signals import CheckedContext
 from numba_symm.gpu.kernels import REGISTERS, Kernel
 from numba_symm.memory.pads import context_type
@@ -300,7 +300,9 @@ def test_copies_between_other_arrays_do_not_compile(arrays):
 
 
 def workspace(kind=WorkspaceContext):
-    return typeof(kind(0, 2, (1 << 40, 2 << 40), Guard(5, 0, 2, 6), 8, 128, 1, 1))
+    two, team = (1 << 40, 2 << 40), Team(0, 2, (0, 1))
+    fields = 0, 2, two, two, TeamGuard(5, 0, 2, 6, (1, 0)), team, two, 8, 128, 1, 1
+    return typeof(kind(*fields, *(9, 9) * kind.checked))
 
 
 def test_a_collective_in_a_kernel_is_its_packets():

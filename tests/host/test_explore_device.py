@@ -148,6 +148,36 @@ def test_collectives_in_kernels(tmp_path):
     assert all(each.orders == 1 for each in report.coverage)
 
 
+TEAMS = """
+    @cuda.jit
+    def kernel(ws, half, out):
+        symm.st_u64(symm.peer_address(ws, (ws.rank + 1) % ws.size), ws.rank)
+        {barrier}
+        one = cuda.local.array(1, np.int64)
+        one[0] = symm.peer_array(ws, ws.rank, 1, np.int64)[0]
+        symm.all_reduce(half, one, items=True)
+        out[0] = one[0]
+        symm.all_reduce(ws, one, "max", items=True)
+        out[1] = one[0]
+"""
+
+
+@pytest.mark.parametrize("barrier", ["symm.barrier(ws, 0)", "pass"])
+def test_a_team_and_a_memory_of_a_workspace(tmp_path, barrier):
+    host = """
+    mem = comm.rendezvous(x)
+    ws = comm.device_workspace(1, 1, 8, memory=mem)
+    team = symm.Team.of(mem.ctx, [1] if comm.rank == 1 else [2, 0])
+    half = comm.device_workspace(1, 1, 8, team=team)
+    kernel[1, 1](ws.ctx, half.ctx, out)
+    comm.synchronize()
+    assert list(out.copy_to_host()[:2]) == [0 if comm.rank == 1 else 3, 3]
+    """
+    kernel = TEAMS.format(barrier=barrier)
+    report = run(tmp_path, kernel, host, 3, launch="")
+    assert report.complete if barrier != "pass" else report.fault.kind == "race"
+
+
 STARTS = """
     @cuda.jit
     def kernel(ws, out):

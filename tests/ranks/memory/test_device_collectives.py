@@ -258,6 +258,72 @@ def test_ranks_may_have_different_numbers_of_elements(comm, world, most):
     world.barrier()
 
 
+def halves(ctx):
+    """Return this rank's team: the upper or the lower half of the ranks, reversed."""
+    ranks = list(range(ctx.size))[::-1]
+    teams = ranks[: ctx.size // 2], ranks[ctx.size // 2 :]
+    return symm.Team.of(ctx, next(team for team in teams if ctx.rank in team))
+
+
+@cuda.jit
+def exchange_in_a_team(ws, half, out, ok):
+    """Use one context for a peer's memory, signals and collectives; one for a team."""
+    block, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    right = (ws.rank + 1) % ws.size
+    if thread == 0:
+        symm.peer_array(ws, right, BLOCKS, np.int64)[block] = 7 * ws.rank
+    good = symm.barrier(ws, block)
+    one, every = cuda.local.array(1, np.int64), cuda.shared.array(64, np.int64)
+    one[0] = symm.peer_array(ws, ws.rank, BLOCKS, np.int64)[block]
+    good = symm.all_reduce(ws, one, items=True) and good
+    out[block, 0] = one[0]
+    sent = cuda.shared.array(1, np.int64)
+    for step in range(3):
+        sent[0] = ws.rank + 100 * step
+        good = symm.all_gather(half, sent, every[: half.team.size]) and good
+        one[0] = ws.rank
+        good = symm.broadcast(half, one, half.team.size - 1, items=True) and good
+        out[block, 1] = one[0]
+        good = symm.exscan(half, one, items=True) and good
+        out[block, 2] = one[0]
+    if thread < half.team.size:
+        out[block, 3 + thread] = every[thread]
+    ok[block, thread] = good
+
+
+def test_a_team_has_collectives_and_one_context_has_all(comm, world):
+    memory = comm.rendezvous(comm.zeros(BLOCKS, np.int64))
+    sizes, team = (BLOCKS, THREADS, 8 * THREADS), halves(memory.ctx)
+    ws = comm.device_workspace(*sizes, memory=memory).ctx
+    half = comm.device_workspace(*sizes, team=team).ctx
+    out, ok = cuda.to_device(np.zeros((BLOCKS, 3 + THREADS), np.int64)), flags()
+    exchange_in_a_team[BLOCKS, THREADS](ws, half, out, ok)
+    comm.synchronize()
+    assert get(ok).all()
+    total, last = 7 * sum(range(comm.size)), team.ranks[-1]
+    wanted = [total, last, last * team.place]
+    wanted += [rank + 200 for rank in team.ranks]
+    assert get(out)[:, : len(wanted)].tolist() == [wanted] * BLOCKS
+    world.barrier()
+
+
+def test_a_failure_in_a_team_names_its_ranks(world):
+    if world.size != 4:
+        return
+    comm = ns.Communicator(world, timeout=0.3)
+    team = halves(comm.rendezvous(comm.zeros(1)).ctx)
+    ws = comm.device_workspace(BLOCKS, THREADS, 8, team=team).ctx
+    if comm.rank == 3:
+        one = cuda.to_device(np.zeros(1, np.int64))
+        reduce_words[1, 1](ws, 7, one, one)
+    world.barrier()
+    text = "rank 3 waited for rank 2 in all_reduce in a kernel, block 0, epoch 1"
+    with pytest.raises(ns.CollectiveTimeout, match=text):
+        comm.synchronize()
+    world.barrier()
+    comm.close()
+
+
 def reducing(op):
     """Return a kernel that reduces the row of each block."""
 
@@ -487,6 +553,12 @@ def reduce_words(ws, op, x, floats):
 
 
 @cuda.jit
+def access_a_peer(ws):
+    symm.barrier(ws, 0)
+    symm.peer_array(ws, 0, 1, np.int8)
+
+
+@cuda.jit
 def reduce_bits_of_floats(ws, op, x, floats):
     symm.all_reduce(ws, floats, "band")
 
@@ -543,7 +615,22 @@ def test_wrong_arguments_are_refused(comm, world):
     if comm.size > 1:
         with pytest.raises(ns.ArgumentError, match="every rank must pass the same"):
             comm.device_workspace(1, 4, 8 + comm.rank)
+    for wrong in (7, (0, 1), symm.Team(1, 2, (0, 1)), symm.Team(-1, 1, (5,))):
+        with pytest.raises(ns.ArgumentError, match=r"a team of this rank|Team: expec"):
+            comm.device_workspace(1, 4, 8, team=wrong if comm.rank == 0 else None)
+    if comm.size > 1:
+        alone = symm.Team.of(ctx, [0]) if comm.rank == 0 else None
+        with pytest.raises(
+            ns.ArgumentError, match=r"has the team .* must pass the same"
+        ):
+            comm.device_workspace(1, 4, 8, team=alone)
     closing = comm.dup()
+    theirs = closing.rendezvous(closing.zeros(1))
+    for wrong in (ctx, theirs):
+        with pytest.raises(ns.ArgumentError, match="of this communicator's rendezvous"):
+            comm.device_workspace(1, 4, 8, memory=wrong)
+    with pytest.raises(ns.ArgumentError, match="expected at most the buffer's, 0, got"):
+        access_a_peer[1, 1](made.ctx)
     kept = closing.device_workspace(1, 1, 64)
     ctx = kept.ctx
     closing.close()
