@@ -370,7 +370,7 @@ def make_access(unit: int) -> tuple[Callable[..., Any], Callable[..., None]]:
     return load, store
 
 
-class Shards(NamedTuple):
+class ShardUnits(NamedTuple):
     """The device functions for the shards of an array, in units.
 
     Attributes:
@@ -390,7 +390,7 @@ class Shards(NamedTuple):
 
 
 @functools.cache
-def make_shards(size: int, pieces: int, divided: bool, varied: bool) -> Shards:
+def make_shards(size: int, pieces: int, divided: bool, varied: bool) -> ShardUnits:
     """Return the functions for an array that is divided, or is this rank's one shard.
 
     Args:
@@ -441,13 +441,13 @@ def make_shards(size: int, pieces: int, divided: bool, varied: bool) -> Shards:
         return found
 
     if varied:
-        return Shards(of_counts, most_of_counts, wanted_of_counts)
-    return Shards(of, most, wanted)
+        return ShardUnits(of_counts, most_of_counts, wanted_of_counts)
+    return ShardUnits(of, most, wanted)
 
 
 @functools.cache
 def make_post(
-    size: int, unit: int, kind: BlockCollective, shards: Shards
+    size: int, unit: int, kind: BlockCollective, shards: ShardUnits
 ) -> Callable[..., None]:
     """Return a device function that posts a vector to each other rank.
 
@@ -489,7 +489,7 @@ def make_use(
     op: Op,
     unit: int,
     kind: BlockCollective,
-    shards: Shards,
+    shards: ShardUnits,
 ) -> Callable[..., None]:
     """Return a device function that reduces or stores the vectors of all ranks.
 
@@ -602,8 +602,8 @@ def make_receive(
     op: Op,
     unit: int,
     kind: BlockCollective,
-    sent: Shards,
-    received: Shards,
+    sent: ShardUnits,
+    received: ShardUnits,
 ) -> Callable[..., bool]:
     """Return a device function that waits for a vector of each rank, and uses it.
 
