@@ -87,10 +87,8 @@ from numba_symm.device.intrinsics import (
 )
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.order import (
-    make_in_rank_order,
     make_mirror,
-    make_of_first,
-    make_total,
+    make_of_ring,
     of_none,
 )
 from numba_symm.device.packets import make_poll, peek_packets, post_packets
@@ -496,21 +494,9 @@ def make_use(
     ``(ws, out, counts, place, root, low, high)``: the own vector, and then the ring's.
     """
     _, store = make_access(unit)
-    in_rank_order = make_in_rank_order(size)
-    lanes = make_lanes(element, op, False, size)
-    total, of_first, pack = (
-        make_total(size, lanes),
-        make_of_first(size, lanes),
-        lanes.pack,
-    )
+    of_ring = make_of_ring(size, make_lanes(element, op, False, size), False)
     reduces, rooted, scans = kind.reduces, kind.rooted, kind.scans
     none_stored, none_low, none_high = of_none(element, op) if scans else (False, 0, 0)
-
-    @device_function
-    def scan(rank: int, low: Any, high: Any) -> Any:
-        if rank == 0:
-            return none_low, none_high
-        return pack(of_first(low, high, 0, rank))
 
     @device_function
     def use(
@@ -520,9 +506,11 @@ def make_use(
         rank = ws.team.place
         if reduces:
             spare = cuda.local.array(size, types.int64)
-            in_rank_order(rank, low, high, spare)
             _, units = shards.of(ws, counts, count, rank)
-            result = scan(rank, low, high) if scans else total(low, high, 0)
+            number = max(rank, 1) if scans else size
+            result = of_ring(rank, low, high, spare, number)
+            if scans and rank == 0:
+                result = none_low, none_high
             if not scans or none_stored or rank > 0:
                 store(out, first, units, result[0], result[1])
         elif rooted:
