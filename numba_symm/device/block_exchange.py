@@ -23,7 +23,10 @@ k + d after it had received everything of k. So no packet is overwritten before 
 read, however often a kernel repeats that. With fewer sets, a rank would post k + 2 d
 where another one has yet to read a later epoch than k. This requires that in every
 epoch, each pair of ranks exchanges at least one vector in both directions. In a
-broadcast, the ranks without data send a vector with the root that they expect.
+broadcast, the ranks without data send a vector with the root that they expect. If
+shards differ, each thread exchanges its first vector with every rank, even if the shard
+is shorter. The ranks of a workspace are those of its team. So for several teams, a rank
+has epochs and mailboxes of each.
 
 Epochs overflow after 2**32 calls: of a microsecond each, after 72 minutes. Then a
 mailbox that few calls use could hold a packet of 2**32 epochs ago. So a thread clears
