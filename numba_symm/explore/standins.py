@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from numba_symm import environment
-from numba_symm.device import Context, WorkspaceContext
+from numba_symm.device import Context, Team, WorkspaceContext
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.explore import threads
 from numba_symm.explore.machine import running
@@ -654,7 +654,7 @@ def device() -> Modules:
         "numba.cuda": numba.cuda,
     }
     modules = Modules(known, _find, _compiled, {})
-    functions = make_wait, make_poll, fail, _receive, Context, WorkspaceContext
+    functions = make_wait, make_poll, fail, _receive, Context, Team, WorkspaceContext
     replaced = _instructions() | {each.__name__: each for each in functions}
     modules.prepare = functools.partial(_replace, replaced)
     modules.load(DEVICE)
