@@ -54,6 +54,7 @@ from numba_symm.collectives.vector_forms import (
     SCATTER,
     SCATTER_V,
 )
+from numba_symm.device.teams import Team
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import arrays, streams
@@ -335,7 +336,14 @@ class Communicator(OthersNames):
 
     @by_one_thread
     def device_workspace(
-        self, blocks: int, threads: int, bytes: int, depth: int = 1
+        self,
+        blocks: int,
+        threads: int,
+        bytes: int,
+        depth: int = 1,
+        *,
+        team: Team | None = None,
+        memory: SymmetricMemory | None = None,
     ) -> DeviceWorkspace:
         """Return the memory for collectives within kernels.
 
@@ -354,14 +362,20 @@ class Communicator(OthersNames):
                 call. A kernel with fewer threads may send proportionally fewer bytes.
             depth: the maximum number of collectives that a block has started and not
                 yet awaited, a power of two up to 64.
+            team: the ranks of the collectives, among them this one; None: all ranks.
+                All ranks of a team pass the same. A kernel that has collectives of
+                several teams needs a workspace for each.
+            memory: the result of a :meth:`rendezvous`. The workspace's ``ctx`` is then
+                also that memory's context, so a kernel needs no other one.
 
         Raises:
-            ArgumentError: a number is wrong, or differs between ranks.
+            ArgumentError: an argument is wrong. A number, whether there is a memory, or
+                a team's ranks differ between the ranks that must agree.
             BackendError: a rank does not have enough memory.
         """
         calls = self._calls
         sizes = blocks, threads, bytes, depth
-        return allocator.new(calls.heap, calls.members, *sizes)
+        return allocator.new(calls.heap, calls.members, *sizes, team, memory)
 
     @by_one_thread
     def experts(

@@ -49,6 +49,7 @@ from numba_symm.collectives.protocols.binding import Endpoint, Enqueue, Series
 from numba_symm.collectives.protocols.tokens import (
     MOST_EXPERTS,
     MOST_TOKENS,
+    NONE,
     Routing,
     Rows,
     TokenRoom,
@@ -255,6 +256,12 @@ def checked(
         raise ArgumentError(
             f"{what}: expected tokens of a multiple of {VECTOR} bytes, got hidden "
             f"{length} of {kind.name}; pad the tokens"
+        )
+    vectors = size * room * length * kind.itemsize // VECTOR
+    if vectors >= NONE:  # the combine numbers them in 32 bits
+        raise ArgumentError(
+            f"{what}: expected less than {VECTOR * NONE >> 30} GiB of results, got "
+            f"{VECTOR * vectors >> 30}; pass a smaller capacity"
         )
     return ExpertSizes(found, choices, most, room, length, kind)
 

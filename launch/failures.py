@@ -134,6 +134,7 @@ BLOCK_REDUCE_SCATTER = _wait(51, "reduce_scatter in a kernel", hint=NO_COUNTERPA
 BLOCK_ALL_GATHER = _wait(52, "all_gather in a kernel", hint=NO_COUNTERPART)
 BLOCK_BROADCAST = _wait(53, "broadcast in a kernel", hint=NO_COUNTERPART)
 BLOCK_ALL_TO_ALL = _wait(54, "all_to_all in a kernel", hint=NO_COUNTERPART)
+BLOCK_EXSCAN = _wait(60, "exscan in a kernel", hint=NO_COUNTERPART)
 
 # Calls that differ: the rank that stores this record has received other data than its
 # call needs.
@@ -226,7 +227,10 @@ BAD_ROOT = _other(
 BAD_SHARDS = _other(
     59,
     f"{_IN_KERNEL}a collective of {{epoch}} elements with an output of {{place}}: "
-    "expected a shard for each rank in the larger of the two",
+    "expected shards as the counts say, or equal ones",
+)
+BAD_COUNT = _other(
+    63, f"{_IN_KERNEL}a collective with a count of {{epoch}}: expected at least 0"
 )
 BAD_DEPTH = _other(
     62,
@@ -238,7 +242,7 @@ MISTAKES = (
     *(COUNT_TOO_LARGE, TOKENS_ABOVE, NO_EXPERT),
     *(BAD_SLOT, BAD_RANK, BAD_BUFFER, BAD_TEAM, BAD_COMPARISON),
     *(BAD_COPY, BAD_MAILBOX, OVERWRITTEN),
-    *(BAD_GRID, BAD_BYTES, BAD_ROOT, BAD_SHARDS, BAD_DEPTH),
+    *(BAD_GRID, BAD_BYTES, BAD_ROOT, BAD_SHARDS, BAD_COUNT, BAD_DEPTH),
 )
 
 # Stored by a host, with a text on the board.

@@ -138,14 +138,18 @@ EPILOGUES = {
     "affine": epilogues_of(UserEpilogue(affine), 1),
     "norm": epilogues_of(UserEpilogue(normalize, squared), 2),
 }
-SPILLS = {("chunked", 8), ("reduce_signalled", 8), ("relayed_marked", 8)}
-SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
-SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
-SPILLS |= {("broadcast_signalled", 8), ("transfer_counted", 2), ("transfer_counted", 8)}
-SPILLS |= {("transfer_asked", 2), ("transfer_asked", 8), ("combine", 8)}
-SPILLS |= {("add", 8)}
+SPILLS = dict.fromkeys(
+    [
+        *(("relayed_marked", 8), ("one_marked", 8), ("two_marked", 8)),
+        *(("gather_marked", 8), ("broadcast_marked", 8), ("broadcast_signalled", 8)),
+        *(("transfer_counted", 2), ("transfer_counted", 8)),
+        *(("transfer_asked", 2), ("transfer_asked", 8)),
+    ],
+    160,
+)
+SPILLS |= {("chunked", 8): 24, ("reduce_signalled", 8): 24, ("scan_signalled", 8): 16}
 """With eight ranks' vectors, or for the ragged end of an array, these need more
-registers than a block's share. They spill at most 160 bytes to the stack."""
+registers than a block's share. They spill at most so many bytes to the stack."""
 INDEXED = {("mailed_dispatch", n): 8 * n * few_tokens.GROUPS for n in (2, 8)}
 """The bytes of arrays of a thread that it indexes by a token."""
 

@@ -22,7 +22,7 @@ from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import groups, intrinsics
 from numba_symm.device.groups import GROUP, IN_VECTOR
 from numba_symm.device.lanes import make_lanes
-from numba_symm.dtypes import Element
+from numba_symm.dtypes import Element, left_half
 from numba_symm.gpu.kernels import Kernel, Launch
 
 LANES = min(GROUP // IN_VECTOR, THREADS)
@@ -37,9 +37,8 @@ IN_RECORD = 4
 RECORD = IN_RECORD * (GROUP + 4)
 """Bytes of a record."""
 
-BATCH = 4
-"""Ranks whose codes a thread loads before it adds them; of more ranks, half as many at
-a time, because registers are few."""
+MOST = 8
+"""The most ranks whose codes are added without a loop; a power of two."""
 
 IN_WORD = IN_VECTOR // 2
 """Codes of a word."""
@@ -128,6 +127,39 @@ def make_encode(size: int, codes: Element, kind: Element, ragged: bool) -> Any:
     return encode
 
 
+@functools.cache
+def _make_sum(codes: Element, ranks: int) -> Callable[..., None]:
+    """Return a device function that adds a word of codes of each rank, by their tree.
+
+    ``(scale, word, nbytes, taken, sums)`` stores the elements of the sum of the first
+    ``taken`` ranks, of at most ``ranks``, in the local array ``sums``. ``scale`` and
+    ``word`` are the addresses of those of the first rank; ranks are ``nbytes`` apart.
+    """
+    decode_word = groups.make_codes(codes).decode_word
+
+    @intrinsics.device_function
+    def load(scale: int, word: int, nbytes: int, taken: int, sums: Any) -> None:
+        factor = intrinsics.f32_of_bits(intrinsics.ld_u32(scale))
+        decode_word(intrinsics.ld_u64(word), factor, sums, 0)
+
+    if ranks == 1:
+        return load
+    half = left_half(ranks)
+    left, right = _make_sum(codes, half), _make_sum(codes, ranks - half)
+
+    @intrinsics.device_function
+    def add(scale: int, word: int, nbytes: int, taken: int, sums: Any) -> None:
+        left(scale, word, nbytes, taken, sums)
+        if taken > half:
+            others = cuda.local.array(IN_WORD, types.float32)
+            apart = half * nbytes
+            right(scale + apart, word + apart, nbytes, taken - half, others)
+            for j in range(IN_WORD):
+                sums[j] = groups.sum_of(sums[j], others[j])
+
+    return add
+
+
 def make_add(size: int, codes: Element, ranks: int) -> Any:
     """Return the kernel: the codes of all ranks become those of their sum.
 
@@ -136,9 +168,10 @@ def make_add(size: int, codes: Element, ranks: int) -> Any:
         codes: the type of codes.
         ranks: the number of all ranks, which are added by their tree.
     """
-    decode_word, keep = groups.make_codes(codes).decode_word, make_keep(codes)
-    batch = ranks if ranks <= BATCH else BATCH // 2
-    levels, room = ranks.bit_length(), ranks.bit_length() * IN_WORD
+    keep, most = make_keep(codes), min(ranks, MOST)
+    sum_of_first = _make_sum(codes, most)
+    levels = ((ranks - 1) // MOST).bit_length()
+    room = max(1, levels) * IN_WORD
 
     def add(
         guard: Any,
@@ -158,48 +191,34 @@ def make_add(size: int, codes: Element, ranks: int) -> Any:
         thread = cuda.threadIdx.x
         values = cuda.local.array(_VALUES, types.float32)
         taken = cuda.local.array(IN_WORD, types.float32)
-        # By level, the sum of 2**level ranks whose sibling in the tree is missing.
+        # By level, the sum of 2**level times ``MOST`` ranks whose sibling is missing.
         sums = cuda.local.array(room, types.float32)
-        words = cuda.local.array(batch, types.int64)
-        scales = cuda.local.array(batch, types.float32)
         lane, team = thread % LANES, thread // LANES
         group = block * _TEAMS + team
         while group - team < number:
             # Those of a team without a group are of the last one, and not kept.
             at = min(group, number - 1)
+            scale = given + scale_place_of(at)
+            words = given + place_of(at) + VECTOR * PARTS * lane
             # Word by word, because the sums of whole vectors need too many registers.
             for word in range(_VALUES // IN_WORD):
-                for first in range(0, ranks, batch):
-                    for i in range(batch):
-                        if first + i < ranks:
-                            rank = given + (first + i) * nbytes
-                            bits = intrinsics.ld_u32(rank + scale_place_of(at))
-                            scales[i] = intrinsics.f32_of_bits(bits)
-                            mine = rank + place_of(at) + VECTOR * PARTS * lane
-                            words[i] = intrinsics.ld_u64(mine + IN_WORD * word)
-                    for i in range(batch):
-                        if first + i < ranks:
-                            decode_word(words[i], scales[i], taken, 0)
-                            missing = True
-                            for level in range(levels):
-                                sibling = (first + i) >> level & 1
-                                for j in range(IN_WORD):
-                                    k = level * IN_WORD + j
-                                    if missing and sibling:
-                                        taken[j] = groups.sum_of(sums[k], taken[j])
-                                    elif missing:
-                                        sums[k] = taken[j]
-                                missing = missing and sibling != 0
-                begun = False
-                for level in range(levels):
-                    if ranks >> level & 1:
+                mine = words + IN_WORD * word
+                for first in range(0, ranks, most):
+                    apart, left = first * nbytes, min(ranks - first, most)
+                    sum_of_first(scale + apart, mine + apart, nbytes, left, taken)
+                    last = first + most >= ranks
+                    missing = True
+                    for level in range(levels):
+                        sibling = first // most >> level & 1 != 0
                         for j in range(IN_WORD):
-                            k, to = level * IN_WORD + j, word * IN_WORD + j
-                            if begun:
-                                values[to] = groups.sum_of(sums[k], values[to])
-                            else:
-                                values[to] = sums[k]
-                        begun = True
+                            k = level * IN_WORD + j
+                            if sibling and (missing or last):
+                                taken[j] = groups.sum_of(sums[k], taken[j])
+                            elif missing and not last:
+                                sums[k] = taken[j]
+                        missing = missing and sibling
+                for j in range(IN_WORD):
+                    values[word * IN_WORD + j] = taken[j]
             keep(result, group, lane, values, group < number)
             group += grid * _TEAMS
 

@@ -65,14 +65,19 @@ def make_combine(size: int, element: Element) -> Any:
         token, vectors = row
         for r in range(size):
             place = word_of(ld_u32(places + 4 * (token * size + r)))
-            found[r] = 0
+            found[r] = NONE
             if place != NONE:
-                at = (rank * capacity + place) * vectors
-                found[r] = word_of(rooms[r] + VECTOR * at)
+                found[r] = (rank * capacity + place) * vectors
 
     @device_function
     def load(
-        found: Any, vector: int, vectors: int, together: int, low: Any, high: Any
+        rooms: Any,
+        found: Any,
+        vector: int,
+        vectors: int,
+        together: int,
+        low: Any,
+        high: Any,
     ) -> None:
         # All loads of a batch are in transit together.
         for i in range(batch):
@@ -80,8 +85,8 @@ def make_combine(size: int, element: Element) -> Any:
             for r in range(size):
                 low[i * size + r] = 0
                 high[i * size + r] = 0
-                if at < vectors and found[r] != 0:
-                    words = ld_v2_u64(word_of(found[r]) + VECTOR * at)
+                if at < vectors and found[r] != NONE:
+                    words = ld_v2_u64(rooms[r] + VECTOR * (word_of(found[r]) + at))
                     low[i * size + r], high[i * size + r] = words
 
     def combine(
@@ -104,7 +109,8 @@ def make_combine(size: int, element: Element) -> Any:
         workspace.follow_previous_grid(early)
         low = cuda.local.array(number, types.int64)
         high = cuda.local.array(number, types.int64)
-        found = cuda.local.array(size, types.int64)
+        # Vectors and not addresses, for which registers are few.
+        found = cuda.local.array(size, types.uint32)
         last, failed = workspace.resume(own, epochs, block)
         epoch, flags_at = (last + 1) & 0xFFFFFFFF, all_flags + 4 * size * block
         # What the rank's stream has stored in its room precedes the flags.
@@ -118,7 +124,7 @@ def make_combine(size: int, element: Element) -> Any:
             find(guard.rank, rooms, places, capacity, (token, vectors), found)
             vector = thread & together - 1
             while vector < vectors:
-                load(found, vector, vectors, together, low, high)
+                load(rooms, found, vector, vectors, together, low, high)
                 for i in range(batch):
                     at = vector + i * together
                     words = total(low, high, i * size)

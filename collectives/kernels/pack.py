@@ -402,14 +402,14 @@ def make_reduce_shards(number: int, more: bool, element: Element, op: Op) -> Any
         op: the operator.
     """
     access = lanes.make_lanes(element, op, False, number)
-    pack, of_first = access.pack, order.make_of_first(number, access)
+    of_first = order.make_of_first(number, access)
 
     @intrinsics.device_function
     def reduced(at: int, apart: int, taken: int, low: Any, high: Any) -> Any:
         for i in range(number):
             if i < taken:
                 low[i], high[i] = intrinsics.ld_v2_u64(at + i * apart)
-        return pack(of_first(low, high, 0, taken))
+        return of_first(low, high, 0, taken)
 
     def reduce_shards(
         grid: int, shards: int, result: int, vectors: int, total: int
@@ -451,7 +451,7 @@ def make_reduce_leaves(
         op: the operator.
     """
     access = lanes.make_lanes(carried, op, True, number)
-    pack, of_first = access.pack, order.make_of_first(number, access)
+    of_first = order.make_of_first(number, access)
     load = access.load if element == carried else _make_widening(element, carried)
     itemsize, in_vector = element.itemsize, carried.lanes
 
@@ -474,7 +474,7 @@ def make_reduce_leaves(
                     if i < taken:
                         leaf = leaves + (first + i) * count * itemsize
                         low[i], high[i] = load(leaf, vector, count)
-                words = pack(of_first(low, high, 0, taken))
+                words = of_first(low, high, 0, taken)
                 intrinsics.st_v2_u64(at, words)
                 at += VECTOR * vectors
             vector += grid * THREADS

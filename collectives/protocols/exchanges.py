@@ -10,19 +10,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from numba_symm.collectives.protocols.binding import digest_of
+from numba_symm.device import order
 from numba_symm.device.intrinsics import device_function, word_of
 from numba_symm.device.lanes import Lanes
-from numba_symm.device.order import (
-    make_in_rank_order,
-    make_of_first,
-    make_of_last,
-    make_total,
-)
 from numba_symm.device.polling import fail, wait_record
-from numba_symm.dtypes import Element, Op, UserOperator, identity
+from numba_symm.dtypes import Element, Op
 from numba_symm.launch.failures import CALL_MISMATCH
 
 EVERYONE = -1
@@ -119,35 +112,6 @@ class Exchange(NamedTuple):
 
 
 @functools.cache
-def make_total_for(
-    size: int, lanes: Lanes, output: Output
-) -> Callable[[int, Any, Any, int], Any]:
-    """Return a device function that reduces the vectors that an output needs.
-
-    ``(taken, low, high, first)`` is ``order.make_total``'s; ``taken`` is
-    ``Output.taken``, at least 1.
-    """
-    pack, total = lanes.pack, make_total(size, lanes)
-    of_first, of_last = make_of_first(size, lanes), make_of_last(size, lanes)
-
-    @device_function
-    def of_all(taken: int, low: Any, high: Any, first: int) -> Any:
-        return total(low, high, first)
-
-    @device_function
-    def of_some(taken: int, low: Any, high: Any, first: int) -> Any:
-        return pack(of_first(low, high, first, taken))
-
-    @device_function
-    def of_rest(taken: int, low: Any, high: Any, first: int) -> Any:
-        return pack(of_last(low, high, first, size - taken))
-
-    if output is Output.FROM_THIS:
-        return of_rest
-    return of_some if output in (Output.UP_TO_THIS, Output.BEFORE_THIS) else of_all
-
-
-@functools.cache
 def make_reduced(
     size: int, lanes: Lanes, output: Output
 ) -> Callable[[int, int, Any, Any, Any], Any]:
@@ -157,13 +121,13 @@ def make_reduced(
     root's vector; ``taken`` is ``Output.taken``, at least 1. The arrays are
     ``in_rank_order``'s.
     """
-    in_rank_order = make_in_rank_order(size)
-    total = make_total_for(size, lanes, output)
+    last, some = output is Output.FROM_THIS, output.scans
+    of_ring = order.make_of_ring(size, lanes, last)
 
     @device_function
     def reduced(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
-        in_rank_order(rank, low, high, spare)
-        return total(taken, low, high, 0)
+        number = taken if some else size
+        return of_ring(rank, low, high, spare, size - number if last else number)
 
     @device_function
     def of_root(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
@@ -180,16 +144,10 @@ def make_reduced(
 
 
 def of_none(element: Element, op: Op, output: Output) -> tuple[bool, int, int]:
-    """Return whether a rank with nothing to reduce stores a vector, and its two words.
-
-    The first rank of an exscan stores the operator's identity. It stores nothing if the
-    operator is a user's function, whose identity is unknown.
-    """
-    if output is not Output.BEFORE_THIS or isinstance(op, UserOperator):
+    """Return ``order.of_none`` for the first rank of an exscan, and False otherwise."""
+    if output is not Output.BEFORE_THIS:
         return False, 0, 0
-    vector = np.full(element.lanes, identity(op, element.dtype), element.dtype)
-    low, high = vector.view(np.int64).tolist()
-    return True, low, high
+    return order.of_none(element, op)
 
 
 def digest_word(call: str) -> int:

@@ -17,6 +17,7 @@ from numba_symm.device.block_exchange import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BROADCAST,
+    EXSCAN,
     REDUCE_SCATTER,
     BlockCollective,
     ExchangeParts,
@@ -76,7 +77,12 @@ def all_reduce(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
 
 @array_function
 def reduce_scatter(
-    ws: Any, x: Any, out: Any, op: Any = "sum", items: bool = False
+    ws: Any,
+    x: Any,
+    out: Any,
+    op: Any = "sum",
+    items: bool = False,
+    counts: Any = None,
 ) -> bool:
     """Reduce an array over the blocks of the same index; each gets its rank's shard.
 
@@ -89,6 +95,8 @@ def reduce_scatter(
         out: the output, of the size of a shard; must not overlap ``x``.
         op: the operator.
         items: whether the arrays are each thread's own.
+        counts: the number of elements of each rank's shard, as in
+            :meth:`Communicator.reduce_scatter_v`; as for :func:`all_gather`.
 
     Returns:
         As :func:`all_reduce`.
@@ -107,11 +115,36 @@ def reduce_scatter(
         >>> int(old[0])
         6
     """
-    return collective("reduce_scatter", BOTH, ws, x, out, op, 0, items)
+    return collective("reduce_scatter", BOTH, ws, x, out, op, 0, items, counts, counts)
 
 
 @array_function
-def all_gather(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
+def exscan(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
+    """Reduce an array over the blocks of the ranks before this one, in place.
+
+    The bits are those of :meth:`Communicator.exscan`. Rank 0 gets the operator's
+    identity; if the operator is a function, its array keeps its contents. Everything
+    else is as for :func:`all_reduce`.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     held = cuda.local.array(1, np.int64)
+        ...     held[0] = 3
+        ...     symm.exscan(ws, held, "prod", items=True)
+        ...     old[0] = held[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        1
+    """
+    return collective("exscan", BOTH, ws, x, x, op, 0, items)
+
+
+@array_function
+def all_gather(
+    ws: Any, x: Any, out: Any, items: bool = False, counts: Any = None
+) -> bool:
     """Collect the arrays of the blocks of the same index, in rank order.
 
     Everything but the arrays is as for :func:`all_reduce`.
@@ -122,6 +155,10 @@ def all_gather(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
         out: the output, with a shard of ``x``'s size for each rank; must not overlap
             ``x``.
         items: whether the arrays are each thread's own.
+        counts: the number of elements of each rank's ``x``, and so of its shard, as in
+            :meth:`Communicator.all_gather_v`: a tuple of ints or an array of integers,
+            the same on all ranks. None: all have as many. With counts, every thread
+            sends each rank at least 16 bytes.
 
     Returns:
         As :func:`all_reduce`.
@@ -140,7 +177,7 @@ def all_gather(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
         >>> int(old[0])
         7
     """
-    return collective("all_gather", BOTH, ws, x, out, "sum", 0, items)
+    return collective("all_gather", BOTH, ws, x, out, "sum", 0, items, counts, counts)
 
 
 @array_function
@@ -178,7 +215,14 @@ def broadcast(ws: Any, x: Any, root: int, items: bool = False) -> bool:
 
 
 @array_function
-def all_to_all(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
+def all_to_all(
+    ws: Any,
+    x: Any,
+    out: Any,
+    items: bool = False,
+    send_counts: Any = None,
+    recv_counts: Any = None,
+) -> bool:
     """Send a shard to each rank's block of the same index; receive one from each.
 
     Everything but the arrays is as for :func:`all_reduce`.
@@ -189,6 +233,11 @@ def all_to_all(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
         out: the output, of the same size, with a shard of each rank; must not overlap
             ``x``.
         items: whether the arrays are each thread's own.
+        send_counts: the number of elements for each rank, as in
+            :meth:`Communicator.all_to_all_v`; as ``counts`` of :func:`all_gather`, but
+            each rank has its own.
+        recv_counts: the number of elements from each rank: rank r's ``send_counts[s]``
+            is rank s's ``recv_counts[r]``.
 
     Returns:
         As :func:`all_reduce`.
@@ -207,7 +256,9 @@ def all_to_all(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
         >>> int(old[0])
         1
     """
-    return collective("all_to_all", BOTH, ws, x, out, "sum", 0, items)
+    return collective(
+        "all_to_all", BOTH, ws, x, out, "sum", 0, items, send_counts, recv_counts
+    )
 
 
 @array_function
@@ -281,7 +332,49 @@ def all_reduce_wait(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bo
 
 
 @array_function
-def reduce_scatter_start(ws: Any, x: Any, items: bool = False) -> None:
+def exscan_start(ws: Any, x: Any, items: bool = False) -> None:
+    """Send what an :func:`exscan` reduces; see :func:`all_reduce_start`.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     sums = cuda.shared.array(1, np.int64)
+        ...     symm.exscan_start(ws, sums)
+        ...     symm.exscan_wait(ws, sums)
+        ...     old[0] = sums[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        0
+    """
+    collective("exscan", START, ws, x, x, "sum", 0, items)
+
+
+@array_function
+def exscan_wait(ws: Any, x: Any, op: Any = "sum", items: bool = False) -> bool:
+    """Wait for the data of the oldest :func:`exscan_start`, and reduce it in ``x``.
+
+    As :func:`all_reduce_wait`.
+
+    Example:
+        >>> ws = comm.device_workspace(blocks=1, threads=2, bytes=64).ctx
+        >>> @cuda.jit
+        ... def kernel(ws, old):
+        ...     held = cuda.local.array(1, np.int64)
+        ...     symm.exscan_start(ws, held, items=True)
+        ...     symm.exscan_wait(ws, held, "prod", items=True)
+        ...     old[0] = held[0]
+        >>> kernel[1, 2](ws, old)
+        >>> int(old[0])
+        1
+    """
+    return collective("exscan", WAIT, ws, x, x, op, 0, items)
+
+
+@array_function
+def reduce_scatter_start(
+    ws: Any, x: Any, items: bool = False, counts: Any = None
+) -> None:
     """Send what a :func:`reduce_scatter` reduces; see :func:`all_reduce_start`.
 
     Example:
@@ -298,12 +391,17 @@ def reduce_scatter_start(ws: Any, x: Any, items: bool = False) -> None:
         >>> int(old[0])
         7
     """
-    collective("reduce_scatter", START, ws, x, x, "sum", 0, items)
+    collective("reduce_scatter", START, ws, x, x, "sum", 0, items, counts, counts)
 
 
 @array_function
 def reduce_scatter_wait(
-    ws: Any, x: Any, out: Any, op: Any = "sum", items: bool = False
+    ws: Any,
+    x: Any,
+    out: Any,
+    op: Any = "sum",
+    items: bool = False,
+    counts: Any = None,
 ) -> bool:
     """Wait for the data of the oldest :func:`reduce_scatter_start`, and reduce it.
 
@@ -324,11 +422,11 @@ def reduce_scatter_wait(
         >>> int(old[0])
         7
     """
-    return collective("reduce_scatter", WAIT, ws, x, out, op, 0, items)
+    return collective("reduce_scatter", WAIT, ws, x, out, op, 0, items, counts, counts)
 
 
 @array_function
-def all_gather_start(ws: Any, x: Any, items: bool = False) -> None:
+def all_gather_start(ws: Any, x: Any, items: bool = False, counts: Any = None) -> None:
     """Send what an :func:`all_gather` collects; see :func:`all_reduce_start`.
 
     Example:
@@ -345,11 +443,13 @@ def all_gather_start(ws: Any, x: Any, items: bool = False) -> None:
         >>> int(old[0])
         7
     """
-    collective("all_gather", START, ws, x, x, "sum", 0, items)
+    collective("all_gather", START, ws, x, x, "sum", 0, items, counts, counts)
 
 
 @array_function
-def all_gather_wait(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
+def all_gather_wait(
+    ws: Any, x: Any, out: Any, items: bool = False, counts: Any = None
+) -> bool:
     """Wait for the data of the oldest :func:`all_gather_start`, and store it.
 
     As :func:`all_reduce_wait`, but with the output ``out``, as in :func:`all_gather`.
@@ -368,7 +468,7 @@ def all_gather_wait(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
         >>> int(old[0])
         7
     """
-    return collective("all_gather", WAIT, ws, x, out, "sum", 0, items)
+    return collective("all_gather", WAIT, ws, x, out, "sum", 0, items, counts, counts)
 
 
 @array_function
@@ -416,7 +516,9 @@ def broadcast_wait(ws: Any, x: Any, root: int, items: bool = False) -> bool:
 
 
 @array_function
-def all_to_all_start(ws: Any, x: Any, items: bool = False) -> None:
+def all_to_all_start(
+    ws: Any, x: Any, items: bool = False, send_counts: Any = None
+) -> None:
     """Send what an :func:`all_to_all` exchanges; see :func:`all_reduce_start`.
 
     Example:
@@ -433,11 +535,18 @@ def all_to_all_start(ws: Any, x: Any, items: bool = False) -> None:
         >>> int(old[0])
         7
     """
-    collective("all_to_all", START, ws, x, x, "sum", 0, items)
+    collective("all_to_all", START, ws, x, x, "sum", 0, items, send_counts, send_counts)
 
 
 @array_function
-def all_to_all_wait(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
+def all_to_all_wait(
+    ws: Any,
+    x: Any,
+    out: Any,
+    items: bool = False,
+    send_counts: Any = None,
+    recv_counts: Any = None,
+) -> bool:
     """Wait for the data of the oldest :func:`all_to_all_start`, and store it.
 
     As :func:`all_reduce_wait`, but with the output ``out``, as in :func:`all_to_all`.
@@ -456,7 +565,9 @@ def all_to_all_wait(ws: Any, x: Any, out: Any, items: bool = False) -> bool:
         >>> int(old[0])
         7
     """
-    return collective("all_to_all", WAIT, ws, x, out, "sum", 0, items)
+    return collective(
+        "all_to_all", WAIT, ws, x, out, "sum", 0, items, send_counts, recv_counts
+    )
 
 
 def exchange_for(
@@ -466,6 +577,7 @@ def exchange_for(
     op: Any,
     kind: BlockCollective,
     items: bool,
+    varied: bool,
 ) -> ExchangeParts:
     """Return the device functions of a collective, or raise ArgumentError.
 
@@ -476,6 +588,7 @@ def exchange_for(
         op: an operator's name or a plain function.
         kind: the collective.
         items: whether arrays are each thread's own.
+        varied: whether there are counts.
     """
     if dtype != other:
         raise ArgumentError(
@@ -485,14 +598,18 @@ def exchange_for(
     reducing = reduction(op, kind.name)
     if kind.reduces:
         check(reducing, element, kind.name)
-    return make_exchange(size, element, reducing, kind, items)
+    return make_exchange(size, element, reducing, kind, items, varied)
 
 
 KINDS = {
     kind.name: kind
-    for kind in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL)
+    for kind in (
+        *(ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, EXSCAN),
+    )
 }
 """By name."""
+
+BOTH_COUNTS = "expected both send_counts and recv_counts, or neither"
 
 START, WAIT, BOTH = "start", "wait", "both"
 """What a function does: all are constants of kernels."""
@@ -501,7 +618,16 @@ _exchange_for = functools.cache(exchange_for)
 
 
 def collective(
-    name: str, part: str, ws: Any, x: Any, out: Any, op: Any, root: int, items: bool
+    name: str,
+    part: str,
+    ws: Any,
+    x: Any,
+    out: Any,
+    op: Any,
+    root: int,
+    items: bool,
+    sent: Any = None,
+    received: Any = None,
 ) -> bool:
     """Run a part of a collective in the simulator; see the module's docstring."""
     kind = KINDS[name]
@@ -519,8 +645,19 @@ def collective(
                 f"got {shape or type(array).__name__}"
             )
     op = getattr(op, "fn", op)  # of a function that the simulator has decorated
-    exchange = _exchange_for(ws.size, x.dtype, out.dtype, op, kind, bool(items))
+    varied = sent is not None
+    if varied != (received is not None):
+        raise ArgumentError(f"{kind.name}: {BOTH_COUNTS}")
+    for counts in (sent, received) if varied else ():
+        if np.ndim(counts) != 1 or len(counts) != ws.team.size:
+            raise ArgumentError(
+                f"{kind.name}: expected a count for each of {ws.team.size} ranks, got "
+                f"{counts!r}"
+            )
+    types = x.dtype, out.dtype
+    exchange = _exchange_for(ws.team.size, *types, op, kind, bool(items), varied)
+    counts = sent, received
     with np.errstate(all="ignore"):  # overflow wraps or is infinite, as on a GPU
         if part != WAIT:
-            exchange.start(ws, x, int(root))
-        return part == START or bool(exchange.wait(ws, x, out, int(root)))
+            exchange.start(ws, x, int(root), counts)
+        return part == START or bool(exchange.wait(ws, x, out, int(root), counts))

@@ -23,7 +23,10 @@ k + d after it had received everything of k. So no packet is overwritten before 
 read, however often a kernel repeats that. With fewer sets, a rank would post k + 2 d
 where another one has yet to read a later epoch than k. This requires that in every
 epoch, each pair of ranks exchanges at least one vector in both directions. In a
-broadcast, the ranks without data send a vector with the root that they expect.
+broadcast, the ranks without data send a vector with the root that they expect. If
+shards differ, each thread exchanges its first vector with every rank, even if the shard
+is shorter. The ranks of a workspace are those of its team. So for several teams, a rank
+has epochs and mailboxes of each.
 
 Epochs overflow after 2**32 calls: of a microsecond each, after 72 minutes. Then a
 mailbox that few calls use could hold a packet of 2**32 epochs ago. So a thread clears
@@ -61,7 +64,12 @@ from typing import Any, NamedTuple
 
 from numba.cuda import types
 
-from numba_symm.device.checks import check_exchange, check_shards, check_started
+from numba_symm.device.checks import (
+    check_count,
+    check_exchange,
+    check_shards,
+    check_started,
+)
 from numba_symm.device.intrinsics import (
     block_size,
     cuda,
@@ -81,15 +89,22 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.order import make_in_rank_order, make_mirror, make_total
+from numba_symm.device.order import (
+    make_mirror,
+    make_of_ring,
+    of_none,
+)
 from numba_symm.device.packets import make_poll, peek_packets, post_packets
-from numba_symm.device.polling import Guard, fail, wait_record
+from numba_symm.device.polling import fail, wait_record
+from numba_symm.device.signals import CHANNELS
+from numba_symm.device.teams import Team
 from numba_symm.dtypes import Element, Op
 from numba_symm.launch.failures import (
     BLOCK_ALL_GATHER,
     BLOCK_ALL_REDUCE,
     BLOCK_ALL_TO_ALL,
     BLOCK_BROADCAST,
+    BLOCK_EXSCAN,
     BLOCK_REDUCE_SCATTER,
     ROOT_MISMATCH,
 )
@@ -110,11 +125,32 @@ EPOCHS = 8
 """Bytes of a thread's epochs: of its last start and, 4 bytes later, its last wait."""
 
 
+class TeamGuard(NamedTuple):
+    """A :class:`Guard`, and the ranks of a team: the others along the ring, then this.
+
+    Attributes:
+        board: as of the guard.
+        rank: as of the guard.
+        size: as of the guard.
+        timeout: as of the guard.
+        ranks: the ranks.
+    """
+
+    board: int
+    rank: int
+    size: int
+    timeout: int
+    ranks: tuple[int, ...]
+
+
 class _WorkspaceFields(NamedTuple):
     rank: int
     size: int
+    buffers: tuple[int, ...]
+    pads: tuple[int, ...]
+    guard: TeamGuard
+    team: Team
     ring: tuple[int, ...]
-    guard: Guard
     blocks: int
     threads: int
     vectors: int
@@ -124,15 +160,19 @@ class _WorkspaceFields(NamedTuple):
 class WorkspaceContext(_WorkspaceFields):
     """The device workspace of a kernel, passed as an ordinary argument.
 
-    The last two attributes are for the host only. Like an array, the object keeps the
-    memory alive.
+    It is also a :class:`Context`: of the memory that ``comm.device_workspace`` was
+    passed, or else of signal pads only. The last four attributes are for the host only.
+    Like an array, the object keeps the memory alive.
 
     Attributes:
         rank: this rank.
         size: the number of ranks.
-        ring: the addresses of all ranks' workspaces, beginning with the next rank's and
-            ending with this rank's.
+        buffers: the address of every rank's buffer in this process.
+        pads: the address of every rank's signal pad in this process.
         guard: the timeout, and the address to which a kernel reports a failure.
+        team: the ranks of the collectives, of which this one's index is ``team.place``.
+        ring: the addresses of the team's workspaces, beginning with the next rank's and
+            ending with this rank's.
         blocks: the maximum number of blocks of a kernel.
         threads: the maximum number of threads of a block, a multiple of 32.
         vectors: the maximum number of 16-byte vectors that a thread sends to a rank in
@@ -140,18 +180,32 @@ class WorkspaceContext(_WorkspaceFields):
         depth: the maximum number of collectives that are started and not awaited, a
             power of two.
         owner: the object that keeps the memory alive.
+        buffer_size: the bytes of a buffer.
+        channels: the number of channels of a pad.
         check_mapped: as in :class:`Context`.
     """
 
     owner: Any = None
+    buffer_size: int | None = None
+    channels: int = CHANNELS
     check_mapped: Callable[[], None] | None = None
     checked = False  # by device functions on GPUs, see ``checks.py``
 
 
 class CheckedWorkspaceContext(WorkspaceContext):
-    """A workspace in debug mode: device functions check arguments on GPUs, too."""
+    """A workspace in debug mode: device functions check arguments on GPUs, too.
 
+    Attributes:
+        nbytes: the bytes of a buffer, for kernels.
+        pad_channels: the number of channels of a pad, for kernels.
+    """
+
+    _fields: Any = (*_WorkspaceFields._fields, "nbytes", "pad_channels")
     checked = True
+
+    def __new__(cls, *values: Any) -> "CheckedWorkspaceContext":
+        """Return the context of the fields' values."""
+        return tuple.__new__(cls, values)
 
 
 def nbytes(size: int, blocks: int, threads: int, vectors: int, depth: int) -> int:
@@ -202,7 +256,7 @@ def box_of(ws: Any, block: int, thread: int, epoch: int) -> int:
     """Return the offset of a thread's first mailbox, for its first vector."""
     boxes = MARK * ws.blocks + EPOCHS * ws.threads * ws.blocks
     # explore: set
-    set_of_epoch = (epoch & (2 * ws.depth - 1)) * (ws.size - 1) * rank_stride(ws)
+    set_of_epoch = (epoch & (2 * ws.depth - 1)) * (ws.team.size - 1) * rank_stride(ws)
     line = block * ws.threads * 2 * VECTOR  # explore: line
     warp, lane = thread // WARP, thread % WARP
     return boxes + set_of_epoch + line + warp * 2 * PACKETS + lane * VECTOR  # type: ignore[no-any-return]
@@ -235,6 +289,7 @@ class BlockCollective(NamedTuple):
         reduces: whether the vectors of all ranks are reduced.
         gathers: whether they are stored by rank.
         rooted: whether one rank's are stored.
+        scans: whether only the vectors of the ranks before this one are reduced.
     """
 
     name: str
@@ -243,12 +298,14 @@ class BlockCollective(NamedTuple):
     reduces: bool = False
     gathers: bool = False
     rooted: bool = False
+    scans: bool = False
 
 
 ALL_REDUCE = BlockCollective("all_reduce", BLOCK_ALL_REDUCE, reduces=True)
 REDUCE_SCATTER = BlockCollective(
     "reduce_scatter", BLOCK_REDUCE_SCATTER, sends_shards=True, reduces=True
 )
+EXSCAN = BlockCollective("exscan", BLOCK_EXSCAN, reduces=True, scans=True)
 ALL_GATHER = BlockCollective("all_gather", BLOCK_ALL_GATHER, gathers=True)
 BROADCAST = BlockCollective("broadcast", BLOCK_BROADCAST, rooted=True)
 ALL_TO_ALL = BlockCollective(
@@ -259,6 +316,11 @@ ALL_TO_ALL = BlockCollective(
 @device_function
 def _peek(box: int, epoch: int) -> Any:
     return peek_packets(box, PACKETS, epoch)
+
+
+@device_function
+def _late(guard: Any, k: int) -> int:
+    return guard.ranks[k]  # type: ignore[no-any-return]
 
 
 @device_function
@@ -309,66 +371,159 @@ def make_access(unit: int) -> tuple[Callable[..., Any], Callable[..., None]]:
     return load, store
 
 
+class ShardUnits(NamedTuple):
+    """The device functions for the shards of an array, in units.
+
+    Attributes:
+        of: ``(ws, counts, count, place)`` returns the first unit of a rank's shard, and
+            its number of units. ``counts`` are the ranks' numbers of elements, or None:
+            all shards have ``count`` units.
+        most: ``(ws, counts, count)`` returns the units of the largest shard.
+        wanted: ``(ws, counts, count, first, begin)`` returns which other ranks' shards
+            have a vector at unit ``first``, as bits along the ring. Those of a thread's
+            first vector, at ``begin``, are all exchanged, so that each pair of ranks
+            exchanges one in both directions.
+    """
+
+    of: Callable[..., tuple[int, int]]
+    most: Callable[..., int]
+    wanted: Callable[..., int]
+
+
 @functools.cache
-def make_post(size: int, unit: int, kind: BlockCollective) -> Callable[..., None]:
+def make_shards(size: int, pieces: int, divided: bool, varied: bool) -> ShardUnits:
+    """Return the functions for an array that is divided, or is this rank's one shard.
+
+    Args:
+        size: the number of ranks.
+        pieces: the units of an element.
+        divided: whether the array has a shard of each rank.
+        varied: whether the shards differ.
+    """
+
+    @device_function
+    def of(ws: Any, counts: Any, count: int, place: int) -> Any:
+        return (place * count if divided else 0), count
+
+    @device_function
+    def most(ws: Any, counts: Any, count: int) -> int:
+        return count
+
+    @device_function
+    def wanted(ws: Any, counts: Any, count: int, first: int, begin: int) -> int:
+        return EVERYONE
+
+    @device_function
+    def of_counts(ws: Any, counts: Any, count: int, place: int) -> Any:
+        start, mine = 0, place if divided else ws.team.place
+        units = 0
+        for r in range(size):
+            start += counts[r] * pieces if divided and r < mine else 0
+            units = counts[r] * pieces if r == mine else units
+        return start, units
+
+    @device_function
+    def most_of_counts(ws: Any, counts: Any, count: int) -> int:
+        found = 0
+        for r in range(size):
+            check_count(ws, counts[r])
+            found = max(found, of_counts(ws, counts, count, r)[1])
+        return found
+
+    @device_function
+    def wanted_of_counts(
+        ws: Any, counts: Any, count: int, first: int, begin: int
+    ) -> int:
+        found = EVERYONE if first == begin else 0  # explore: first-of-all
+        for k in range(size - 1):
+            place = (ws.team.place + 1 + k) % size
+            if first < of_counts(ws, counts, count, place)[1]:
+                found |= 1 << k
+        return found
+
+    if varied:
+        return ShardUnits(of_counts, most_of_counts, wanted_of_counts)
+    return ShardUnits(of, most, wanted)
+
+
+@functools.cache
+def make_post(
+    size: int, unit: int, kind: BlockCollective, shards: ShardUnits
+) -> Callable[..., None]:
     """Return a device function that posts a vector to each other rank.
 
-    ``(ws, x, place, box, epoch, root)``; ``place`` is ``(first, count)``: the vector's
-    first unit in a shard, and the shard's units. ``box`` is the offset of its mailbox.
+    ``(ws, x, counts, place, box, epoch, root)``; ``place`` is ``(first, begin,
+    count)``: the vector's first unit in a shard, that of the thread's first vector, and
+    the shard's units. ``box`` is the offset of its mailbox.
     """
     load, _ = make_access(unit)
     mirror = make_mirror(size)
-    others, sends_shards, rooted = size - 1, kind.sends_shards, kind.rooted
+    others, rooted = size - 1, kind.rooted
 
     @device_function
-    def post(ws: Any, x: Any, place: Any, box: int, epoch: int, root: int) -> None:
-        first, count = place
+    def post(
+        ws: Any, x: Any, counts: Any, place: Any, box: int, epoch: int, root: int
+    ) -> None:
+        first, begin, count = place
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
+        wanted = shards.wanted(ws, counts, count, first, begin)
         for k in range(others):
-            if sends_shards:
-                start = (ws.rank + 1 + k) % size * count
-                low[k], high[k] = load(x, start + first, start + count)
-            elif rooted and ws.rank != root:
+            if rooted and ws.team.place != root:
                 low[k], high[k] = _without_data(root), NO_DATA
             else:
-                low[k], high[k] = load(x, first, count)
+                peer = (ws.team.place + 1 + k) % size
+                start, units = shards.of(ws, counts, count, peer)
+                low[k], high[k] = load(x, start + first, start + units)
         for k in range(others):
-            there = ws.ring[k] + box + mirror(k) * rank_stride(ws)
-            post_packets(there, PACKETS, low[k], high[k], epoch)
+            if wanted >> k & 1 != 0:
+                there = ws.ring[k] + box + mirror(k) * rank_stride(ws)
+                post_packets(there, PACKETS, low[k], high[k], epoch)
 
     return post
 
 
 @functools.cache
 def make_use(
-    size: int, element: Element, op: Op, unit: int, kind: BlockCollective
+    size: int,
+    element: Element,
+    op: Op,
+    unit: int,
+    kind: BlockCollective,
+    shards: ShardUnits,
 ) -> Callable[..., None]:
     """Return a device function that reduces or stores the vectors of all ranks.
 
-    ``(rank, out, place, root, low, high)``: the own vector, and then the ring's.
+    ``(ws, out, counts, place, root, low, high)``: the own vector, and then the ring's.
     """
     _, store = make_access(unit)
-    in_rank_order = make_in_rank_order(size)
-    total = make_total(size, make_lanes(element, op, False, size))
-    reduces, rooted = kind.reduces, kind.rooted
+    of_ring = make_of_ring(size, make_lanes(element, op, False, size), False)
+    reduces, rooted, scans = kind.reduces, kind.rooted, kind.scans
+    none_stored, none_low, none_high = of_none(element, op) if scans else (False, 0, 0)
 
     @device_function
-    def use(rank: int, out: Any, place: Any, root: int, low: Any, high: Any) -> None:
-        first, count = place
+    def use(
+        ws: Any, out: Any, counts: Any, place: Any, root: int, low: Any, high: Any
+    ) -> None:
+        first, _, count = place
+        rank = ws.team.place
         if reduces:
             spare = cuda.local.array(size, types.int64)
-            in_rank_order(rank, low, high, spare)
-            result = total(low, high, 0)
-            store(out, first, count, result[0], result[1])
+            _, units = shards.of(ws, counts, count, rank)
+            number = max(rank, 1) if scans else size
+            result = of_ring(rank, low, high, spare, number)
+            if scans and rank == 0:
+                result = none_low, none_high
+            if not scans or none_stored or rank > 0:
+                store(out, first, units, result[0], result[1])
         elif rooted:
             for k in range(1, size):
                 if k == (root - rank + size) % size:
                     store(out, first, count, low[k], high[k])
         else:
             for k in range(size):
-                start = (rank + k) % size * count
-                store(out, start + first, start + count, low[k], high[k])
+                start, units = shards.of(ws, counts, count, (rank + k) % size)
+                store(out, start + first, start + units, low[k], high[k])
 
     return use
 
@@ -383,17 +538,16 @@ def make_roots_match(size: int) -> Callable[..., bool]:
 
     @device_function
     def roots_match(ws: Any, root: int, block: int, low: Any, high: Any) -> bool:
-        other = 0
+        other = -1
         for k in range(1, size):
-            is_root = (ws.rank + k) % size == root
+            is_root = (ws.team.place + k) % size == root
             wrong = low[k] ^ _without_data(root)
             is_none = high[k] == NO_DATA and wrong >> 32 == 0  # explore: is-none
             if is_none == is_root or (is_none and wrong != 0):
-                other = k
-        if other != 0:
-            peer = (ws.rank + other) % size
-            fail(ws.guard, wait_record(ROOT_MISMATCH, ws.rank, peer, block, root))
-        return other == 0
+                other = ws.guard.ranks[k - 1]
+        if other >= 0:
+            fail(ws.guard, wait_record(ROOT_MISMATCH, ws.rank, other, block, root))
+        return other < 0
 
     return roots_match
 
@@ -434,36 +588,51 @@ def _give_up(ws: Any, own: int, block: int, thread: int) -> None:
 
 @functools.cache
 def make_receive(
-    size: int, element: Element, op: Op, unit: int, kind: BlockCollective
+    size: int,
+    element: Element,
+    op: Op,
+    unit: int,
+    kind: BlockCollective,
+    sent: ShardUnits,
+    received: ShardUnits,
 ) -> Callable[..., bool]:
     """Return a device function that waits for a vector of each rank, and uses it.
 
-    ``(ws, x, out, place, box, epoch, root)``, as for :func:`make_post`.
+    ``(ws, x, out, counts, place, box, epoch, root)``, as for :func:`make_post`, but
+    with the counts of what the rank sends and of what it receives.
     """
     load, _ = make_access(unit)
-    poll, roots_match = make_poll(size, _peek), make_roots_match(size)
-    use = make_use(size, element, op, unit, kind)
-    sends_shards, operation, rooted = kind.sends_shards, kind.operation, kind.rooted
+    poll, roots_match = make_poll(size, _peek, _late), make_roots_match(size)
+    use = make_use(size, element, op, unit, kind, received)
+    operation, rooted = kind.operation, kind.rooted
 
     @device_function
     def receive(
-        ws: Any, x: Any, out: Any, place: Any, box: int, epoch: int, root: int
+        ws: Any,
+        x: Any,
+        out: Any,
+        counts: Any,
+        place: Any,
+        box: int,
+        epoch: int,
+        root: int,
     ) -> bool:
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
-        first, count = place
+        first, begin, count = place
         block = grid_index()
         here = ws.ring[size - 1] + box
         stride = rank_stride(ws)
+        wanted = received.wanted(ws, counts[1], count, first, begin)
         arrived = poll(  # explore: wait
-            ws.guard, operation, here, stride, epoch, block, low, high, EVERYONE
+            ws.guard, operation, here, stride, epoch, block, low, high, wanted
         )
         if arrived and rooted:  # explore: roots
             arrived = roots_match(ws, root, block, low, high)
         if arrived:  # explore: arrived
-            start = ws.rank * count if sends_shards else 0
-            low[0], high[0] = load(x, start + first, start + count)
-            use(ws.rank, out, place, root, low, high)
+            start, units = sent.of(ws, counts[0], count, ws.team.place)
+            low[0], high[0] = load(x, start + first, start + units)
+            use(ws, out, counts[1], place, root, low, high)
         return arrived
 
     return receive
@@ -473,9 +642,11 @@ class ExchangeParts(NamedTuple):
     """The device functions of a collective.
 
     Attributes:
-        start: ``(ws, x, root)`` posts.
-        wait: ``(ws, x, out, root)`` returns, in all threads of the block, whether the
-            oldest exchange that was not awaited succeeded.
+        start: ``(ws, x, root, counts)`` posts. ``counts`` are the numbers of elements
+            of the shards to send, and of those to receive; each is None if they are
+            equal.
+        wait: ``(ws, x, out, root, counts)`` returns, in all threads of the block,
+            whether the oldest exchange that was not awaited succeeded.
     """
 
     start: Callable[..., None]
@@ -484,7 +655,12 @@ class ExchangeParts(NamedTuple):
 
 @functools.cache
 def make_exchange(
-    size: int, element: Element, op: Op, kind: BlockCollective, items: bool
+    size: int,
+    element: Element,
+    op: Op,
+    kind: BlockCollective,
+    items: bool,
+    varied: bool = False,
 ) -> ExchangeParts:
     """Return the device functions of a collective.
 
@@ -494,20 +670,23 @@ def make_exchange(
         op: the operator; any, if the collective has none.
         kind: the collective.
         items: whether arrays are each thread's own, or the block's.
+        varied: whether shards may differ.
     """
     unit = min(8, element.itemsize)  # an element of 16 bytes is two units
     units, pieces = VECTOR // unit, element.itemsize // unit
-    post, wipe = make_post(size, unit, kind), make_wipe(size)
-    receive = make_receive(size, element, op, unit, kind)
+    sent = make_shards(size, pieces, kind.sends_shards, varied)
+    received = make_shards(size, pieces, kind.gathers, varied)
+    post, wipe = make_post(size, unit, kind, sent), make_wipe(size)
+    receive = make_receive(size, element, op, unit, kind, sent, received)
     shards = size if kind.sends_shards else 1
-    gathered = size if kind.gathers else 1
 
     @device_function
-    def start(ws: Any, x: Any, root: int) -> None:
+    def start(ws: Any, x: Any, root: int, counts: Any) -> None:
         thread, block = thread_index(), grid_index()
         count = x.size * pieces // shards
+        most = sent.most(ws, counts[0], count)
         first, stride = (0, units) if items else (thread * units, block_size() * units)
-        check_exchange(ws, count - first, stride, root)
+        check_exchange(ws, most - first, stride, root)
         if not items:
             # Other threads of the block have stored what this one loads.
             syncthreads()  # explore: stored
@@ -518,8 +697,9 @@ def make_exchange(
         if ld_relaxed_sys_u32(own + MARK * block) != 0 or epoch == FAILED:
             # The wait finds it, whether another start posts meanwhile or not.
             st_u32(kept, FAILED)  # explore: refuse
-        elif first < count:
+        elif varied or first < count:
             # A thread without data is without data on all ranks: its epoch stays.
+            # If the shards differ, only the peer may have data for it.
             check_started(ws, kept, LAST_EPOCH, 0, ws.depth - 1)
             epoch = _next_epoch(epoch)
             st_u32(kept, epoch)  # explore: keep
@@ -527,28 +707,35 @@ def make_exchange(
                 # The mailboxes are clear before this epoch is posted.
                 fence_acq_rel_sys()  # explore: wiped
             box, at = box_of(ws, block, thread, epoch), first
-            while at < count:
-                post(ws, x, (at, count), box, epoch, root)
+            while at < most or (varied and at == first):
+                post(ws, x, counts[0], (at, first, count), box, epoch, root)
                 at += stride
                 box += tile_stride(ws)
 
     @device_function
-    def wait(ws: Any, x: Any, out: Any, root: int) -> bool:
+    def wait(ws: Any, x: Any, out: Any, root: int, counts: Any) -> bool:
         thread, block = thread_index(), grid_index()
         count = x.size * pieces // shards
+        most = received.most(ws, counts[1], count)
         first, stride = (0, units) if items else (thread * units, block_size() * units)
-        check_shards(ws, x.size, shards, out.size, gathered)
+        if varied:
+            check_exchange(ws, most - first, stride, root)
+        given = sent.of(ws, counts[0], count, size - 1)
+        taken = received.of(ws, counts[1], count, size - 1)
+        ends = given[0] + given[1], taken[0] + taken[1]
+        check_shards(ws, pieces, x.size, out.size, ends)
         own = ws.ring[size - 1]
         kept = own + epoch_of(ws, block, thread)
         failed = word_of(ld_u32(kept)) == FAILED
-        if first < count and not failed:
+        if (varied or first < count) and not failed:
             check_started(ws, kept, LAST_EPOCH, 1, ws.depth)
             epoch = _next_epoch(word_of(ld_u32(kept + 4)))
             st_u32(kept + 4, epoch)  # explore: keep-wait
             begin = box_of(ws, block, thread, epoch)
             box, at = begin, first
-            while at < count and not failed:
-                failed = not receive(ws, x, out, (at, count), box, epoch, root)
+            while (at < most or (varied and at == first)) and not failed:
+                place = at, first, count
+                failed = not receive(ws, x, out, counts, place, box, epoch, root)
                 at += stride
                 box += tile_stride(ws)
             if not failed:

@@ -35,6 +35,7 @@ from numba_symm.launch.failures import (
     BAD_BYTES,
     BAD_COMPARISON,
     BAD_COPY,
+    BAD_COUNT,
     BAD_DEPTH,
     BAD_GRID,
     BAD_MAILBOX,
@@ -75,10 +76,11 @@ _DETAILS: dict[int, Callable[..., str]] = {
     BAD_GRID: lambda ws, **_: f", {ws.blocks} blocks of {ws.threads} threads",
     BAD_BYTES: lambda ws, **_: f", which has room for {ws.vectors}",
     BAD_DEPTH: lambda ws, **_: f"; its depth is {ws.depth}",
-    BAD_ROOT: lambda ws, **_: f", 0 to {ws.size - 1}",
-    BAD_SHARDS: lambda shards, gathered, **_: (
-        f", of {shards} and {gathered} equal shards"
+    BAD_ROOT: lambda ws, **_: f", 0 to {ws.team.size - 1}",
+    BAD_SHARDS: lambda pieces, ends, **_: (
+        f", {ends[0] // pieces} and {ends[1] // pieces} elements"
     ),
+    BAD_COUNT: lambda **_: "",
 }
 """What the simulator adds to a text, of the variables of the function that refuses.
 
@@ -195,17 +197,30 @@ def check_exchange(ws: Any, units: int, stride: int, root: int) -> None:
         vectors = (units + stride - 1) // stride
         if vectors > ws.vectors:
             _refuse(ws, BAD_BYTES, 0, vectors)
-        if not _is_rank(ws, root):
+        if not 0 <= root < ws.team.size:
             _refuse(ws, BAD_ROOT, 0, root)
 
 
 @device_function
-def check_shards(ws: Any, given: int, shards: int, out: int, gathered: int) -> None:
-    """Refuse arrays whose numbers of elements do not match."""
-    if is_checked(ws):
-        shard = given // shards
-        if given != shard * shards or out != shard * gathered:
-            _refuse(ws, BAD_SHARDS, out, given)
+def check_shards(ws: Any, pieces: int, given: int, out: int, ends: Any) -> None:
+    """Refuse arrays whose numbers of elements are not those of their shards.
+
+    Args:
+        ws: the workspace.
+        pieces: the units of an element.
+        given: the elements of the input.
+        out: those of the output.
+        ends: the units of the shards in both.
+    """
+    if is_checked(ws) and (given * pieces != ends[0] or out * pieces != ends[1]):
+        _refuse(ws, BAD_SHARDS, out, given)
+
+
+@device_function
+def check_count(ws: Any, count: int) -> None:
+    """Refuse a negative number of elements."""
+    if is_checked(ws) and count < 0:
+        _refuse(ws, BAD_COUNT, 0, count)
 
 
 @device_function

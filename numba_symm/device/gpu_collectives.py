@@ -21,7 +21,14 @@ from numba_symm.errors import ArgumentError
 
 
 def _found(
-    kind: BlockCollective, part: str, ws: Any, x: Any, out: Any, op: Any, items: Any
+    kind: BlockCollective,
+    part: str,
+    ws: Any,
+    x: Any,
+    out: Any,
+    op: Any,
+    items: Any,
+    counts: Any,
 ) -> ExchangeParts:
     """Return the device functions for arguments of these types, or raise Refusal."""
     made_by = getattr(ws, "instance_class", None)
@@ -47,11 +54,19 @@ def _found(
             f"cuda.jit(device=True), got op={op}"
         )
     size = len(ws.types[ws.fields.index("ring")])
+    given = [each for each in counts if _form_of(each) != "others"]
+    if len(given) == 1:
+        raise Refusal(f"{kind.name}: {block_collectives.BOTH_COUNTS}")
+    for each in given:
+        if isinstance(each, types.BaseTuple) and len(each) != size:
+            raise Refusal(
+                f"{kind.name}: expected a count for each of {size} ranks, got {each}"
+            )
     dtype: Any = dtype_of(x.dtype)
     other: Any = dtype_of(out.dtype)
     try:
         return block_collectives.exchange_for(
-            size, dtype, other, function, kind, is_items
+            size, dtype, other, function, kind, is_items, bool(given)
         )
     except ArgumentError as error:
         raise Refusal(str(error)) from error
@@ -59,28 +74,65 @@ def _found(
 
 @specialized(block_collectives.collective)
 def _collective(
-    name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+    name: Any,
+    part: Any,
+    ws: Any,
+    x: Any,
+    out: Any,
+    op: Any,
+    root: Any,
+    items: Any,
+    sent: Any = None,
+    received: Any = None,
 ) -> Any:
     if (constant := constant_of(name)) is None:
         return None  # Numba tries types without values after a refusal
     what = constant_of(part)
-    start, wait = _found(KINDS[constant], what, ws, x, out, op, items)
+    counts = sent, received
+    start, wait = _found(KINDS[constant], what, ws, x, out, op, items, counts)
 
     def begin(
-        name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+        name: Any,
+        part: Any,
+        ws: Any,
+        x: Any,
+        out: Any,
+        op: Any,
+        root: Any,
+        items: Any,
+        sent: Any = None,
+        received: Any = None,
     ) -> Any:
-        return start(ws, x, root)
+        return start(ws, x, root, (sent, received))
 
     def end(
-        name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+        name: Any,
+        part: Any,
+        ws: Any,
+        x: Any,
+        out: Any,
+        op: Any,
+        root: Any,
+        items: Any,
+        sent: Any = None,
+        received: Any = None,
     ) -> Any:
-        return wait(ws, x, out, root)
+        return wait(ws, x, out, root, (sent, received))
 
     def both(
-        name: Any, part: Any, ws: Any, x: Any, out: Any, op: Any, root: Any, items: Any
+        name: Any,
+        part: Any,
+        ws: Any,
+        x: Any,
+        out: Any,
+        op: Any,
+        root: Any,
+        items: Any,
+        sent: Any = None,
+        received: Any = None,
     ) -> Any:
-        start(ws, x, root)
-        return wait(ws, x, out, root)
+        start(ws, x, root, (sent, received))
+        return wait(ws, x, out, root, (sent, received))
 
     return {START: begin, WAIT: end}.get(what, both)
 

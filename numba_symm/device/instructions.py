@@ -105,12 +105,15 @@ ATOMICS = {
 }
 """By operation, the type in the PTX for each kind of element."""
 
-ATOMICS["add"] |= {"f32": "f32", "f64": "f64"}
+_FLOATS = {"f32": "f32", "f64": "f64"}
+ATOMICS["add"] |= _FLOATS
+ATOMICS["min"] |= _FLOATS
 ATOMICS["max"] = ATOMICS["min"]
 _BITS = {"s32": "b32", "u32": "b32", "s64": "b64", "u64": "b64"}
 ATOMICS |= dict.fromkeys(("and", "or", "xor", "exch", "cas"), _BITS)
 
 ATOMIC_ORDERS = ("relaxed", "acquire", "release")
+LOAD_ORDERS = ATOMIC_ORDERS[:2]
 _REGISTERS = {"s32": "u32", "u32": "u32", "s64": "s64", "u64": "s64"}
 
 
@@ -119,16 +122,32 @@ def atomic_name(verb: str, order: str, kind: str) -> str:
     return f"atom_{verb}_{order}_sys_{kind}"
 
 
+def _update(verb: str, order: str, kind: str) -> str:
+    """Return the PTX of an update, whose operands begin with ``$1``."""
+    atom = f"atom.{order}.sys.global"
+    if verb in ("min", "max") and kind in _FLOATS:
+        # There is none of floats: compare and swap, beginning with the guess 0. If
+        # either is NaN, so is the result.
+        word, keeps = f"b{kind[1:]}", {"min": "lt", "max": "gt"}[verb]
+        return (
+            f"{{.reg .pred p; .reg .{word} old, new, seen; mov.{word} seen, 0;"
+            f" again: mov.{word} old, seen;"
+            f" setp.{keeps}.{kind} p, old, $2; @!p setp.nan.{kind} p, old, old;"
+            f" selp.{word} new, old, $2, p; {atom}.cas.{word} seen, [$1], old, new;"
+            f" setp.ne.{word} p, seen, old; @p bra again; mov.{word} $0, old;}}"
+        )
+    values = "$2, $3" if verb == "cas" else "$2"  # the expected, and the new one
+    return f"{atom}.{verb}.{ATOMICS[verb][kind]} $0, [$1], {values};"
+
+
 for _verb, _kinds in ATOMICS.items():
     for _order in ATOMIC_ORDERS:
-        for _kind, _type in _kinds.items():
+        for _kind in _kinds:
             _register = _REGISTERS.get(_kind, _kind)
-            _values = 2 if _verb == "cas" else 1  # the expected, and the new one
+            _values = 2 if _verb == "cas" else 1
             _add(
                 atomic_name(_verb, _order, _kind),
-                f"atom.{_order}.sys.global.{_verb}.{_type} $0, [$1], "
-                + ", ".join(("$2", "$3")[:_values])
-                + ";",
+                _update(_verb, _order, _kind),
                 f"{_register} = " + ", ".join(["s64", *[_register] * _values]),
                 UPDATES,
             )

@@ -23,6 +23,7 @@ _WIDTHS = {
     "v2_u64": ("16 bytes, as two int64", "a multiple of 16"),
 }
 _INTEGERS = "int32, uint32, int64 or uint64"
+_NUMBERS = "int32, uint32, int64, uint64, float32 or float64"
 _ORDERS = {
     "": "A weak access: signals, flags or ``syncthreads`` must order it with accesses "
     "of other\nthreads.",
@@ -34,12 +35,9 @@ _ORDERS = {
     "thread made or saw before\nit are visible to the thread that acquires its value.",
 }
 _UPDATES = {
-    "add": (
-        "Add a value to an element",
-        "int32, uint32, int64, uint64, float32 or float64",
-    ),
-    "min": ("Set an element to the minimum of itself and a value", _INTEGERS),
-    "max": ("Set an element to the maximum of itself and a value", _INTEGERS),
+    "add": ("Add a value to an element", _NUMBERS),
+    "min": ("Set an element to the minimum of itself and a value", _NUMBERS),
+    "max": ("Set an element to the maximum of itself and a value", _NUMBERS),
     "and": ("Set an element to the bitwise and of itself and a value", _INTEGERS),
     "or": ("Set an element to the bitwise or of itself and a value", _INTEGERS),
     "xor": ("Set an element to the exclusive or of itself and a value", _INTEGERS),
@@ -51,11 +49,17 @@ _UPDATES = {
 def _atomic_text(verb: str, what: tuple[str, str]) -> str:
     """Return the docstring of an atomic operation."""
     old = "1, " * (verb == "cas")
+    floats = (
+        "Of floats, the result is NaN if the element or the value is. A GPU compares "
+        "and swaps\nfloats until no other thread has updated the element meanwhile.\n\n"
+    )
     return (
         f"{what[0]}, atomically for all GPUs and the host.\n\n"
         "Any thread may call it. An update of a peer's element takes about as long as "
         "a load of\nthat element. It needs a link with atomic operations (NVLink).\n\n"
-        f"Args:\n    array: an array of {what[1]}, in global\n"
+        + floats
+        * (verb in ("min", "max"))
+        + f"Args:\n    array: an array of {what[1]}, in global\n"
         "        memory: a device array, or a :func:`peer_array`.\n"
         "    index: an int, or a tuple of ints. GPUs do not check it.\n"
         + "    old: the expected value.\n"
@@ -82,12 +86,38 @@ def _atomic_text(verb: str, what: tuple[str, str]) -> str:
     )
 
 
+_LOAD = f"""Load an element, as one access for all GPUs and the host.
+
+Any thread may call it. It needs no link with atomic operations.
+
+Args:
+    array: an array of {_NUMBERS}, in global
+        memory: a device array, or a :func:`peer_array`.
+    index: an int, or a tuple of ints. GPUs do not check it.
+    order: a constant, ``relaxed`` or ``acquire``; as for :func:`atomic_add`.
+
+Returns:
+    The element.
+
+Example:
+    >>> @cuda.jit
+    ... def kernel(ctx, old):
+    ...     there = symm.peer_array(ctx, 0, 4, np.int32)
+    ...     symm.atomic_add(there, 2, 5, order="release")
+    ...     old[0] = symm.atomic_load(there, 2, order="acquire")
+    >>> kernel[1, 1](ctx, old)
+    >>> int(old[0])
+    5
+"""
+
+
 def _document() -> None:
     """Set the docstrings of loads, stores and functions without one."""
     texts = {
         "fence_acq_rel_sys": "Order this thread's earlier accesses before its later "
         "ones, for all GPUs\nand the host: PTX's ``fence.acq_rel.sys``.",
         "globaltimer": "Return the nanoseconds of a clock that never steps back.",
+        "atomic_load": _LOAD,
     }
     for width, (what, address) in _WIDTHS.items():
         for order, meaning in _ORDERS.items():

@@ -311,6 +311,8 @@ class Lanes(NamedTuple):
         slices: ``load`` and ``store`` of many vectors, in the simulator.
         fold: reduces many vectors of several ranks, by their tree, in the simulator;
             with the number of the first of these ranks.
+        half: ``unpack``, ``pack`` and ``combine`` of 32 bits of a word; None: an
+            element has more, or the operator works on whole words.
     """
 
     unpack: Callable[[int, int], Any]
@@ -320,6 +322,7 @@ class Lanes(NamedTuple):
     store: Store
     slices: Slices
     fold: Callable[..., Vectors]
+    half: "_Parts | None"
 
 
 @functools.cache
@@ -332,15 +335,15 @@ def make_lanes(element: Element, op: Op, ragged: bool, size: int) -> Lanes:
         ragged: whether arrays may be off 16-byte boundaries, or end within a vector.
         size: the number of ranks, by which an average divides.
     """
-    whole_words = bitwise(op, element)
+    whole_words, half = bitwise(op, element), None
     if whole_words is not None:
         parts = _words(whole_words)
     else:
-        parts = _elements(element, make_arithmetic(element, op, size))
+        parts, half = _elements(element, make_arithmetic(element, op, size))
     load, store = _ragged_access(element) if ragged else (_load_whole, _store_whole)
     slices = make_ragged(element.itemsize) if ragged else WHOLE
     in_order = functools.partial(fold, element, op, size)
-    return Lanes(*parts, load, store, slices, in_order)
+    return Lanes(*parts, load, store, slices, in_order, half)
 
 
 _Parts = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
@@ -433,18 +436,22 @@ def _words(op: str) -> _Parts:
     return unpack, pack, combine
 
 
-def _elements(element: Element, arithmetic: Arithmetic) -> _Parts:
-    """Return a vector's functions, built from those of one or two elements."""
+def _elements(element: Element, arithmetic: Arithmetic) -> tuple[_Parts, _Parts | None]:
+    """Return a vector's functions, built from those of one or two elements.
+
+    And those of half a word.
+    """
     if element.itemsize == 16:
-        return _complex128_vector(arithmetic)
+        return _complex128_vector(arithmetic), None
     if element.narrow:
         width, part = 16, _two_narrow(element, arithmetic)
     else:
         width, part = 8 * element.itemsize, _single(element, arithmetic)
-    while width < 64:
+    while width < 32:
         part = _double(part, width)
         width *= 2
-    unpack_word, pack_word, combine_words = part
+    half = part if width == 32 else None
+    unpack_word, pack_word, combine_words = _double(part, 32) if half else part
 
     @device_function
     def unpack(low: int, high: int) -> Any:
@@ -458,7 +465,7 @@ def _elements(element: Element, arithmetic: Arithmetic) -> _Parts:
     def combine(a: Any, b: Any) -> Any:
         return combine_words(a[0], b[0]), combine_words(a[1], b[1])
 
-    return unpack, pack, combine
+    return (unpack, pack, combine), half
 
 
 def _double(half: _Parts, width: int) -> _Parts:

@@ -9,9 +9,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from numba_symm.device.intrinsics import device_function
+import numpy as np
+from numba.cuda import types
+
+from numba_symm.device.intrinsics import cuda, device_function, word_of
 from numba_symm.device.lanes import Lanes
-from numba_symm.dtypes import left_half
+from numba_symm.dtypes import Element, Op, UserOperator, identity, left_half
 
 
 @functools.cache
@@ -28,12 +31,16 @@ def make_mirror(size: int) -> Callable[[int], int]:
     return mirror
 
 
-@functools.cache
-def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
-    """Return a device function that puts vectors in the order of their ranks.
+MOST_WHOLE = 4
+"""The most ranks whose whole vectors are reduced at a time. Those of more ranks are
+reduced 32 bits at a time, because their elements need too many registers."""
 
-    ``(rank, low, high, spare)`` rotates two local arrays of ``size`` words: of the own
-    vector, and then of the ring's. ``spare`` is another array of that size.
+
+@functools.cache
+def _make_rotate(size: int) -> Callable[[int, Any, Any], None]:
+    """Return a device function that rotates a local array of words by a rank.
+
+    ``(rank, words, spare)``; ``spare`` is another array of that size.
     """
     shifts = (size - 1).bit_length()
 
@@ -48,6 +55,18 @@ def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
             for r in range(size):
                 words[r] = spare[r]
 
+    return rotate
+
+
+@functools.cache
+def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
+    """Return a device function that puts vectors in the order of their ranks.
+
+    ``(rank, low, high, spare)`` rotates two local arrays of ``size`` words: of the own
+    vector, and then of the ring's. ``spare`` is another array of that size.
+    """
+    rotate = _make_rotate(size)
+
     @device_function
     def in_rank_order(rank: int, low: Any, high: Any, spare: Any) -> None:
         rotate(rank, low, spare)
@@ -56,19 +75,17 @@ def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
     return in_rank_order
 
 
-@functools.cache
-def make_of_first(size: int, lanes: Lanes) -> Callable[[Any, Any, int, int], Any]:
-    """Return a device function that reduces the vectors of the first ranks, by a tree.
+Tree = Callable[[Any, Any, int, int], Any]
+"""``(low, high, first, number)`` reduces vectors, whose words are in local arrays."""
 
-    ``(low, high, first, taken)`` returns the elements of the result of ``taken`` ranks,
-    at least one; the words of rank r are in the local arrays at ``first + r``. Each
-    index is a constant, as registers need, so the ranks that are left out have code.
-    """
+
+def _make_first(size: int, unpack: Any, combine: Any) -> Tree:
+    """Return the tree's function for the elements of the first ``number`` ranks."""
     if size == 1:
-        return _make_leaf(lanes)
+        return _make_leaf(unpack)
     half = left_half(size)
-    left, right = make_of_first(half, lanes), make_of_first(size - half, lanes)
-    combine = lanes.combine
+    left = _make_first(half, unpack, combine)
+    right = _make_first(size - half, unpack, combine)
 
     @device_function
     def of_first(low: Any, high: Any, first: int, taken: int) -> Any:
@@ -80,17 +97,13 @@ def make_of_first(size: int, lanes: Lanes) -> Callable[[Any, Any, int, int], Any
     return of_first
 
 
-@functools.cache
-def make_of_last(size: int, lanes: Lanes) -> Callable[[Any, Any, int, int], Any]:
-    """Return the same for the last ranks; ``before`` ranks are left out.
-
-    The tree is that of all ranks, without those.
-    """
+def _make_last(size: int, unpack: Any, combine: Any) -> Tree:
+    """Return that of the last ranks; ``number`` ranks before them are left out."""
     if size == 1:
-        return _make_leaf(lanes)
+        return _make_leaf(unpack)
     half = left_half(size)
-    left, right = make_of_last(half, lanes), make_of_last(size - half, lanes)
-    combine = lanes.combine
+    left = _make_last(half, unpack, combine)
+    right = _make_last(size - half, unpack, combine)
 
     @device_function
     def of_last(low: Any, high: Any, first: int, before: int) -> Any:
@@ -102,15 +115,124 @@ def make_of_last(size: int, lanes: Lanes) -> Callable[[Any, Any, int, int], Any]
     return of_last
 
 
-@functools.cache
-def _make_leaf(lanes: Lanes) -> Callable[[Any, Any, int, int], Any]:
-    unpack = lanes.unpack
-
+def _make_leaf(unpack: Any) -> Tree:
     @device_function
     def leaf(low: Any, high: Any, first: int, ranks: int) -> Any:
         return unpack(low[first], high[first])
 
     return leaf
+
+
+def _make_half(size: int, lanes: Lanes, make_tree: Any, shift: int) -> Any:
+    """Return a device function ``(words, first, number)`` for 32 bits of the words."""
+    unpack_half, pack_half, combine = lanes.half  # type: ignore[misc]  # there is one
+
+    @device_function
+    def unpack(word: int, same: int) -> Any:
+        return unpack_half(word >> shift)
+
+    tree = make_tree(size, unpack, combine)
+
+    @device_function
+    def of_half(words: Any, first: int, number: int) -> Any:
+        return word_of(pack_half(tree(words, words, first, number)) << shift)
+
+    return of_half
+
+
+def _make_tree(size: int, lanes: Lanes, make_tree: Any) -> Tree:
+    """Return a device function that returns the two words of a tree's result."""
+    if size > MOST_WHOLE and lanes.half is not None:
+        lower = _make_half(size, lanes, make_tree, 0)
+        upper = _make_half(size, lanes, make_tree, 32)
+
+        @device_function
+        def by_halves(low: Any, high: Any, first: int, number: int) -> Any:
+            result = lower(low, first, number) | upper(low, first, number)
+            return result, lower(high, first, number) | upper(high, first, number)
+
+        return by_halves
+    pack, tree = lanes.pack, make_tree(size, lanes.unpack, lanes.combine)
+
+    @device_function
+    def whole(low: Any, high: Any, first: int, number: int) -> Any:
+        return pack(tree(low, high, first, number))
+
+    return whole
+
+
+@functools.cache
+def make_of_first(size: int, lanes: Lanes) -> Tree:
+    """Return a device function that reduces the vectors of the first ranks, by a tree.
+
+    ``(low, high, first, taken)`` returns the two words of the result of ``taken``
+    ranks, at least one; the words of rank r are in the local arrays at ``first + r``.
+    Each index is a constant, as registers need, so the ranks that are left out have
+    code.
+    """
+    return _make_tree(size, lanes, _make_first)
+
+
+@functools.cache
+def make_of_last(size: int, lanes: Lanes) -> Tree:
+    """Return the same for the last ranks; ``before`` ranks are left out.
+
+    The tree is that of all ranks, without those.
+    """
+    return _make_tree(size, lanes, _make_last)
+
+
+@functools.cache
+def make_of_ring(size: int, lanes: Lanes, last: bool) -> Callable[..., Any]:
+    """Return a device function that reduces vectors that are in the ring's order.
+
+    ``(rank, low, high, spare, number)``: the arrays are those of
+    :func:`make_in_rank_order`. ``number`` is that of :func:`make_of_last` if ``last``,
+    or else that of :func:`make_of_first`.
+    """
+    make_tree = _make_last if last else _make_first
+    rotate = _make_rotate(size)
+    if size > MOST_WHOLE and lanes.half is not None:
+        of_half = _make_half(size, lanes, make_tree, 0)
+
+        @device_function
+        def part(rank: int, words: Any, shift: int, spare: Any, number: int) -> int:
+            found = cuda.local.array(size, types.int64)
+            for r in range(size):
+                found[r] = words[r] >> shift & 0xFFFFFFFF
+            rotate(rank, found, spare)
+            return word_of(of_half(found, 0, number) << shift)
+
+        @device_function
+        def by_parts(rank: int, low: Any, high: Any, spare: Any, number: int) -> Any:
+            first = part(rank, low, 0, spare, number)
+            first |= part(rank, low, 32, spare, number)
+            second = part(rank, high, 0, spare, number)
+            return first, second | part(rank, high, 32, spare, number)
+
+        return by_parts
+    tree = _make_tree(size, lanes, make_tree)
+
+    @device_function
+    def of_ring(rank: int, low: Any, high: Any, spare: Any, number: int) -> Any:
+        rotate(rank, low, spare)
+        rotate(rank, high, spare)
+        return tree(low, high, 0, number)
+
+    return of_ring
+
+
+def of_none(element: Element, op: Op) -> tuple[bool, int, int]:
+    """Return whether a rank with nothing to reduce stores a vector, and its two words.
+
+    It stores the operator's identity. It stores nothing if the operator is a user's
+    function, whose identity is unknown.
+    """
+    if isinstance(op, UserOperator):
+        return False, 0, 0
+    vector = np.full(element.lanes, identity(op, element.dtype), element.dtype)
+    low, high = vector.view(np.int64).tolist()
+    return True, low, high
 
 
 @functools.cache
@@ -120,10 +242,10 @@ def make_total(size: int, lanes: Lanes) -> Callable[[Any, Any, int], Any]:
     ``(low, high, first)`` returns the two words of the result; the words of rank r are
     in the local arrays at ``first + r``.
     """
-    pack, of_first = lanes.pack, make_of_first(size, lanes)
+    of_first = make_of_first(size, lanes)
 
     @device_function
     def total(low: Any, high: Any, first: int) -> Any:
-        return pack(of_first(low, high, first, size))
+        return of_first(low, high, first, size)
 
     return total

@@ -99,13 +99,20 @@ def peek_packets(box: int, stride: int, epoch: int) -> Any:
 
 
 @functools.cache
-def make_poll(size: int, peek: Any) -> Callable[..., bool]:
+def make_poll(size: int, peek: Any, late_rank: Any = None) -> Callable[..., bool]:
     """Return a device function that waits for one vector of each other rank.
 
     ``(guard, operation, first, rank_stride, epoch, block, low, high, wanted)``. The
-    strides are arguments, so that Numba types it once for all protocols.
+    strides are arguments, so that Numba types it once for all protocols. A failure
+    names the rank ``late_rank(guard, k)`` for the k-th along the ring; None: of all.
     """
     others = size - 1
+
+    @device_function
+    def of_ring(guard: Any, k: int) -> int:
+        return (guard.rank + 1 + k) % size  # type: ignore[no-any-return]
+
+    late_rank = late_rank or of_ring
 
     @device_function
     def poll(
@@ -139,7 +146,7 @@ def make_poll(size: int, peek: Any) -> Callable[..., bool]:
                     for k in range(others):
                         _, _, gap = peek(first + k * rank_stride, epoch)
                         if gap != 0 and wanted >> k & 1 != 0:
-                            late = (guard.rank + 1 + k) % size
+                            late = late_rank(guard, k)
                     record = wait_record(operation, guard.rank, late, block, epoch)
                     given_up = must_give_up(guard, started, record)
         return arrived

@@ -32,6 +32,7 @@ from numba_symm.device.compiler import constant_of
 from numba_symm.device.instructions import (
     ATOMIC_ORDERS,
     ATOMICS,
+    LOAD_ORDERS,
     MEETS,
     NONE,
     TABLE,
@@ -630,6 +631,28 @@ def _atomic(verb: str) -> Any:
 
 for _verb in ATOMICS:
     globals()[f"atomic_{_verb}"] = _atomic(_verb)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def atomic_load(typingctx: Any, array: Any, index: Any, order: Any = "relaxed") -> Any:
+    """Return an array's element, loaded with an order."""
+    kind: Any = getattr(array, "dtype", None)
+    given = constant_of(order)
+    if kind not in _KINDS:
+        known = ", ".join(map(str, _KINDS))
+        raise TypingError(f"atomic_load: expected an array of {known}, got {array}")
+    if given not in LOAD_ORDERS:
+        known = ", ".join(map(repr, LOAD_ORDERS))
+        raise TypingError(f"atomic_load: expected order to be {known}, got {order}")
+    emit = code_of(TABLE[f"ld_{given}_sys_u{kind.bitwidth}"])
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = _address(context, builder, signature, args)
+        word = emit(context, builder, signature, [address])
+        return builder.bitcast(word, context.get_value_type(kind))
+
+    indices = _index_type(array, index, "atomic_load")
+    return kind(array, indices, types.literal(given)), codegen
 
 
 _WORDS = {types.int64: 0, types.uint64: 0, types.int32: 1, types.uint32: 2}

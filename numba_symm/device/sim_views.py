@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 
 from numba_symm.arguments import refuse_misaligned
+from numba_symm.device.instructions import LOAD_ORDERS
 from numba_symm.device.sim import (
+    ld_acquire_sys_u32,
+    ld_acquire_sys_u64,
+    ld_relaxed_sys_u32,
+    ld_relaxed_sys_u64,
     ld_u8,
     ld_u16,
     ld_u32,
@@ -85,6 +90,30 @@ def word_address(array: Any, index: Any) -> int:
 def word_kind(array: Any) -> int:
     """Return which kind of word its elements are."""
     return _WORDS[array.dtype]
+
+
+_NUMBERS = *_WORDS, np.dtype(np.float32), np.dtype(np.float64)
+
+
+def atomic_load(array: Any, index: Any, order: str = "relaxed") -> Any:
+    dtype: Any = getattr(array, "dtype", None)
+    if dtype not in _NUMBERS:
+        raise ArgumentError(
+            f"atomic_load: expected an array of {', '.join(map(str, _NUMBERS))}, got "
+            f"{type(array).__name__ if dtype is None else dtype}"
+        )
+    if order not in LOAD_ORDERS:
+        orders = ", ".join(map(repr, LOAD_ORDERS))
+        raise ArgumentError(
+            f"atomic_load: expected order to be {orders}, got {order!r}"
+        )
+    if dtype.itemsize == 8:
+        load = ld_acquire_sys_u64 if order == "acquire" else ld_relaxed_sys_u64
+    else:
+        load = ld_acquire_sys_u32 if order == "acquire" else ld_relaxed_sys_u32
+    word = load(element_address(array, index, "atomic_load"))
+    bits = int(word) & (1 << 8 * dtype.itemsize) - 1
+    return np.frombuffer(bits.to_bytes(dtype.itemsize, "little"), dtype)[0]
 
 
 _SIZES = (1, 2, 4, 8, 16)

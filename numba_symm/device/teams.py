@@ -1,4 +1,4 @@
-"""Teams: some of a communicator's ranks, for barriers in kernels."""
+"""Teams: some of a communicator's ranks, for barriers and collectives in kernels."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from numba_symm.errors import ArgumentError
 
 
 class Team(NamedTuple):
-    """Some ranks of a communicator, in an agreed order, for barriers.
+    """Some ranks of a communicator, in an agreed order, for barriers and collectives.
 
     The host makes a team with one of the methods, without waiting for other ranks, and
     passes it to kernels as an ordinary argument. All ranks of a team must make it with

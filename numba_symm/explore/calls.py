@@ -9,8 +9,8 @@ import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -128,7 +128,7 @@ class ExploredCalls(Calls):
             checked=lambda what, words, prepare, given, compare: prepare(given),
         )
         agreed = make(
-            agreed=nullcontext,
+            agreed=self._agreed,
             agree_equal=lambda fact, what: self.set_up(f"{what} of {fact}"),
         )
         self.members = make(
@@ -138,7 +138,19 @@ class ExploredCalls(Calls):
         stream = mine.check_stream
         self.streams = make(of=stream, handle=stream, default=stream)
         self.descriptions = make(of=_nothing)
-        self.heap = make(array=self._symmetric, rendezvous=self._rendezvous)
+        island = make(
+            world=make(rank=self.rank, size=self.size), check=_nothing, note=""
+        )
+        self.heap = make(
+            array=self._symmetric, rendezvous=self._rendezvous, island=island
+        )
+
+    @contextmanager
+    def _agreed(self, what: str) -> Iterator[Any]:
+        """Give each rank what all ranks have set in a block."""
+        outcomes = SimpleNamespace(mine=None, all=[])
+        yield outcomes
+        outcomes.all = self.set_up(f"{what}: outcome", outcomes.mine)
 
     def set_up(self, what: str, value: Any = None) -> list[Any]:
         """Wait for all ranks; return what each of them has given."""
@@ -179,7 +191,7 @@ class ExploredCalls(Calls):
                 f"allocation's signal pad, got {number}; pass the most that a kernel "
                 "needs in the allocation's first rendezvous",
             )
-        return ExploredMemory(self._host, ctx)
+        return ExploredMemory(self._host, ctx, self.heap.island)
 
     def new(
         self, x: Any, like: ArrayView, shape: tuple[int, ...], handle: int, what: str
@@ -479,17 +491,17 @@ class ExploredMemory(_OfLibrary, SymmetricMemory):
         (
             *("rank", "world_size", "buffer_size", "channels", "signal_pad_size"),
             *("buffer_ptrs", "signal_pad_ptrs", "ctx", "get_buffer", "put", "get"),
-            *("barrier", "put_signal", "wait_signal"),
+            *("barrier", "put_signal", "wait_signal", "is_of"),
         )
     )
 
-    def __init__(self, mine: Host, ctx: Any):
+    def __init__(self, mine: Host, ctx: Any, island: Any):
         self._host, self._users_ctx = mine, ctx
         self.rank, self.world_size, self.buffer_ptrs, self.signal_pad_ptrs, _ = ctx
         self.buffer_size, self.channels = ctx.buffer_size, ctx.channels
         self.signal_pad_size = pads.pad_nbytes(self.world_size, self.channels)
         self._check_mapped: Any = _nothing
-        self._island: Any = StandIn("SymmetricMemory", check=_nothing, note="")
+        self._island: Any = island
 
     def get_buffer(
         self, rank: int, shape: Any, dtype: Any, storage_offset: int = 0

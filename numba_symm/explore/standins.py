@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from numba_symm import environment
-from numba_symm.device import Context, WorkspaceContext
+from numba_symm.device import Context, Team, WorkspaceContext
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.explore import threads
 from numba_symm.explore.machine import running
@@ -497,7 +497,7 @@ def _vector(box: int, stride: int, holds: Callable[[int], bool]) -> tuple[int, i
     return word_of(words[0] | words[1] << 32), word_of(words[2] | words[3] << 32)
 
 
-def make_poll(size: int, peek: Any) -> Callable[..., bool]:
+def make_poll(size: int, peek: Any, late_rank: Any = None) -> Callable[..., bool]:
     """Replace ``packets.make_poll``.
 
     It waits for one word after another. A program that polls all of them in turn may
@@ -659,7 +659,7 @@ def device() -> Modules:
         "numba.cuda": numba.cuda,
     }
     modules = Modules(known, _find, _compiled, {})
-    functions = make_wait, make_poll, fail, _receive, Context, WorkspaceContext
+    functions = make_wait, make_poll, fail, _receive, Context, Team, WorkspaceContext
     replaced = _instructions() | {each.__name__: each for each in functions}
     modules.prepare = functools.partial(_replace, replaced)
     modules.load(DEVICE)

@@ -453,8 +453,8 @@ def _kept(
 UPDATES: dict[str, Callable[..., Any]] = {
     "add": lambda old, value: old + value,
     "sub": lambda old, value: old - value,
-    "min": min,
-    "max": max,
+    "min": lambda old, value: old if old < value or old != old else value,
+    "max": lambda old, value: old if old > value or old != old else value,
     "and": lambda old, value: old & value,
     "or": lambda old, value: old | value,
     "xor": lambda old, value: old ^ value,

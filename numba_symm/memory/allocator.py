@@ -19,9 +19,11 @@ from numba_symm.device.block_exchange import (
     VECTOR,
     WARP,
     CheckedWorkspaceContext,
+    TeamGuard,
     WorkspaceContext,
 )
 from numba_symm.device.signals import CHANNELS
+from numba_symm.device.teams import Team
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError
 from numba_symm.gpu import arrays, loads, streams
@@ -693,24 +695,31 @@ class DeviceWorkspace:
         depth: the maximum number of collectives that are started and not awaited.
     """
 
-    def __init__(self, memory: SymmetricMemory, sizes: tuple[int, int, int, int]):
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        sizes: tuple[int, int, int, int],
+        team: Team,
+        users: SymmetricMemory | None,
+    ):
         self.blocks, self.threads, self.bytes, self.depth = sizes
         blocks, threads, bytes, depth = sizes
         self._memory = memory
-        ctx, size = memory.ctx, memory.world_size
-        made = CheckedWorkspaceContext if ctx.checked else WorkspaceContext
-        ring = (ctx.buffers[(ctx.rank + 1 + k) % size] for k in range(size))
-        self._ctx = made(
-            rank=ctx.rank,
-            size=size,
-            ring=tuple(ring),
-            guard=ctx.guard,
-            blocks=blocks,
-            threads=warps(threads),
-            vectors=vectors(threads, bytes),
-            depth=depth,
+        own, ctx = memory.ctx, (users or memory).ctx
+        ranks = ring_of(team)
+        fields = (
+            *(ctx.rank, ctx.size, ctx.buffers, ctx.pads),
+            *(TeamGuard(*ctx.guard, ranks), team),
+            tuple(own.buffers[rank] for rank in ranks),
+            *(blocks, warps(threads), vectors(threads, bytes), depth),
         )
-        self._ctx.owner, self._ctx.check_mapped = ctx.owner, ctx.check_mapped
+        size = ctx.buffer_size if users else 0
+        self._ctx = WorkspaceContext(*fields)
+        if ctx.checked:
+            self._ctx = CheckedWorkspaceContext(*fields, size, ctx.channels)
+        self._ctx.owner = own.owner, ctx.owner
+        self._ctx.buffer_size, self._ctx.channels = size, ctx.channels
+        self._ctx.check_mapped = ctx.check_mapped
 
     def __repr__(self) -> str:
         return (
@@ -742,16 +751,28 @@ class DeviceWorkspace:
 
 
 def new(
-    heap: Heap, members: Members, blocks: int, threads: int, bytes: int, depth: int
+    heap: Heap,
+    members: Members,
+    blocks: int,
+    threads: int,
+    bytes: int,
+    depth: int,
+    team: Any,
+    memory: Any,
 ) -> DeviceWorkspace:
     """Return a new workspace; see ``Communicator.device_workspace``. Collective."""
     what = "device_workspace"
     with members.set_up(what):
-        with members.exchange.agreed(what):
+        with members.exchange.agreed(what) as outcomes:
             sizes = checked(blocks, threads, bytes, depth)
+            team = checked_team(heap.island.world, team)
+            check_memory(memory, heap.island)
+            outcomes.mine = team.ranks
         blocks, threads, bytes, depth = sizes
         fact = f"{blocks} blocks of {threads} threads, {bytes} bytes, depth {depth}"
-        members.exchange.agree_equal(fact, what)
+        members.exchange.agree_equal(f"{fact}{', memory' * bool(memory)}", what)
+        for part in members.parts:
+            check_teams([outcomes.all[rank] for rank in part])
         # Of the largest island, because all ranks allocate the same.
         nbytes = block_exchange.nbytes(
             max(map(len, members.parts)),
@@ -761,8 +782,58 @@ def new(
             depth,
         )
         array = heap.array(nbytes, np.uint8, what)  # zeros: no packet, no epoch
-        memory = heap.rendezvous(arrays.view(array, what).address, array)
-    return DeviceWorkspace(memory, sizes)
+        own = heap.rendezvous(arrays.view(array, what).address, array)
+    return DeviceWorkspace(own, sizes, team, memory)
+
+
+def checked_team(world: Any, team: Any, made: Any = Team) -> Team:
+    """Return a team of this rank, or of all ranks for None; or refuse it.
+
+    Args:
+        world: has this rank and the number of ranks.
+        team: the team.
+        made: the class of teams.
+    """
+    if team is None:
+        return made.of(world, range(world.size))  # type: ignore[no-any-return]
+    if (
+        not isinstance(team, made)
+        or team != made.of(world, team.ranks)
+        or team.place < 0
+    ):
+        raise ArgumentError(
+            f"device_workspace: expected a team of this rank, {world.rank}, or None, "
+            f"got {team!r}; pass each rank the team to which it belongs"
+        )
+    return team  # type: ignore[no-any-return]
+
+
+def ring_of(team: Team) -> tuple[int, ...]:
+    """Return the ranks of a team along the ring: the others, and then this one."""
+    first = team.place + 1
+    return team.ranks[first:] + team.ranks[:first]
+
+
+def check_teams(teams: Sequence[tuple[int, ...]]) -> None:
+    """Refuse teams, by rank, of which one contains a rank of another one."""
+    for rank, team in enumerate(teams):
+        for other in team:
+            if teams[other] != team:
+                raise ArgumentError(
+                    f"device_workspace: rank {rank} has the team {team}, and rank "
+                    f"{other} {teams[other]}; all ranks of a team must pass the same"
+                )
+
+
+def check_memory(memory: Any, island: Members) -> None:
+    """Refuse what is not symmetric memory of the communicator."""
+    if memory is not None:
+        if not isinstance(memory, SymmetricMemory) or not memory.is_of(island):
+            raise ArgumentError(
+                "device_workspace: expected memory to be the result of this "
+                f"communicator's rendezvous, or None, got {memory!r}"
+            )
+        _ = memory.ctx  # raises if it was closed
 
 
 def checked(

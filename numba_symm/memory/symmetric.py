@@ -80,6 +80,10 @@ class SymmetricMemory:
             f"{self.world_size}{closed}>"
         )
 
+    def is_of(self, island: Members) -> bool:
+        """Return whether these ranks have mapped the memory."""
+        return self._island is island
+
     @property
     def ctx(self) -> Context:
         """The context to pass to ``@cuda.jit`` kernels, as an ordinary argument.

@@ -2,30 +2,46 @@
 
 from explore.memory import Finding
 from explore.world import ALL_ONES, INT64, World, an_integer
+from numba_symm.device.teams import Team
+from numba_symm.memory.allocator import ring_of
 
 THREADS, VECTORS = 32, 2  # of a workspace
-KINDS = "ALL_REDUCE", "REDUCE_SCATTER", "ALL_GATHER", "BROADCAST", "ALL_TO_ALL"
+VARIED = "REDUCE_SCATTER", "ALL_GATHER", "ALL_TO_ALL"
+KINDS = "ALL_REDUCE", "BROADCAST", "EXSCAN", *VARIED
 
 
-def wanted(name, words, rank, root):
-    """Return the words of a rank's result, of all ranks' ``words``."""
-    size = len(words)
-    count = len(words[0]) // size
-    mine = slice(rank * count, (rank + 1) * count)
-    total = [sum(column) & ALL_ONES for column in zip(*words, strict=True)]
-    return {
-        "ALL_REDUCE": total,
-        "REDUCE_SCATTER": total[mine],
-        "ALL_GATHER": [word for each in words for word in each],
-        "BROADCAST": words[root],
-        "ALL_TO_ALL": [word for each in words for word in each[mine]],
-    }[name]
+def shard(words, counts, rank):
+    """Return a rank's part of words."""
+    start = sum(counts[:rank])
+    return words[start : start + counts[rank]]
+
+
+def total(words):
+    """Return the sums of several ranks' words."""
+    return [sum(column) & ALL_ONES for column in zip(*words, strict=True)]
+
+
+def wanted(name, words, rank, root, sent):
+    """Return the words of a rank's result, of all ranks' ``words``.
+
+    ``sent`` has each rank's numbers of words for all ranks.
+    """
+    shards = [shard(*each, rank) for each in zip(words, sent, strict=True)]
+    if name == "EXSCAN":
+        return total(words[:rank]) if rank else [0] * len(words[0])
+    if name in ("ALL_REDUCE", "REDUCE_SCATTER"):
+        return total(words if name == "ALL_REDUCE" else shards)
+    if name == "BROADCAST":
+        return words[root]
+    return [
+        word for each in (words if name == "ALL_GATHER" else shards) for word in each
+    ]
 
 
 class Blocks:
     """A world with a device workspace, and kernels that make collectives in it."""
 
-    def __init__(self, machine, code, depth=None, wrap=False):
+    def __init__(self, machine, code, depth=None, wrap=False, divided=False):
         self.machine, self.code = machine, code
         self.world = world = World(machine, code)
         self.size, self.grid = world.size, machine.random.randrange(world.blocks) + 1
@@ -34,14 +50,16 @@ class Blocks:
         self.depth = machine.random.choice(depths) if depth is None else depth
         sizes = self.grid, THREADS, VECTORS, self.depth
         addresses = world.map("workspace", made.nbytes(self.size, *sizes), 0)
-        self.contexts, self.marks = [], []
+        self.contexts, self.marks, self.teams = [], [], self._teams(divided)
         # If the epochs overflow: each set has one yet in which threads clear it.
         epoch = made.LAST_EPOCH - 2 * self.depth - machine.random.randrange(3)
         for rank, address in enumerate(addresses):
-            ring = (addresses[(rank + 1 + k) % self.size] for k in range(self.size))
-            guard = world.contexts[rank].guard
-            ws = made.WorkspaceContext(rank, self.size, tuple(ring), guard, *sizes)
-            self.contexts.append(ws)
+            ctx = world.contexts[rank]
+            team = Team.of(ctx, next(team for team in self.teams if rank in team))
+            ring = ring_of(team)
+            found = made.TeamGuard(*ctx.guard, ring), team
+            there = tuple(addresses[other] for other in ring)
+            self.contexts.append(made.WorkspaceContext(*ctx[:4], *found, there, *sizes))
             marks = range(address, address + made.MARK * self.grid, made.MARK)
             end = marks.stop + made.EPOCHS * THREADS * self.grid
             self.marks.append(marks)
@@ -50,6 +68,15 @@ class Blocks:
             if wrap:
                 self._plant(marks.stop, end, address + made.nbytes(self.size, *sizes))
                 self._continue(marks.stop, epoch)
+
+    def _teams(self, divided):
+        """Return the ranks of one team, or of two if they are divided."""
+        ranks = list(range(self.size))
+        if not divided:
+            return [ranks]
+        self.machine.random.shuffle(ranks)
+        first = self.machine.random.randrange(1, self.size)
+        return [ranks[:first], ranks[first:]]
 
     def _continue(self, epochs, epoch):
         """Let all threads continue after an epoch."""
@@ -77,32 +104,58 @@ class Blocks:
 
     def steps(self, number, items, kinds):
         """Return, by rank, collectives of random kinds; expect their results."""
-        world, random = self.world, self.machine.random
+        found = [[] for _ in range(self.size)]
+        for team in self.teams:
+            for _ in range(number):
+                step = self._step(team, items, self.machine.random.choice(kinds))
+                for rank, mine in zip(team, step, strict=True):
+                    found[rank].append(mine)
+        return found
+
+    def _step(self, team, items, name):
+        """Return, by a team's rank, a collective; expect its results."""
+        world, random, size = self.world, self.machine.random, len(team)
         threads = self.code.shape.threads
         most = 2 * VECTORS * (1 if items else threads)
         workers = threads * self.grid if items else 1
-        found = [[] for _ in range(self.size)]
-        for _ in range(number):
-            name, root = random.choice(kinds), random.randrange(self.size)
-            kind = getattr(self.code.block_exchange, name)
-            count = random.randrange(1, most + 1) * (
-                self.size if kind.sends_shards else 1
-            )
-            sources, words = world.inputs(count * workers, an_integer)
-            sizes = self.size, INT64, "sum", kind, items
-            exchange = self.code.block_exchange.make_exchange(*sizes)
-            taken = len(wanted(name, [each[:count] for each in words], 0, 0))
-            results = world.map("result", 8 * taken * workers)
-            for rank, result in enumerate(results):
-                for worker in range(workers):
-                    mine = slice(worker * count, (worker + 1) * count)
-                    given = [each[mine] for each in words]
-                    found_there = wanted(name, given, rank, root)
-                    world.expect(result + 8 * taken * worker, found_there)
-                in_place = name in ("ALL_REDUCE", "BROADCAST")
-                step = exchange, (sources[rank], count), taken, in_place, root, result
-                found[rank].append(step)
-        return found
+        root, kind = random.randrange(size), getattr(self.code.block_exchange, name)
+        varied = name in VARIED and random.random() < 0.5
+        sent, received = self._counts(kind, most, varied, size)
+        lengths = list(map(sum, sent))
+        if not kind.sends_shards:
+            lengths = [each[place] for place, each in enumerate(sent)]
+        sources, words = world.inputs(max(lengths) * workers, an_integer)
+        sizes = size, INT64, "sum", kind, items, varied
+        exchange = self.code.block_exchange.make_exchange(*sizes)
+        results = world.map("result", 8 * most * size * workers)
+        in_place = name in ("ALL_REDUCE", "BROADCAST", "EXSCAN")
+        steps = []
+        for place, rank in enumerate(team):
+            for worker in range(workers):
+                given = [
+                    words[other][worker * n : (worker + 1) * n]
+                    for other, n in zip(team, lengths, strict=True)
+                ]
+                found = wanted(name, given, place, root, sent)
+                world.expect(results[rank] + 8 * len(found) * worker, found)
+            counts = (sent[place], received[place]) if varied else (None, None)
+            x, taken = (sources[rank], lengths[place]), len(found)
+            steps.append((exchange, x, taken, in_place, root, results[rank], counts))
+        return steps
+
+    def _counts(self, kind, most, varied, size):
+        """Return, by rank, the numbers of words that it sends and that it receives."""
+        random = self.machine.random
+        if not varied:
+            sent = [[random.randrange(1, most + 1)] * size] * size
+        elif kind.sends_shards and kind.gathers:
+            sent = [
+                [random.randrange(most + 1) for _ in range(size)] for _ in range(size)
+            ]
+            return sent, [list(column) for column in zip(*sent, strict=True)]
+        else:
+            sent = [[random.randrange(most + 1) for _ in range(size)]] * size
+        return sent, sent
 
     def launch(self, number, items, kinds):
         """Launch a kernel that makes so many collectives, on each rank."""
@@ -143,7 +196,8 @@ def broadcasts_of_other_roots(code):
         odd = machine.random.randrange(blocks.size)
         for rank, ws in enumerate(blocks.contexts):
             root = 1 if rank == odd else 0
-            step = exchange, (arrays[rank], count), count, True, root, results[rank]
+            x, none = (arrays[rank], count), (None, None)
+            step = exchange, x, count, True, root, results[rank], none
             kernel = code.programs.collectives_of_items
             world.launch(rank, kernel, blocks.grid, ws, [step], 0)
             world.expect(results[rank], words[root])
@@ -153,8 +207,9 @@ def broadcasts_of_other_roots(code):
 
 
 def collectives(
-    code, items=None, kernels=2, steps=4, wrap=False, kinds=KINDS, depth=None
-):
+    code, items=None, kernels=2, steps=4, wrap=False, kinds=KINDS, depth=None,
+    divided=False,
+):  # fmt: skip
     """Kernels that make several collectives each.
 
     Args:
@@ -166,10 +221,11 @@ def collectives(
         wrap: whether the epochs overflow meanwhile.
         kinds: the names of collectives to choose from.
         depth: that of the workspace; None: any.
+        divided: whether the ranks are two teams.
     """
 
     def scenario(machine):
-        blocks = Blocks(machine, code, depth, wrap)
+        blocks = Blocks(machine, code, depth, wrap, divided)
         for _ in range(kernels):
             either = machine.random.random() < 0.5
             number = steps * blocks.depth if wrap else steps

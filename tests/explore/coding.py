@@ -8,7 +8,7 @@ from numba_symm import dtypes
 from tests.coded import coded, coded_sum
 
 FLOAT32 = dtypes.element("float32", "test")
-RANKS = 2  # whose codes are added
+RANKS = 2, 3, 11  # whose codes are added
 
 
 def sums_by_codes(code, failed=False):
@@ -23,22 +23,23 @@ def sums_by_codes(code, failed=False):
         for workspace in world.workspaces if failed else ():
             for mark in range(8):
                 world.memory.plant(workspace + 128 * mark, 4, 1)
-        memory = world.map("codes", RANKS * 528), world.map("sum", 528)
+        ranks = machine.random.choice(RANKS)
+        memory = world.map("codes", ranks * 528), world.map("sum", 528)
         for _ in range(2):
-            one(world, *memory)
+            one(world, ranks, *memory)
         world.run()
 
-    def one(world, coded, summed):
+    def one(world, ranks, coded, summed):
         random, kernels = world.random, code.coded_sum
         wire = random.choice(["int8", "fp8"])
         codes = code.groups.INT8 if wire == "int8" else code.groups.FP8
         draw = np.random.default_rng(random.randrange(99))
         count = 128 * random.choice([1, 2]) - 8
         groups = -(-count // 128)
-        given = draw.standard_normal((RANKS, count)).astype(np.float32)
+        given = draw.standard_normal((ranks, count)).astype(np.float32)
         total = coded_sum([*given], wire).view(np.uint64).tolist()
         encode = kernels.encode_kernel(world.size, codes, FLOAT32, False)
-        sum_up = kernels.add_kernel(world.size, codes, RANKS)
+        sum_up = kernels.add_kernel(world.size, codes, ranks)
         decode = kernels.decode_kernel(world.size, codes, FLOAT32, False)
         outputs = world.map("output", 4 * count, 0)
         arrays = [world.map("input", 4 * count) for _ in given]

@@ -364,17 +364,17 @@ def collectives_of_blocks(ws: Any, arrays: Any, blocks: Any, ahead: int) -> None
     for i in range(len(steps) + ahead):
         if i < len(steps):
             x, _ = arrays[block][i % (ahead + 1)]
-            exchange, given, _, _, root, _ = steps[i]
+            exchange, given, _, _, root, _, counts = steps[i]
             for k in range(given[1]):
                 if (k // 2 + 1) % THREADS == thread:
                     st_u64(x + 8 * k, ld_u64(given[0] + 8 * k))
-            exchange.start(ws, array_at(x, given[1], None), root)
+            exchange.start(ws, array_at(x, given[1], None), root, counts)
         if i >= ahead:
             x, out = arrays[block][(i - ahead) % (ahead + 1)]
-            exchange, given, taken, in_place, root, result = steps[i - ahead]
+            exchange, given, taken, in_place, root, result, counts = steps[i - ahead]
             there = x if in_place else out
             xs, outs = array_at(x, given[1], None), array_at(there, taken, None)
-            if exchange.wait(ws, xs, outs, root):
+            if exchange.wait(ws, xs, outs, root, counts):
                 for k in range(taken):
                     if (k // 2 + 1) % THREADS == thread:
                         st_u64(result + 8 * k, ld_u64(there + 8 * k))
@@ -387,16 +387,16 @@ def collectives_of_items(ws: Any, steps: Any, ahead: int) -> None:
     held = []
     for i in range(len(steps) + ahead):
         if i < len(steps):
-            exchange, given, taken, in_place, root, result = steps[i]
+            exchange, given, _, _, root, _, counts = steps[i]
             xs = cuda.local.array(given[1], None)
             for k in range(given[1]):
                 xs[k] = ld_u64(given[0] + 8 * (given[1] * worker + k))
-            exchange.start(ws, xs, root)
+            exchange.start(ws, xs, root, counts)
             held.append(xs)
         if i >= ahead:
-            exchange, given, taken, in_place, root, result = steps[i - ahead]
+            exchange, given, taken, in_place, root, result, counts = steps[i - ahead]
             xs = held[i - ahead]
             outs = xs if in_place else cuda.local.array(taken, None)
-            if exchange.wait(ws, xs, outs, root):
+            if exchange.wait(ws, xs, outs, root, counts):
                 for k in range(taken):
                     st_u64(result + 8 * (taken * worker + k), outs[k])

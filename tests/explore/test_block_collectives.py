@@ -25,17 +25,20 @@ BROKEN = {
     "one mailbox for all ranks": replaced("block_exchange", "ranks", "return 0"),
     "one mailbox for all vectors": replaced("block_exchange", "vectors", "return 0"),
     "one mailbox for all blocks": within("block_exchange", "line", "block", "0"),
-    "no wait for packets": within("block_exchange", "wait", "EVERYONE", "0"),
+    "no wait for packets": within("block_exchange", "wait", "wanted", "0"),
     "loads before all threads have stored": removed("block_exchange", "stored"),
     "results before all threads have stored": removed("block_exchange", "agree"),
 }
 """Of a block's arrays; two of them need no other rank."""
 
 ONE_WAY = (
-    within("block_exchange", "wait", "EVERYONE", "1 << (root - ws.rank) % size >> 1"),
+    within("block_exchange", "wait", "wanted", "1 << (root - ws.rank) % size >> 1"),
     removed("block_exchange", "roots"),
 )
 """Without what a rank receives from those that have no data for it."""
+
+ONLY_DATA = within("block_exchange", "first-of-all", "EVERYONE", "0")
+"""Without vectors between ranks that have no data for each other."""
 
 UNCHECKED = (
     removed("block_exchange", "roots"),
@@ -75,6 +78,11 @@ def test_collectives(items, ranks):
     holds(collectives(device_code(), items), ranks, 24 // ranks)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_collectives_of_teams(ranks):
+    holds(collectives(device_code(), divided=True), ranks, 24 // ranks)
+
+
 @worlds
 @pytest.mark.parametrize("enough", ["starts_inherit", "ends_count"])
 def test_collectives_as_the_epochs_overflow(ranks, enough):
@@ -96,6 +104,12 @@ def test_what_is_broken_is_found(what, races):
 def test_broadcasts_in_one_direction_are_found(races, ranks):
     scenario = collectives(device_code(*ONE_WAY), items=True, kinds=["BROADCAST"])
     breaks(scenario, ranks, races=races)
+
+
+@by_anything_and_by_result
+def test_shards_of_no_elements_in_one_direction_are_found(races):
+    scenario = collectives(device_code(ONLY_DATA), steps=8, kinds=["ALL_TO_ALL"])
+    breaks(scenario, 3, races=races)
 
 
 @worlds

@@ -20,7 +20,7 @@ from numba_symm import device as symm
 from numba_symm.bench.in_kernel import repeat
 from numba_symm.collectives.protocols import handshake
 from numba_symm.device import Context, Guard, Team, WorkspaceContext, instructions
-from numba_symm.device.block_exchange import CheckedWorkspaceContext
+from numba_symm.device.block_exchange import CheckedWorkspaceContext, TeamGuard
 from numba_symm.device.signals import CheckedContext
 from numba_symm.gpu.kernels import REGISTERS, Kernel
 from numba_symm.memory.pads import context_type
@@ -75,8 +75,8 @@ def test_every_update_is_one_instruction_at_system_scope():
     assert not code.find(r"(ATOM|ATOMS|RED|REDG)\b.*")
 
 
-EXPECTED = ["ADD", "ADD.64", "ADD.F32", "ADD.F64", "AND", "CAS.64", "EXCH.64", "MAX"]
-EXPECTED += ["MAX.64", "MIN.S32", "MIN.S64", "OR", "XOR.64"]
+EXPECTED = ["ADD", "ADD.64", "ADD.F32", "ADD.F64", "AND", "CAS", "CAS.64"]
+EXPECTED += ["EXCH.64", "MAX", "MAX.64", "MIN.S32", "MIN.S64", "OR", "XOR.64"]
 
 
 def test_a_users_kernel_changes_no_options_of_the_librarys_functions():
@@ -96,6 +96,13 @@ def test_an_acquire_drops_what_l1_holds_and_a_release_waits_for_stores():
     assert accesses[:3] == ["CCTL.IVALL", "LDG.E.64", "STG.E.64"]
     assert re.fullmatch(FENCE, accesses[-1])
     assert len(accesses) == 4
+
+
+def test_a_strong_load_is_one_instruction():
+    code = compiled(atomics.load_all, WORDS)
+    accesses = opcodes(code.instructions, r"(LDG\S*STRONG|CCTL)\S*")
+    wide, narrow = "LDG.E.64.STRONG.SYS", "LDG.E.STRONG.SYS"
+    assert sorted(accesses) == [*["CCTL.IVALL"] * 3, *[wide] * 3, *[narrow] * 3]
 
 
 def test_atomics_are_refused_where_links_have_none(monkeypatch):
@@ -293,7 +300,9 @@ def test_copies_between_other_arrays_do_not_compile(arrays):
 
 
 def workspace(kind=WorkspaceContext):
-    return typeof(kind(0, 2, (1 << 40, 2 << 40), Guard(5, 0, 2, 6), 8, 128, 1, 1))
+    two, team = (1 << 40, 2 << 40), Team(0, 2, (0, 1))
+    fields = 0, 2, two, two, TeamGuard(5, 0, 2, 6, (1, 0)), team, two, 8, 128, 1, 1
+    return typeof(kind(*fields, *(9, 9) * kind.checked))
 
 
 def test_a_collective_in_a_kernel_is_its_packets():
@@ -329,6 +338,15 @@ def test_collectives_that_are_started_and_awaited_meet_once_each():
     meetings = [code.instructions[place].opcode for place in code.find(r"BAR\..*")]
     assert len(meetings) == 11
     assert sum(each.startswith("BAR.RED.OR") for each in meetings) == 5
+    assert code.usage["LOCAL"] == "0"
+
+
+def test_ranges_of_ranks_keep_no_local_arrays():
+    numbers, words = 3 * [WORDS], types.Array(types.float32, 3, "C")
+    signature = *numbers, ROWS, words, TABLE
+    code = compiled(collectives.ranging(2), *signature, context=workspace())
+    # Four starts and waits of a block's arrays, and two waits of items.
+    assert len(code.find(r"BAR\..*")) == 10
     assert code.usage["LOCAL"] == "0"
 
 

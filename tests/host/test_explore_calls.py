@@ -6,7 +6,7 @@ import re
 import pytest
 
 from numba_symm import Communicator, SymmetricMemory, device, explore
-from numba_symm.device import host_atomics
+from numba_symm.device import host_atomics, sim_views
 from numba_symm.errors import SymmError
 from numba_symm.explore import standins
 from numba_symm.explore.calls import ExploredCommunicator, ExploredMemory
@@ -51,7 +51,7 @@ def test_a_method_has_the_parameters_of_the_librarys(product, standin):
 
 def test_some_methods_and_atomics_are_compared():
     assert len(METHODS) >= 7
-    assert len(ATOMICS) == 8
+    assert len(ATOMICS) == 9
 
 
 @pytest.mark.parametrize("name", ATOMICS)
@@ -59,23 +59,29 @@ def test_an_atomic_has_the_parameters_of_the_librarys(name):
     """Those of a GPU have another first parameter, of Numba's."""
     symm = standins.device().known[standins.DEVICE]
     found = parameters(getattr(symm, name))
-    assert found == parameters(getattr(host_atomics, name))
+    module = sim_views if name == "atomic_load" else host_atomics
+    assert found == parameters(getattr(module, name))
     assert found == parameters(getattr(device, name))[1:]
 
 
 def test_atomics_take_their_arguments_by_name_and_by_position(tmp_path):
     text = """
     @cuda.jit
-    def kernel(old, words):
+    def kernel(old, words, floats):
         old[0] = symm.atomic_add(words, 0, value=5)
         old[1] = symm.atomic_cas(words, 0, old=5, value=7, order="acquire")
         old[2] = symm.atomic_exch(words, 0, 9, "release")
         old[3] = symm.atomic_cas(words, 0, 8, 1, "relaxed")
-        old[4] = words[0]
+        old[4] = symm.atomic_load(words, -1, "acquire")
+        floats[0] = symm.atomic_load(floats, 3) + symm.atomic_min(floats, 3, np.nan)
+        floats[1] = symm.atomic_max(floats, 3, 5)  # of a NaN
+        floats[2] = symm.atomic_max(floats, 4, value=7, order="release")
 
     old, words = comm.zeros(5, np.int64), comm.zeros(1, np.int64)
-    kernel[1, 1](old, words)
+    floats = cuda.to_device(np.array([0, 0, 0, 1.5, -2], np.float32))
+    kernel[1, 1](old, words, floats)
     assert list(old.copy_to_host()) == [0, 5, 7, 9, 9]
+    assert str(floats.copy_to_host()) == "[ 3. nan -2. nan  7.]"
     """
     report = explored(tmp_path, text, 1)
     assert report.complete, str(report)

@@ -116,7 +116,15 @@ COLLECTIVES = """
         out[4 + t] = mine[0]
         if t < 2 * ws.size:
             out[8 + t] = every[t]
+        counts = (2, 0, 1)[: ws.size]
+        mine = every[: counts[ws.rank]]
+        ends = s[: sum(counts)]
+        ok = symm.all_gather(ws, mine, ends, counts=counts) and ok
+        ok = symm.exscan(ws, every[:1], "max") and ok
         out[20] = ok
+        if t < 3:
+            out[21 + t] = s[t]
+        out[24] = every[0]
 """
 
 
@@ -132,10 +140,42 @@ def test_collectives_in_kernels(tmp_path):
     assert list(found[4:8]) == 4 * [7]
     assert list(found[8:12]) == (sums[:2] * n)[:4]
     assert found[20] == 1
+    assert list(found[21:24]) == [*sums[:2], sums[0 if n == 3 else 2]]
+    assert found[24] == (sums[0] if comm.rank else np.iinfo(np.int64).min)
     """
     report = run(tmp_path, COLLECTIVES, host, [2, 3], launch="")
     assert report.complete, str(report)
     assert all(each.orders == 1 for each in report.coverage)
+
+
+TEAMS = """
+    @cuda.jit
+    def kernel(ws, half, out):
+        symm.st_u64(symm.peer_address(ws, (ws.rank + 1) % ws.size), ws.rank)
+        {barrier}
+        one = cuda.local.array(1, np.int64)
+        one[0] = symm.peer_array(ws, ws.rank, 1, np.int64)[0]
+        symm.all_reduce(half, one, items=True)
+        out[0] = one[0]
+        symm.all_reduce(ws, one, "max", items=True)
+        out[1] = one[0]
+"""
+
+
+@pytest.mark.parametrize("barrier", ["symm.barrier(ws, 0)", "pass"])
+def test_a_team_and_a_memory_of_a_workspace(tmp_path, barrier):
+    host = """
+    mem = comm.rendezvous(x)
+    ws = comm.device_workspace(1, 1, 8, memory=mem)
+    team = symm.Team.of(mem.ctx, [1] if comm.rank == 1 else [2, 0])
+    half = comm.device_workspace(1, 1, 8, team=team)
+    kernel[1, 1](ws.ctx, half.ctx, out)
+    comm.synchronize()
+    assert list(out.copy_to_host()[:2]) == [0 if comm.rank == 1 else 3, 3]
+    """
+    kernel = TEAMS.format(barrier=barrier)
+    report = run(tmp_path, kernel, host, 3, launch="")
+    assert report.complete if barrier != "pass" else report.fault.kind == "race"
 
 
 STARTS = """

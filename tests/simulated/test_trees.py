@@ -1,5 +1,7 @@
 """The tree by which elements of ranks are reduced: texts show its order."""
 
+import itertools
+
 import numpy as np
 import pytest
 from numba import cuda
@@ -65,3 +67,21 @@ def test_shards_are_reduced_by_the_tree_of_all(number):
     result = at + own * shards.strides[0]
     cuda.jit(kernel)[2, THREADS](2, at, result, vectors, number)
     assert operators.same(shards[own], wanted).all()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "int8", "float8_e4m3fn", "complex64"])
+@pytest.mark.parametrize("size", [2, 4, 5, 8])
+def test_vectors_in_the_order_of_a_ring_have_the_same_bits(name, size):
+    lanes = make_lanes(ELEMENTS[name], "sum", False, size)
+    nbytes = ELEMENTS[name].itemsize
+    rows = [operators.random(name, 16 // nbytes, rank) for rank in range(size)]
+    words = np.array([row.view(np.int64) for row in rows])
+    vectors = [row.view("V16") for row in rows]
+    for last, rank, taken in itertools.product((False, True), range(size), (1, size)):
+        first = size - taken if last else 0
+        wanted = lanes.fold(vectors[first:][:taken], first).view(np.int64)
+        low, high = np.roll(words, -rank, 0).T.tolist()
+        of_ring = order.make_of_ring(size, lanes, last)
+        found = of_ring(rank, low, high, [0] * size, first if last else taken)
+        found = np.array(found).view(rows[0].dtype)
+        assert operators.same(found, wanted.view(rows[0].dtype)).all()

@@ -21,12 +21,12 @@ def update_all(ctx, rounds, olds):
     """Update the first rank's words by every operation and type."""
     thread = cuda.grid(1)
     who = ctx.rank * cuda.gridsize(1) + thread + 1
-    i32 = symm.peer_array(ctx, 0, (16, 16), np.int32)
-    u32 = symm.peer_array(ctx, 0, (16, 16), np.uint32)
-    f32 = symm.peer_array(ctx, 0, (16, 16), np.float32)
-    i64 = symm.peer_array(ctx, 0, 128, np.int64)
-    u64 = symm.peer_array(ctx, 0, 128, np.uint64)
-    f64 = symm.peer_array(ctx, 0, 128, np.float64)
+    i32 = symm.peer_array(ctx, 0, (18, 16), np.int32)
+    u32 = symm.peer_array(ctx, 0, (18, 16), np.uint32)
+    f32 = symm.peer_array(ctx, 0, (18, 16), np.float32)
+    i64 = symm.peer_array(ctx, 0, 144, np.int64)
+    u64 = symm.peer_array(ctx, 0, 144, np.uint64)
+    f64 = symm.peer_array(ctx, 0, 144, np.float64)
     for i in range(rounds):
         olds[i, thread] = symm.atomic_add(i32, (0, 0), 1)
         symm.atomic_add(u32, (1, 0), 0xFFFFFFFF)
@@ -45,6 +45,28 @@ def update_all(ctx, rounds, olds):
     olds[rounds, thread] = symm.atomic_exch(u64, 13 * 8, who)
     # Which thread finds 0 depends on the schedule, but one does.
     olds[rounds + 1, thread] = symm.atomic_cas(i64, 14 * 8, 0, who)
+    symm.atomic_max(f32, (15, 0), -0.5 / who, order="acquire")
+    symm.atomic_min(f32, (15, 1), who, order="release")
+    symm.atomic_max(f64, 16 * 8, who - 0.25)
+    # One thread's NaN remains, whoever comes before or after.
+    symm.atomic_min(f64, 17 * 8, np.nan if who == 2 else -who)
+
+
+@cuda.jit
+def load_all(ctx, out):
+    """Load the first rank's words of every type."""
+    i32 = symm.peer_array(ctx, 0, (18, 16), np.int32)
+    u32 = symm.peer_array(ctx, 0, (18, 16), np.uint32)
+    f32 = symm.peer_array(ctx, 0, (18, 16), np.float32)
+    i64 = symm.peer_array(ctx, 0, 144, np.int64)
+    u64 = symm.peer_array(ctx, 0, 144, np.uint64)
+    f64 = symm.peer_array(ctx, 0, 144, np.float64)
+    out[0] = symm.atomic_load(i32, (6, 0)) == i32[6, 0] < 0
+    out[1] = symm.atomic_load(u32, (7, -16), order="acquire") == u32[7, 0] > 1 << 31
+    out[2] = symm.atomic_load(i64, 64, order="relaxed") == i64[64] < -(1 << 40)
+    out[3] = symm.atomic_load(u64, 72, order="acquire") == u64[72] > np.uint64(1 << 63)
+    out[4] = symm.atomic_load(f32, (15, 0)) == f32[15, 0] < 0
+    out[5] = symm.atomic_load(f64, 128, order="acquire") == f64[128] > 0
 
 
 @cuda.jit
@@ -95,8 +117,9 @@ def of_all(world, array):
 
 
 def test_updates_of_every_kind_are_atomic(comm, world):
-    blocks, host = 2, np.zeros(16 * STRIDE, np.int64)
+    blocks, host = 2, np.zeros(18 * STRIDE, np.int64)
     host[10 * STRIDE] = -1
+    host[15 * STRIDE] = np.array([-np.inf, np.inf], np.float32).view(np.int64)[0]
     threads = blocks * THREADS
     total = threads * comm.size
     olds = cuda.to_device(np.zeros((ROUNDS + 2, threads), np.int64))
@@ -124,6 +147,19 @@ def test_updates_of_every_kind_are_atomic(comm, world):
     assert sorted([*found[ROUNDS], words[13]]) == [0, *everyone]
     winners = everyone[found[ROUNDS + 1] == 0]
     assert winners.tolist() == [words[14]]
+    assert words[15:16].view(np.float32).tolist() == [np.float32(-0.5 / total), 1]
+    assert words.view(np.float64)[16] == total - 0.25
+    assert np.isnan(words.view(np.float64)[17])
+
+
+def test_elements_of_every_type_are_loaded(comm, world):
+    host, out = np.zeros(18 * STRIDE, np.int64), cuda.to_device(np.zeros(6, np.int64))
+    host[[6 * STRIDE, 8 * STRIDE, 9 * STRIDE]] = 1 << 31, LOW - 9, -5
+    host[7 * STRIDE] = 0xFFFFFFFF
+    host.view(np.float32)[2 * 15 * STRIDE] = -0.5
+    host.view(np.float64)[16 * STRIDE] = 0.5
+    launched(comm, world, load_all, (1, 1), host, out)
+    assert get(out).tolist() == [1] * 6
 
 
 def test_a_lock_of_atomics_orders_plain_accesses(comm, world):
@@ -144,7 +180,7 @@ def test_the_last_one_sees_what_all_have_stored(comm, world):
 @cuda.jit
 def misuse(ctx, what):
     if what == 0:
-        symm.atomic_min(symm.peer_array(ctx, 0, 4, np.float32), 0, 1)
+        symm.atomic_exch(symm.peer_array(ctx, 0, 4, np.float32), 0, 1)
     elif what == 1:
         symm.atomic_add(symm.peer_array(ctx, 0, 4, np.int32), 4, 1)
     elif what == 2:
@@ -153,16 +189,25 @@ def misuse(ctx, what):
         symm.atomic_exch(symm.peer_array(ctx, 0, 4, np.int32), 1.5, 1)
     elif what == 4:
         symm.atomic_add(3, 0, 1)
+    elif what == 5:
+        symm.atomic_load(symm.peer_array(ctx, 0, 4, np.int32), 0, order="release")
+    elif what == 6:
+        symm.atomic_load(symm.peer_array(ctx, 0, 4, np.int16), 0)
+    elif what == 7:
+        symm.atomic_load(symm.peer_array(ctx, 0, 4, np.int32), -5)
     else:
         symm.atomic_xor(symm.peer_array(ctx, 0, 4, np.int32), 0, 1, order="acq_rel")
 
 
 REFUSED = [
-    r"atomic_min: expected an array of int32, .*, got float32",
+    r"atomic_exch: expected an array of int32, .*, got float32",
     r"atomic_add: expected an index within the shape \(4,\), got 4; a GPU does",
     r"atomic_cas: expected 2 integers as the index, got 0",
     r"atomic_exch: expected an index within the shape \(4,\), got 1\.5",
     r"atomic_add: expected an array of .* float64, got int",
+    r"atomic_load: expected order to be 'relaxed', 'acquire', got 'release'",
+    r"atomic_load: expected an array of .* float64, got int16",
+    r"atomic_load: expected an index within the shape \(4,\), got -5",
     r"atomic_xor: expected order to be 'relaxed', 'acquire', 'release', got 'acq_rel'",
 ]
 

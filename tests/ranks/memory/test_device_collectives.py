@@ -178,6 +178,152 @@ def items_by_numpy(given, times):
     return held
 
 
+def ranging(size):
+    """Return a kernel whose ranks have different numbers of elements."""
+    few = tuple(range(size))
+    whole = size * (size - 1) // 2
+    room = whole + 1
+
+    @cuda.jit
+    def exchange_ranges(ws, counts, sends, recvs, given, out, ok):
+        block, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        mine, total, sent, received = counts[ws.rank], 0, 0, 0
+        for r in range(size):
+            total += counts[r]
+            sent += sends[r]
+            received += recvs[r]
+        x, y = given[block], out[block]
+        good = symm.all_gather(ws, x[:mine], y[0, :total], counts=counts)
+        symm.reduce_scatter_start(ws, x[:total], counts=counts)
+        symm.exscan_start(ws, y[3, :5])
+        symm.all_to_all_start(ws, x[:sent], send_counts=sends)
+        z = y[1, :mine]
+        done = symm.reduce_scatter_wait(ws, x[:total], z, farthest, False, counts)
+        good = symm.exscan_wait(ws, y[3, :5], "max") and good and done
+        z = y[2, :received]
+        good = symm.all_to_all_wait(ws, x[:sent], z, False, sends, recvs) and good
+        held = cuda.local.array(size, np.float32)
+        every = cuda.local.array(room, np.float32)
+        for i in range(ws.rank):
+            held[i] = 100 * ws.rank + 10 * thread + i
+        good = symm.all_gather(ws, held[: ws.rank], every[:whole], True, few) and good
+        every[whole] = -7 - ws.rank
+        good = symm.exscan(ws, every[whole:], farthest, items=True) and good
+        for i in range(room):
+            y[4 + thread, i] = every[i]
+        ok[block, thread] = good
+
+    return exchange_ranges
+
+
+@pytest.mark.parametrize("most", [3, 40])
+def test_ranks_may_have_different_numbers_of_elements(comm, world, most):
+    """None, fewer than a vector, and more than a vector for each thread."""
+    size, rank = comm.size, comm.rank
+    lot = np.random.default_rng(most)
+    counts = lot.integers(0, most + 1, size)
+    sends = lot.integers(0, most + 1, (size, size))
+    counts[0], sends[-1, 0] = most, 0
+    given = lot.integers(-9, 9, (size, BLOCKS, 40 * size)).astype(np.float32)
+    held = np.zeros((BLOCKS, 4 + THREADS, 40 * size), np.float32)
+    held[:, 3] = given[rank]
+    numbers = counts, sends[rank], sends[:, rank].copy(), given[rank], held
+    *args, out = map(cuda.to_device, numbers)
+    ws, ok = comm.device_workspace(BLOCKS, THREADS, 4 * 40, depth=4).ctx, flags()
+    ranging(size)[BLOCKS, THREADS](ws, *args, out, ok)
+    comm.synchronize()
+    assert get(ok).all()
+    ends = counts.cumsum()
+    begins, mine = sends.cumsum(1) - sends, slice(ends[rank] - counts[rank], ends[rank])
+    for block, found in enumerate(get(out)):
+        every = given[:, block]
+        shard = every[:, mine]
+        ranges = [every[r, begins[r, rank] :][: sends[r, rank]] for r in range(size)]
+        for row, wanted in enumerate(
+            [
+                np.concatenate(
+                    [each[:n] for each, n in zip(every, counts, strict=True)]
+                ),
+                shard[np.abs(shard).argmax(0), np.arange(counts[rank])],
+                np.concatenate(ranges),
+                every[:rank, :5].max(0, initial=-np.inf),
+            ]
+        ):
+            assert found[row, : len(wanted)].tolist() == wanted.tolist(), row
+        for thread in range(THREADS):
+            items = [100 * r + 10 * thread + i for r in range(size) for i in range(r)]
+            # Of an exscan by a function, rank 0 keeps its own.
+            items.append(-6 - max(rank, 1))
+            assert found[4 + thread, : len(items)].tolist() == items
+    world.barrier()
+
+
+def halves(ctx):
+    """Return this rank's team: the upper or the lower half of the ranks, reversed."""
+    ranks = list(range(ctx.size))[::-1]
+    teams = ranks[: ctx.size // 2], ranks[ctx.size // 2 :]
+    return symm.Team.of(ctx, next(team for team in teams if ctx.rank in team))
+
+
+@cuda.jit
+def exchange_in_a_team(ws, half, out, ok):
+    """Use one context for a peer's memory, signals and collectives; one for a team."""
+    block, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    right = (ws.rank + 1) % ws.size
+    if thread == 0:
+        symm.peer_array(ws, right, BLOCKS, np.int64)[block] = 7 * ws.rank
+    good = symm.barrier(ws, block)
+    one, every = cuda.local.array(1, np.int64), cuda.shared.array(64, np.int64)
+    one[0] = symm.peer_array(ws, ws.rank, BLOCKS, np.int64)[block]
+    good = symm.all_reduce(ws, one, items=True) and good
+    out[block, 0] = one[0]
+    sent = cuda.shared.array(1, np.int64)
+    for step in range(3):
+        sent[0] = ws.rank + 100 * step
+        good = symm.all_gather(half, sent, every[: half.team.size]) and good
+        one[0] = ws.rank
+        good = symm.broadcast(half, one, half.team.size - 1, items=True) and good
+        out[block, 1] = one[0]
+        good = symm.exscan(half, one, items=True) and good
+        out[block, 2] = one[0]
+    if thread < half.team.size:
+        out[block, 3 + thread] = every[thread]
+    ok[block, thread] = good
+
+
+def test_a_team_has_collectives_and_one_context_has_all(comm, world):
+    memory = comm.rendezvous(comm.zeros(BLOCKS, np.int64))
+    sizes, team = (BLOCKS, THREADS, 8 * THREADS), halves(memory.ctx)
+    ws = comm.device_workspace(*sizes, memory=memory).ctx
+    half = comm.device_workspace(*sizes, team=team).ctx
+    out, ok = cuda.to_device(np.zeros((BLOCKS, 3 + THREADS), np.int64)), flags()
+    exchange_in_a_team[BLOCKS, THREADS](ws, half, out, ok)
+    comm.synchronize()
+    assert get(ok).all()
+    total, last = 7 * sum(range(comm.size)), team.ranks[-1]
+    wanted = [total, last, last * team.place]
+    wanted += [rank + 200 for rank in team.ranks]
+    assert get(out)[:, : len(wanted)].tolist() == [wanted] * BLOCKS
+    world.barrier()
+
+
+def test_a_failure_in_a_team_names_its_ranks(world):
+    if world.size != 4:
+        return
+    comm = ns.Communicator(world, timeout=0.3)
+    team = halves(comm.rendezvous(comm.zeros(1)).ctx)
+    ws = comm.device_workspace(BLOCKS, THREADS, 8, team=team).ctx
+    if comm.rank == 3:
+        one = cuda.to_device(np.zeros(1, np.int64))
+        reduce_words[1, 1](ws, 7, one, one)
+    world.barrier()
+    text = "rank 3 waited for rank 2 in all_reduce in a kernel, block 0, epoch 1"
+    with pytest.raises(ns.CollectiveTimeout, match=text):
+        comm.synchronize()
+    world.barrier()
+    comm.close()
+
+
 def reducing(op):
     """Return a kernel that reduces the row of each block."""
 
@@ -371,7 +517,7 @@ MISTAKES = [  # the launch; the text; its end in the simulator
     ((1, 4), "thread has 8 vectors", ", which has room for 1;"),
     # A GPU's record has 24 bits.
     ((1, 4), "a broadcast from rank (-1|16777215)", "the workspace, 0 to 0;"),
-    ((1, 4), "of 4 elements with an output of 64", ", of 1 and 1 equal shards;"),
+    ((1, 4), "of 4 elements with an output of 64", ", 4 and 4 elements;"),
     ((1, 4), "block 0, in which 1 collectives are started", "; its depth is 1;"),
     ((1, 4), "block 0, in which 0 collectives are started", "; its depth is 1;"),
 ]
@@ -404,6 +550,12 @@ def test_mistakes_are_found(world, what):
 @cuda.jit
 def reduce_words(ws, op, x, floats):
     symm.all_reduce(ws, x)
+
+
+@cuda.jit
+def access_a_peer(ws):
+    symm.barrier(ws, 0)
+    symm.peer_array(ws, 0, 1, np.int8)
 
 
 @cuda.jit
@@ -463,7 +615,22 @@ def test_wrong_arguments_are_refused(comm, world):
     if comm.size > 1:
         with pytest.raises(ns.ArgumentError, match="every rank must pass the same"):
             comm.device_workspace(1, 4, 8 + comm.rank)
+    for wrong in (7, (0, 1), symm.Team(1, 2, (0, 1)), symm.Team(-1, 1, (5,))):
+        with pytest.raises(ns.ArgumentError, match=r"a team of this rank|Team: expec"):
+            comm.device_workspace(1, 4, 8, team=wrong if comm.rank == 0 else None)
+    if comm.size > 1:
+        alone = symm.Team.of(ctx, [0]) if comm.rank == 0 else None
+        with pytest.raises(
+            ns.ArgumentError, match=r"has the team .* must pass the same"
+        ):
+            comm.device_workspace(1, 4, 8, team=alone)
     closing = comm.dup()
+    theirs = closing.rendezvous(closing.zeros(1))
+    for wrong in (ctx, theirs):
+        with pytest.raises(ns.ArgumentError, match="of this communicator's rendezvous"):
+            comm.device_workspace(1, 4, 8, memory=wrong)
+    with pytest.raises(ns.ArgumentError, match="expected at most the buffer's, 0, got"):
+        access_a_peer[1, 1](made.ctx)
     kept = closing.device_workspace(1, 1, 64)
     ctx = kept.ctx
     closing.close()

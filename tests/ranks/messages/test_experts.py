@@ -293,6 +293,8 @@ def test_wrong_arguments_of_experts(comm, world):
         refused(world, kind, make(**{name: value}), f"expected {name} to be an integer")
     refused(world, kind, make(capacity=5), "capacity to be an integer from 1 to 4")
     refused(world, kind, make(hidden=6), "a multiple of 16 bytes")
+    # Of results: at least 2**32 vectors.
+    refused(world, kind, make(tokens=1 << 14, hidden=1 << 20), "than 63 GiB of")
     refused(world, kind, make(dtype=np.int32), "expected dtype float32, bfloat16")
     if size > 1:
         refused(world, kind, make(2 * size + 1), f"multiple of the {size} ranks")

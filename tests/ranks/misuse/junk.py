@@ -176,6 +176,8 @@ def misuses(comm, world):
             "threads": 4,
             "bytes": 64,
             "depth": 1,
+            "team": None,
+            "memory": None,
         },
         "Communicator.experts": {
             "experts": comm.size,

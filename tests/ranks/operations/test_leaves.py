@@ -1,5 +1,6 @@
 """Reductions of leaves: equal bits however many ranks share the leaves."""
 
+import functools
 from contextlib import suppress
 
 import numpy as np
@@ -121,3 +122,9 @@ def test_different_numbers_of_leaves_are_found(world):
         world.barrier()  # both have recorded the call
         with pytest.raises(ns.CallMismatch, match="leaves"):
             comm.synchronize()
+    with ns.Communicator(world, debug=True) as comm:
+        out, x = cuda.to_device(np.ones(10, "f4")), x[:2] if comm.rank > 1 else x
+        call = functools.partial(comm.all_reduce, x, out=out, leaves=True)
+        refused(world, ns.ArgumentError, call, "4 leaves", "2 leaves")
+        comm.synchronize()
+        assert get(out).tolist() == [1] * 10
