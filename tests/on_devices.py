@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+from mpi4py import MPI
 
 from numba_symm import mpi
 from numba_symm.gpu import arrays
@@ -68,6 +69,7 @@ def replace_fftw():
 def main(*program):
     mpi.install(timeout=60)
     take_arrays_of_numpy()
+    mpi.Attach_buffer = MPI.Attach_buffer  # whose memory is the host's
     replace_fftw()
     if program[0] == "-m":
         sys.argv[:] = program[1:]

@@ -235,4 +235,4 @@ def test_a_job_that_is_none_is_refused(words, text):
 def test_what_is_no_process_is_refused(capsys):
     with pytest.raises(SystemExit):
         cli.main(["status", "x"])
-    assert "expected a positive integer, got 'x'" in capsys.readouterr().err
+    assert "expected a number of at least 1, got 'x'" in capsys.readouterr().err

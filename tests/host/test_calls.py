@@ -195,10 +195,9 @@ def test_a_new_output_is_of_the_callers_library(calls, launched, monkeypatch):
     def over(memory, shape, dtype):
         return Theirs(memory.address, shape, "C")
 
-    read = arrays._ArrayClass(lambda x, what: x.fields, None, None)
-    monkeypatch.setitem(arrays.KINDS, Theirs, read)
     library = arrays.Library("theirs", empty, over, None)
-    monkeypatch.setitem(arrays._KNOWN, Theirs, library)
+    read = arrays._ArrayClass(lambda x, what: x.fields, None, None, library=library)
+    monkeypatch.setitem(arrays.KINDS, Theirs, read)
     monkeypatch.setattr(streams, "is_capturing", lambda stream: False)
     found = call(calls, Theirs(X, (8, 4), "F"), None)
     assert found.fields == (Y, (8, 4), np.float32, "F", False)

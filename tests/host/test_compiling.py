@@ -71,7 +71,7 @@ def test_kernels_of_two_algorithms_share_what_has_no_constants(compiled):
     assert "mailboxes.poll" not in compiled
     assert "workspace.keep" not in compiled  # their regions are constants of calls
     assert "handshake.is_done" not in compiled
-    assert "order.total" not in compiled
+    assert "order.by_parts" not in compiled
 
 
 def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
@@ -82,7 +82,7 @@ def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
     compile_functions(chunked.kernel(5, INT64, "max", False, ALL, True))
     compile_functions(chunked.kernel(5, INT64, "max", False, SCAN, False))
     compile_functions(one_shot.kernel(5, INT64, "max", False, "marked", 1, SCAN))
-    assert "order.total" in compiled
+    assert "order.of_ring" in compiled
     shared = {"flags.raise_flags", "flags.await_flags", "chunked.send"}
     shared |= {"chunked.collect", "mailboxes.poll", "mailboxes.receive_of"}
     shared |= {"mailboxes.box", "mailboxes.post_one", "one_shot.post"}

@@ -62,7 +62,7 @@ def buffers(x):
 
 MPI4PYS = {"dims", "periods", "reorder", "index", "edges", "sources", "degrees"}
 MPI4PYS |= {"destinations", "args", "options", "remain_dims", "peer_comm"}
-MPI4PYS |= {"arg", "handle", "given"}
+MPI4PYS |= {"arg", "handle", "given", "info", "weights", "sourceweights", "destweights"}
 """Parameters of which the library only passes the arguments to mpi4py."""
 
 HOST = {"Create", "Allocate", "Allocate_shared", "Create_dynamic"}
@@ -74,7 +74,8 @@ def methods(kind):
     for name in dir(kind):
         given = inspect.getattr_static(kind, name)
         function = getattr(given, "__func__", given)
-        found = getattr(inspect.unwrap(function), "__module__", None) or ""
+        inner = getattr(function, "__globals__", {}).get("method", function)
+        found = getattr(inspect.unwrap(inner), "__module__", None) or ""
         own = callable(function) and found.startswith("numba_symm.")
         of_mpi = name[0] != "_" and hasattr(kind._plain, name)
         if own and of_mpi and not (kind is MPI.Win and name in HOST):
