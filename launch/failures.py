@@ -230,7 +230,9 @@ BAD_SHARDS = _other(
     "expected shards as the counts say, or equal ones",
 )
 BAD_COUNT = _other(
-    63, f"{_IN_KERNEL}a collective with a count of {{epoch}}: expected at least 0"
+    63,
+    f"{_IN_KERNEL}a collective with {{epoch}} as a count, or as the number of counts: "
+    "expected one for each rank, of at least 0",
 )
 BAD_DEPTH = _other(
     62,

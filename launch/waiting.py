@@ -270,7 +270,7 @@ def all_gather(
 
     Args:
         comm: the ranks.
-        value: anything that can be pickled. Equal values are sent once.
+        value: anything that can be pickled. zlib shortens what is repeated.
         wait: the wait.
         error_for: returns what the others raise for this rank's error; None: that it
             left.

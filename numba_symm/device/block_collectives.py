@@ -598,6 +598,11 @@ def exchange_for(
     reducing = reduction(op, kind.name)
     if kind.reduces:
         check(reducing, element, kind.name)
+    if kind.scans and reducing == "avg":
+        raise ArgumentError(
+            f"{kind.name}: op='avg' is not defined, because each rank's result reduces "
+            "another number of inputs; use 'sum' and divide"
+        )
     return make_exchange(size, element, reducing, kind, items, varied)
 
 

@@ -65,7 +65,7 @@ from typing import Any, NamedTuple
 from numba.cuda import types
 
 from numba_symm.device.checks import (
-    check_count,
+    check_counts,
     check_exchange,
     check_shards,
     check_started,
@@ -418,15 +418,16 @@ def make_shards(size: int, pieces: int, divided: bool, varied: bool) -> ShardUni
         start, mine = 0, place if divided else ws.team.place
         units = 0
         for r in range(size):
-            start += counts[r] * pieces if divided and r < mine else 0
-            units = counts[r] * pieces if r == mine else units
+            here = word_of(counts[r]) * pieces  # of any width
+            start += here if divided and r < mine else 0
+            units = here if r == mine else units
         return start, units
 
     @device_function
     def most_of_counts(ws: Any, counts: Any, count: int) -> int:
         found = 0
+        check_counts(ws, counts, size)
         for r in range(size):
-            check_count(ws, counts[r])
             found = max(found, of_counts(ws, counts, count, r)[1])
         return found
 

@@ -217,10 +217,14 @@ def check_shards(ws: Any, pieces: int, given: int, out: int, ends: Any) -> None:
 
 
 @device_function
-def check_count(ws: Any, count: int) -> None:
-    """Refuse a negative number of elements."""
-    if is_checked(ws) and count < 0:
-        _refuse(ws, BAD_COUNT, 0, count)
+def check_counts(ws: Any, counts: Any, size: int) -> None:
+    """Refuse a negative count, or another number of counts than that of the ranks."""
+    if is_checked(ws):
+        if len(counts) != size:
+            _refuse(ws, BAD_COUNT, 0, len(counts))
+        for r in range(size):
+            if counts[r] < 0:
+                _refuse(ws, BAD_COUNT, 0, counts[r])
 
 
 @device_function

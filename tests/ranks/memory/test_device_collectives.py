@@ -324,6 +324,36 @@ def test_a_failure_in_a_team_names_its_ranks(world):
     comm.close()
 
 
+@cuda.jit
+def gather_ranges(ws, counts, x, out):
+    symm.all_gather(ws, x, out, counts=counts)
+
+
+def test_counts_may_have_few_bits(comm, world):
+    each = 100  # two of them are more than a byte has
+    ws = comm.device_workspace(1, 32, 8 * each).ctx
+    counts = cuda.to_device(np.full(comm.size, each, np.int8))
+    x = cuda.to_device(np.full(each, comm.rank))
+    out = cuda.to_device(np.full(comm.size * each, -1))
+    gather_ranges[1, 32](ws, counts, x, out)
+    comm.synchronize()
+    assert (get(out) == np.arange(comm.size).repeat(each)).all()
+    world.barrier()
+
+
+@cuda.jit
+def scan_averages(ws, x):
+    symm.exscan(ws, x, "avg")
+
+
+def test_what_a_kernel_may_not_scan_is_refused(comm, world):
+    ws, x = comm.device_workspace(1, 2, 64).ctx, cuda.to_device(np.ones(4))
+    # On GPUs by Numba, which compiles the kernel; in the simulator by the first call.
+    with pytest.raises(Exception, match="exscan: op='avg' is not defined"):
+        scan_averages[1, 1](ws, x)
+    world.barrier()
+
+
 def reducing(op):
     """Return a kernel that reduces the row of each block."""
 
