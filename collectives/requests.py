@@ -311,10 +311,13 @@ class _Direction:
         """
         point, own = Point(self._idle, stream), self._side.stream
         self.gate.event, self.gate.latest = point.handle, entry.LEGACY
-        with self._side.joined(stream):
-            call.resume(call.enqueue(own, entry.CHECKED), own)
-            if call.python:  # the function has not reached the end
-                point.move(own)
+        try:
+            with self._side.joined(stream):
+                call.resume(call.enqueue(own, entry.CHECKED), own)
+                if call.python:  # the function has not reached the end
+                    point.move(own)
+        finally:
+            self.gate.thread = 0  # a step of Python leaves it claimed
         return point
 
     def idle(self) -> bool:

@@ -208,8 +208,8 @@ class Receiving(Own):
         post, nbytes = self._post, found.nbytes
         if post._freed or not hasattr(post.threads, "ready"):
             post.check_open("Recv")  # after a Free, the sender reuses the memory
-        self._taken = True
         if nbytes > self._into.nbytes:
+            self._taken = True
             post.refuse(found)
             self._active = False
             raise refusal(
@@ -219,14 +219,18 @@ class Receiving(Own):
                 "array",
             )
         if not nbytes and self._order[0] == FOUND:
+            self._taken = True
             post.refuse(found)
             self._order[0] = ENDED
         if self._order[0] == ENDED:
+            self._taken = True
             return
         with post._lock:
             if len(post.arriving) >= MOST:
                 post.reap()
-            post.arriving[self] = None  # also if its request is dropped
+            # Also if its request is dropped; no interrupt comes between these two.
+            post.arriving[self] = None
+            self._taken = True
 
     def advance(self) -> bool:
         """Do what can be done now; return whether it has ended. Never wait."""
@@ -309,13 +313,13 @@ class Receiving(Own):
             if event is not None:
                 post.copies.reuse(event)
         if self._taken:
-            post.arriving.pop(self, None)
             if self._data is not None and self.envelope is not None:
                 post.data.pop(post.key_of(self.envelope), None)
             block, self._block = self._block, None
             if block is not None and block.once:
                 rooms.copied(block)
             self._data = self._staged = None
+            post.arriving.pop(self, None)  # last, so that an interrupt leaves nothing
 
     def _withdraw(self) -> None:
         if self._active and not self._taken:
@@ -394,6 +398,8 @@ def receiving(
         made.envelope = envelope
         return made
     with post.words.lock:
+        if post.words._inbox:  # an interrupt has left one that may be matched
+            post.words.progress()
         # Last, so that an error above receives no message.
         found = post.first(source, tag) if post.unexpected else None
         if found is None:

@@ -119,7 +119,6 @@ class Channel:
             matched: whether the request ends only when the message is received.
             requests: a list that gets the request, also if an interrupt follows.
         """
-        self._unread[dest] += data.size
         self.keep(requests, data, dest, data.size)
         start = self.comm.Issend if matched else self.comm.Isend
         try:
@@ -142,7 +141,7 @@ class Channel:
         Args:
             requests: the list.
             data: the data.
-            dest: a rank that then has received some bytes more.
+            dest: a rank that has some bytes to receive until then.
             nbytes: their number.
         """
         # The limit grows with what is kept, so a message costs the same on average.
@@ -150,6 +149,7 @@ class Channel:
             self.reap()
             self._looks = MOST + 2 * len(self._kept)
         self._kept[id(requests)] = requests, data, dest, nbytes
+        self._unread[dest] += nbytes  # no interrupt comes between these two
 
     def reap(self) -> None:
         """Drop the data that MPI has sent."""

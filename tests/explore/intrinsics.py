@@ -160,7 +160,7 @@ def check_slot(*args) -> None:
 
 check_peer = check_buffer = check_comparison = check_slot
 check_team = check_grid = check_copy = check_mailbox = check_slot
-check_exchange = check_shards = check_count = check_started = check_slot
+check_exchange = check_shards = check_counts = check_started = check_slot
 
 
 def exit_thread() -> None:

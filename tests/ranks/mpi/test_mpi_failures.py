@@ -320,6 +320,25 @@ def test_an_interrupted_call_spoils_no_message(apart, monkeypatch, limit):
     made.Free()
 
 
+def test_a_message_that_was_matched_before_an_interrupt_arrives_once(comm, monkeypatch):
+    out = array(0)
+    sent = comm.Isend(array(1), comm.rank, 1)
+    with monkeypatch.context() as patch:
+        match = comm.post.match
+
+        def interrupted_after(found):
+            match(found)
+            raise KeyboardInterrupt
+
+        patch.setattr(comm.post, "match", interrupted_after)
+        with pytest.raises(KeyboardInterrupt):
+            sent.Test()
+    comm.Recv(out, comm.rank, 1)
+    assert out.copy_to_host()[0] == 1
+    assert not comm.Iprobe(comm.rank, 1)
+    sent.Wait()
+
+
 def test_a_message_whose_send_was_interrupted_stays_whole(comm, monkeypatch):
     """Its envelope may have been sent: then no later message uses its memory."""
     out, send = array(0), comm.post._send
