@@ -139,7 +139,9 @@ class Receiving(Own):
             if len(progress.matching) > 1:
                 progress.advance()
             while True:
-                found = receive(order, stage, LOOKS, next(iter(posted), None) is self)
+                with post._lock:  # another thread may post a receive meanwhile
+                    is_first = next(iter(posted), None) is self
+                found = receive(order, stage, LOOKS, is_first)
                 if found >= stage:
                     break
                 if found < 0:
