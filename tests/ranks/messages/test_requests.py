@@ -12,6 +12,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives import requests
+from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import needs_peers, of_one_island, ordinary, put, refused
 from tests.ranks.messages.contents import right_and_left
@@ -133,7 +134,7 @@ def test_arrays_are_released_and_freed_later(comm, world):
 @needs_peers
 def test_arrays_of_an_interrupted_request_are_kept(world, monkeypatch):
     """Its kernel may still read them."""
-    place = (requests._Worker, "launch") if SIMULATED else (requests, "end_of")
+    place = (requests._Worker, "launch") if SIMULATED else (PackedCall, "resume")
     original = getattr(*place)
 
     def interrupted(*args):
