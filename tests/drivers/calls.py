@@ -4,10 +4,12 @@ All ranks draw the same call from a seed, and each one draws its own arrays: whe
 begin, whether peers can reach them, whether their elements have gaps.
 """
 
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from mpi4py import MPI
 from numba import cuda
 
 from numba_symm import dtypes
@@ -18,20 +20,26 @@ from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.algorithms import ONE_SHOTS, PROTOCOLS, entry, takes
 from tests.drivers.sides import rng
-from tests.expected import expected
 from tests.ranks.helpers import Window, get, ordinary, put
 
 MOST = 20_000 if SIMULATED else 1 << 22  # bytes of a rank's input
 V_FORMS = ("gather_v", "scatter_v", "all_gather_v", "reduce_scatter_v", "all_to_all_v")
 NAMES = (*OPERATIONS, "gather", "scatter", *V_FORMS)
 PLACES = ("new", "out", "out", "in place")
+SIZES = {f"of {n} bytes": np.dtype([("", np.uint8, (n,))]) for n in (3, 20, 24, 40)}
+"""Elements that are moved only."""
+DTYPES = {name: kind.dtype for name, kind in operators.ELEMENTS.items()} | SIZES
+
+
+def difference(a, b):
+    return a - b
 
 
 def over_islands(parts, inputs, op):
     """Return the reduction of some ranks' inputs, by rank: over islands in order."""
     kind = dtypes.element(next(iter(inputs.values())).dtype, "test")
     kept = kind.accumulate if kind.floating or op == "avg" else kind.dtype
-    function = operators.NUMPYS[op]
+    function = operators.NUMPYS.get(op, op)
     if kind.complex and op == "prod":
         function = operators._product
     if op in ("min", "max"):
@@ -48,22 +56,26 @@ def over_islands(parts, inputs, op):
 
 def wanted(comm, name, inputs, op, root):
     """Return this rank's output of an operation; None if it has none."""
-    operation = OPERATIONS[name]
-    if not operation.reduces:
-        given = operation, inputs, comm.rank, root
-        return expected(*given, None, None, np.concatenate)
-    if operation.at_root and comm.rank != root:
+    rank, size = comm.rank, comm.size
+    share = len(inputs[0]) // size
+    mine = slice(rank * share, (rank + 1) * share)
+    if name == "broadcast":
+        return inputs[root]
+    if name == "all_gather":
+        return np.concatenate(inputs)
+    if name == "all_to_all":
+        return np.concatenate([each[mine] for each in inputs])
+    if name == "reduce" and rank != root:
         return None
-    exchange, count = operation.exchange, len(inputs[0])
-    start = 0
-    if exchange.sends_shards:
-        count //= comm.size
-        start = comm.rank * count
-    used = exchange.output.used(comm.rank, comm.size, root)
-    if not used:
-        return np.full(count, dtypes.identity(op, inputs[0].dtype), inputs[0].dtype)
-    parts = {r: inputs[r][start : start + count] for r in used}
-    return over_islands(comm.islands, parts, op)
+    part = mine if name == "reduce_scatter" else slice(None)
+    used = {"scan": range(rank + 1), "exscan": range(rank)}
+    used = (used | {"reverse_scan": range(rank, size)}).get(name, range(size))
+    if not used:  # of a function, no identity is known: the output stays
+        none = 0xA5 if op is difference else dtypes.identity(op, inputs[0].dtype)
+        kind = np.uint8 if op is difference else inputs[0].dtype
+        length = inputs[0].nbytes // np.dtype(kind).itemsize
+        return np.full(length, none, kind).view(inputs[0].dtype)
+    return over_islands(comm.islands, {r: inputs[r][part] for r in used}, op)
 
 
 def edges(name, algorithm, itemsize, comm):
@@ -87,7 +99,7 @@ class Call:
 
     name: str
     kind: str
-    op: str | None
+    op: object
     algorithm: str | None
     count: int
     root: int
@@ -108,13 +120,19 @@ def drawn(comm, *seed):
     operation, size = OPERATIONS.get(name), comm.size
     if operation is not None and op in operation.without:
         op = "sum" if kind != "bool" else "lor"
+    moves = operation is not None and not operation.reduces
+    if moves and draw.random() < 0.3:
+        kind = draw.choice([*SIZES])
+    alike = len(comm.islands) == 1 and kind != "bool"
+    if operation is not None and alike and draw.random() < 0.1:
+        op = difference
     algorithm = None
     if operation is not None and len(comm.islands) == 1 and draw.random() < 0.8:
         fit = [a for a, made in operation.algorithms.items() if made.fewest <= size]
-        fit = [a for a in fit if takes(name, a, operators.ELEMENTS[kind].dtype)]
+        fit = [a for a in fit if takes(name, a, DTYPES[kind])]
         algorithm = draw.choice(fit) if size > 1 else None
     shards = size if operation is None else operation.shards(size)
-    itemsize = operators.ELEMENTS[kind].itemsize
+    itemsize = DTYPES[kind].itemsize
     most = max(1, MOST // itemsize // max(shards, 1))
     of = name if algorithm else "all_reduce"
     near = [n for n in edges(of, algorithm, itemsize, comm) if n < most]
@@ -122,6 +140,7 @@ def drawn(comm, *seed):
     if draw.random() < 0.4:
         count = int(most ** draw.random()) - draw.choice([0, 0, 1])
     root, place = draw.randrange(size), draw.choice(PLACES)
+    place = "out" if op is difference and name == "exscan" else place
     count, planned = max(0, count), draw.random() < 0.15
     return Call(name, kind, op, algorithm, count, root, place, planned, seed)
 
@@ -151,75 +170,134 @@ class Arrays:
         self.pool, self.dtype, self.draw = pool, dtype, draw
         self._direct, self._held = direct, []
 
-    def of(self, host):
+    def of(self, host, shape=None, order="C"):
         """Return a device array with a host array's elements.
 
-        Its elements may have gaps, and may begin anywhere in their memory.
+        Its elements may have gaps, and may begin anywhere in their memory. If it has a
+        shape, they are in its order.
         """
         draw, longest = self.draw, 2 * host.size + 16 + Window.MARGIN
         shared = self.pool.take(longest, self.dtype)
-        symmetric, gaps = draw.random() < 0.5, draw.random() < 0.2
+        symmetric, gaps = draw.random() < 0.5, draw.random() < 0.2 and not shape
         offset = draw.choice([0, 0, 0, 1, 3, max(1, 16 // self.dtype.itemsize)])
         if self._direct:
             symmetric, gaps, offset = True, False, 16 // self.dtype.itemsize
         buffer = shared if symmetric else ordinary(longest, self.dtype)
         step = 2 if gaps else 1
         inside = slice(offset, offset + step * host.size, step)
-        whole = np.full(longest * self.dtype.itemsize, 0xA5, np.uint8).view(self.dtype)
-        whole[inside] = host
-        put(buffer, whole)
         array = buffer[inside]
+        if shape:
+            array = array.reshape(shape, order=order)
         self._held.append((array, buffer, inside))
+        self.write(array, host)
         return array
 
-    def read(self, array):
+    def write(self, array, host):
+        """Change an array's elements."""
+        _, buffer, inside = next(each for each in self._held if each[0] is array)
+        whole = np.full(buffer.size * self.dtype.itemsize, 0xA5, np.uint8)
+        whole.view(self.dtype)[inside] = host
+        put(buffer.view(np.uint8), whole)
+
+    def read(self, array, order="C"):
         """Return an array's elements, and check what is around them."""
         for held, buffer, inside in self._held:
             if held is array:
-                whole = get(buffer)
+                whole = get(buffer.view(np.uint8)).view(self.dtype)
                 around = np.delete(whole, inside).tobytes()
                 assert set(around) <= {0xA5}, "written outside of the array"
                 return np.ascontiguousarray(whole[inside])
-        return get(array).ravel()
+        if self.dtype.names and array.size:
+            return array.view(np.uint8).copy_to_host().ravel().view(self.dtype)
+        found = array.copy_to_host() if self.dtype.kind == "c" else get(array)
+        return found.ravel(order)
 
 
 class Made:
     """A call of this rank, which was enqueued, and its check."""
 
+    shape, order = None, "C"
+
     def __init__(self, comm, pool, call):
         self.comm, self.call = comm, call
-        self.dtype = operators.ELEMENTS[call.kind].dtype
+        self.dtype = DTYPES[call.kind]
         made = entry(call.name, call.algorithm) if call.algorithm else None
         often = rng(*call.seed, "direct").random() < 0.8
         direct = made is not None and made.handshake and often
         self.arrays = Arrays(pool, rng(*call.seed, comm.rank), self.dtype, direct)
         build = self._of_table if call.operation else getattr(self, f"_{call.name}")
         name, args, options = build()
+        self._as_programs_do(options)
         if call.planned and call.name in OPERATIONS:
             plan = getattr(comm, name + "_init")(*args, **options)
+            own = self.inputs[comm.rank]
+            self.arrays.write(self.x, own[::-1])
+            plan()
+            self.arrays.write(self.x, own)  # a plan reads its input anew
             self.found = plan()
-            if options.get("out") is not args[0] and call.place != "in place":
-                self.found = plan()
         else:
             if rng(*call.seed, "stream", comm.rank).random() < 0.2:
                 options["stream"] = cuda.stream()
             self.found = getattr(comm, name)(*args, **options)
 
+    def _as_programs_do(self, options):
+        """Be late, wait for all, or pass an operator of MPI and a root of NumPy."""
+        draw = rng(*self.call.seed, "habits")
+        if draw.random() < 0.1:
+            self.comm.barrier()
+        if draw.random() < 0.05 and draw.randrange(self.comm.size) == self.comm.rank:
+            time.sleep(0.05)
+        named = str(options.get("op")).upper()
+        if draw.random() < 0.2 and hasattr(MPI, named):
+            options["op"] = getattr(MPI, named)
+        if draw.random() < 0.2 and "root" in options:
+            options["root"] = np.uint8(options["root"])
+
     def _inputs(self, counts):
-        """Return every rank's input, of so many elements."""
+        """Return every rank's input, of so many elements, half of them special."""
         key = [len(self.call.seed), *map(hash, self.call.seed)]
         key = [each & 0xFFFFFFFF for each in key]
-        self.inputs = [
-            operators.random(self.call.kind, count, [*key, rank])
-            for rank, count in enumerate(counts)
-        ]
+        self.inputs = []
+        for rank, count in enumerate(counts):
+            lot = np.random.default_rng([*key, rank, 1])
+            if self.call.kind in SIZES:
+                found = np.frombuffer(
+                    lot.bytes(count * self.dtype.itemsize), self.dtype
+                )
+            else:
+                found = operators.random(self.call.kind, count, [*key, rank])
+                chosen = np.flatnonzero(lot.integers(0, 2, count))
+                found[chosen] = lot.choice(
+                    operators.special(self.call.kind), chosen.size
+                )
+            self.inputs.append(found)
         return self.inputs[self.comm.rank]
+
+    def _shaped(self, count, rows):
+        """Return the shape and order of an input, with so many rows at least."""
+        draw, reduces = rng(*self.call.seed, "shape"), self.call.operation.reduces
+        columns = draw.choice([n for n in (1, 2, 3) if count % (n * rows) == 0])
+        if draw.random() < 0.5:
+            return None, "C"
+        shape = (count // columns, columns)
+        if draw.random() < 0.3:
+            shape = (rows, count // columns // rows, columns)
+        sides = self.call.operation.exchange.sends_shards
+        return shape, draw.choice("CF") if reduces and not sides else "C"
 
     def _of_table(self):
         call, comm, operation = self.call, self.comm, self.call.operation
         own = self._inputs([call.count * operation.shards(comm.size)] * comm.size)
         self.wanted = wanted(comm, call.name, self.inputs, call.op, call.root)
-        self.x, options = self.arrays.of(own), {"algorithm": call.algorithm}
+        shards = operation.shards(comm.size)
+        shape, order = self._shaped(call.count * shards, shards)
+        self.x, options = self.arrays.of(own, shape, order), {}
+        options["algorithm"] = call.algorithm
+        self.shape, self.order = self.x.shape, order
+        if call.name == "reduce_scatter":
+            self.shape = (self.shape[0] // comm.size, *self.shape[1:])
+        elif "gather" in call.name:
+            self.shape = (comm.size, *self.shape)
         if operation.reduces:
             options["op"] = call.op
         if operation.rooted:
@@ -236,9 +314,11 @@ class Made:
         if place == "in place" and self.wanted.size == self.x.size:
             return self.x
         if place == "in place" and self.call.name == "reduce_scatter":
-            return self.x[rank * self.wanted.size :][: self.wanted.size]
+            flat = self.x.reshape(self.x.size) if self.x.ndim > 1 else self.x
+            return flat[rank * self.wanted.size :][: self.wanted.size]
         host = np.full(self.wanted.size * self.dtype.itemsize, 0xA5, np.uint8)
-        return self.arrays.of(host.view(self.dtype))
+        of = (self.shape, self.order) if self.order == "F" else ()
+        return self.arrays.of(host.view(self.dtype), *of)
 
     def _counts(self):
         draw = rng(*self.call.seed, "counts")
@@ -313,8 +393,13 @@ class Made:
         if self.wanted is None:
             assert self.found is None, "an output"
         else:
-            found = self.arrays.read(self.found)
-            assert operators.same(found, self.wanted).all(), "wrong result"
+            found = self.arrays.read(self.found, self.order)
+            if call.operation and not call.operation.reduces:
+                assert found.tobytes() == self.wanted.tobytes(), "other bytes"
+            else:
+                assert operators.same(found, self.wanted).all(), "wrong result"
+            if call.place == "new" and self.shape is not None:
+                assert self.found.shape == self.shape, "another shape"
         kept = call.place != "in place" and call.name != "broadcast"
         if self.x is not None and kept:
             own = self.inputs[self.comm.rank]
@@ -330,12 +415,13 @@ def failing(call):
         raise AssertionError(f"{call}: {error}") from error
 
 
-def run(comm, seed, first, last):
-    """Make calls of a seed, some of them without a wait between them; check them."""
-    pool, made = Pool(comm), []
-    for step in range(first, last):
-        made.append(Made(comm, pool, drawn(comm, seed, step)))
-        if len(made) == Pool.TOGETHER or step == last - 1:
+def run(comm, calls, before=lambda step: None):
+    """Make calls, some of them without a wait between them, and check them."""
+    pool, made, calls = Pool(comm), [], [*calls]
+    for step, call in enumerate(calls, 1):
+        before(step)
+        made.append(Made(comm, pool, call))
+        if len(made) == Pool.TOGETHER or step == len(calls):
             comm.synchronize()
             for each in made:
                 with failing(each.call):

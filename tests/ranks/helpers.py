@@ -1,17 +1,14 @@
 """Helpers of the rank tests: copies, exact results, refusals on every rank."""
 
 import hashlib
-import operator
 import os
 import time
 
-import ml_dtypes
 import numpy as np
 import pytest
 from numba import cuda
 
 from numba_symm.environment import SIMULATED
-from tests.operators import in_order
 
 needs_peers = pytest.mark.skipif(
     "config.pluginmanager.get_plugin('agreement').comm.size == 1",
@@ -104,62 +101,20 @@ class Window:
 PERIOD = 65521  # elements; a prime, so that misplaced data is found
 
 
-def values(seed, count, dtype, special=False):
-    """Return random elements: of all sizes, the special ones among them if asked.
+def values(seed, count, dtype):
+    """Return random elements of all sizes.
 
     They repeat after ``PERIOD``, or large messages would take minutes to make.
     """
     if count > PERIOD:
-        return np.resize(values(seed, PERIOD, dtype, special), count)
+        return np.resize(values(seed, PERIOD, dtype), count)
     random, dtype = np.random.default_rng(seed), np.dtype(dtype)
     if dtype.kind == "i":
         limits = np.iinfo(dtype)
         return random.integers(limits.min, limits.max, count, dtype, endpoint=True)
     found = random.standard_normal(count) * 10.0 ** random.integers(-3, 4, count)
     with np.errstate(over="ignore"):
-        found = found.astype(dtype)
-    if special:
-        limits = ml_dtypes.finfo(dtype)
-        ends = (limits.max, limits.smallest_normal, limits.smallest_subnormal, 0.0)
-        choices = [np.nan, np.inf, -np.inf, *ends, *(-end for end in ends)]
-        chosen = random.integers(0, 2, count).astype(bool)
-        which = random.integers(0, len(choices), count)
-        found[chosen] = np.array(choices, dtype)[which[chosen]]
-    return found
-
-
-def repeats(array):
-    """Return whether an array repeats after ``PERIOD``."""
-    return np.array_equal(bits(array[PERIOD:]), bits(array[:-PERIOD]))
-
-
-def least(a, b):
-    """Return what numpy.minimum does; of equal ones the later."""
-    return np.where((a < b) | (a != a), a, b)
-
-
-def greatest(a, b):
-    return np.where((a > b) | (a != a), a, b)
-
-
-COMBINED = {
-    "sum": operator.add,
-    "prod": operator.mul,
-    "min": least,
-    "max": greatest,
-}
-
-
-def reduced(inputs, op):
-    """Return the exact result of an all-reduce: in rank order, rounded once."""
-    count = len(inputs[0])
-    if count > PERIOD and all(repeats(array) for array in inputs):
-        return np.resize(reduced([array[:PERIOD] for array in inputs], op), count)
-    dtype = inputs[0].dtype
-    kept = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
-    inputs = [array.astype(kept) for array in inputs]
-    with np.errstate(all="ignore"):
-        return in_order(COMBINED[op], inputs).astype(dtype)
+        return found.astype(dtype)
 
 
 def same(actual, wanted):

@@ -77,22 +77,6 @@ class Case:
         self.x.read()
 
 
-def first_less_second(a, b):
-    return a - 2 * b
-
-
-@each_operation
-def test_a_function_is_applied_in_rank_order(comm, world, name):
-    case = Case(comm, name, 21, 4)
-    out = comm.empty(21, F4)
-    case.call(out, first_less_second)
-    comm.synchronize()
-    inputs = [each[case.mine].astype(np.float64) for each in case.inputs]
-    total = operators.in_order(first_less_second, inputs)
-    np.testing.assert_allclose(get(out), total, 1e-4, 1e-2)
-    wait_for_all(comm, world)
-
-
 # What an output may be, on one rank while all others are in place: whether it is
 # symmetric, its offset in elements, and who refuses it.
 OUTPUTS = {

@@ -5,6 +5,7 @@ import time
 import numpy as np
 import pytest
 
+from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.protocols.mailboxes import LAST_EPOCH, TRANSPORTS
 from numba_symm.collectives.protocols.workspace import (
     ONE_SHOT,
@@ -14,14 +15,7 @@ from numba_symm.collectives.protocols.workspace import (
 )
 from numba_symm.environment import SIMULATED
 from tests.algorithms import those
-from tests.ranks.all_reduce.cases import (
-    ALGORITHMS,
-    LL,
-    MAILED,
-    Case,
-    a_dtype,
-    run,
-)
+from tests.drivers.calls import Call, run
 from tests.ranks.helpers import (
     get,
     needs_peers,
@@ -30,6 +24,15 @@ from tests.ranks.helpers import (
 )
 
 pytestmark = of_one_island
+
+ALGORITHMS = ALL_REDUCE.algorithms
+
+
+def a_call(algorithm, count, step, op="sum"):
+    """Return a call, whose arrays and elements depend on the step."""
+    kind = ("int64", "float64")[ALGORITHMS[algorithm].floats]
+    given = kind, op, algorithm, count, 0, "out", False, (step, count)
+    return Call("all_reduce", *given)
 
 
 class Workspace:
@@ -106,23 +109,18 @@ def test_epochs_wrap_around(comm, world, algorithm):
         counts = (
             (1, largest, 2, largest) if SIMULATED else (1, largest, 2, largest, 1, 3)
         )
-        cases = [
-            Case(algorithm, a_dtype(algorithm, -1), "sum", count, seed=step)
-            for step, count in enumerate(counts)
-        ]
-        run(comm, world, cases, be_late)
+        run(comm, [a_call(algorithm, n, i) for i, n in enumerate(counts)], be_late)
         assert workspace.epoch(algorithm) < 1000, "the epochs did not wrap around"
 
 
 @needs_peers
 def test_packets_of_before_the_wrap_are_not_taken(comm, world):
-    workspace, dtype = Workspace(comm, world), np.dtype(np.int64)
+    workspace = Workspace(comm, world)
     algorithm, protocol = "one_shot_ll", ONE_SHOT["ll"]
     blocks = min(comm._calls.end.max_blocks // TRANSPORTS["ll"].weight, protocol.blocks)
 
-    def calls(vectors, *seeds):
-        count = 2 * vectors
-        return [Case(algorithm, dtype, "max", count, seed=seed) for seed in seeds]
+    def calls(vectors, *steps):
+        return [a_call(algorithm, 2 * vectors, step, "max") for step in steps]
 
     def be_late(step):
         if step % comm.size == comm.rank:
@@ -132,13 +130,13 @@ def test_packets_of_before_the_wrap_are_not_taken(comm, world):
     all_of_them = blocks * THREADS * protocol.tiles(comm.size)
     for block in {0, blocks - 1}:
         workspace.reset()
-        run(comm, world, calls(all_of_them, 1, 2))  # epochs 1 and 2
+        run(comm, calls(all_of_them, 1, 2))  # epochs 1 and 2
         workspace.set_epochs(LAST_EPOCH - 2)
         # In the last epoch, only few threads of the block send data.
-        run(comm, world, calls(block * THREADS + 1, 3, 4))
+        run(comm, calls(block * THREADS + 1, 3, 4))
         assert workspace.epoch(algorithm) == LAST_EPOCH
         # All threads again, in epochs 1 and 2 after the wrap.
-        run(comm, world, calls(all_of_them, 5, 6), be_late)
+        run(comm, calls(all_of_them, 5, 6), be_late)
         assert workspace.epoch(algorithm) == 2
 
 
@@ -164,13 +162,13 @@ def test_a_stale_packet_would_be_seen(comm, world):
     assert get(comm.all_reduce(x, algorithm=algorithm))[0] == (1 << comm.size) - 1
 
 
-@pytest.mark.parametrize("algorithm", [n for n in MAILED if n not in LL])
+@pytest.mark.parametrize(
+    "algorithm", those("all_reduce", lambda m: m.transport and m.transport != "ll")
+)
 def test_a_mailbox_that_was_read_is_empty_again(comm, world, algorithm):
     workspace = Workspace(comm, world)
     region = workspace.region(algorithm)
-    for count in (1, 70, 3):
-        dtype = a_dtype(algorithm, count)
-        run(comm, world, [Case(algorithm, dtype, "sum", count, seed=count)])
+    run(comm, [a_call(algorithm, count, 1) for count in (1, 70, 3)])
     workspace.quiet()
     slots = workspace.memory.read(
         workspace.base + region.slots, region.end - region.slots

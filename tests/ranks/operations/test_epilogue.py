@@ -12,6 +12,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu.kernels import bound
+from tests import operators
 from tests.algorithms import takes, those
 from tests.finished import finished
 from tests.ranks.helpers import (
@@ -20,7 +21,6 @@ from tests.ranks.helpers import (
     of_one_island,
     ordinary,
     put,
-    reduced,
     refused,
     same,
     wait_for_all,
@@ -147,7 +147,7 @@ def inputs_of(case, comm, shape):
 
 def sums(inputs):
     """Return the reduced elements."""
-    found = reduced([each.ravel() for each in inputs], "sum")
+    found = operators.wanted([each.ravel() for each in inputs], "sum")
     return found.reshape(inputs[0].shape)
 
 

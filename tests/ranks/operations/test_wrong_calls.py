@@ -1,0 +1,99 @@
+"""Calls of operations that are refused, and how a broadcast gets its algorithm."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm.collectives import operations, select
+from numba_symm.environment import SIMULATED
+from tests.ranks.helpers import (
+    array_of,
+    check_works,
+    get,
+    needs_peers,
+    ordinary,
+    refused,
+    values,
+    wait_for_all,
+)
+
+
+def wrong_calls(comm):
+    """Yield calls that every rank refuses, and words of the texts."""
+    x, short = comm.zeros(8 * comm.size), ordinary(7, np.float32)
+    uneven, turned = comm.zeros(2 * comm.size + 1), ordinary((3, 4), np.float32, "F")
+    for root in (-1, comm.size, 0.0, None, "0"):
+        text = f"root: expected a rank from 0 to {comm.size - 1}, got {root!r}"
+        for call in (comm.reduce, comm.broadcast):
+            yield functools.partial(call, x, root=root), f"{call.__name__}: {text}"
+    sentinel = "one_shot_sentinel"
+    yield functools.partial(comm.broadcast, x, algorithm=sentinel), f"got '{sentinel}'"
+    yield functools.partial(comm.broadcast, np.zeros(3)), "host"
+    yield functools.partial(comm.reduce, x, root=comm.rank, out=short), "got 7"
+    for scan in (comm.scan, comm.exscan, comm.reverse_scan):
+        yield functools.partial(scan, x, op="avg"), "op='avg' is not defined"
+        yield functools.partial(scan, x, op="band"), "got op='band'"
+        yield functools.partial(scan, x, out=short), "got 7"
+        yield functools.partial(scan, x, algorithm="pull"), "got 'pull'"
+    if comm.size > 1:
+        for call in (comm.all_to_all, comm.reduce_scatter):
+            yield functools.partial(call, uneven), "expected x with a multiple of"
+        counted = functools.partial(comm.reduce_scatter_v, x, counts=[1])
+        yield counted, "one for each rank"
+    counted = functools.partial(comm.reduce_scatter_v, x, counts=[7] * comm.size)
+    yield counted, "the sum of counts"
+    yield functools.partial(comm.all_gather, turned), "Fortran"
+    yield functools.partial(comm.all_gather, x, out=short), "expected out of"
+    yield functools.partial(comm.all_gather, x, algorithm="fast"), "got 'fast'"
+    whole = comm.zeros((comm.size + 1) * 8)
+    gather = functools.partial(comm.all_gather, whole[4:12])
+    overlapping = functools.partial(gather, out=whole[: comm.size * 8])
+    yield overlapping, "arrays that overlap"
+
+
+def test_wrong_calls_are_refused_on_every_rank(comm, world):
+    for call, text in wrong_calls(comm):
+        refused(world, ns.ArgumentError, call, text)
+    check_works(comm)
+
+
+@needs_peers
+@pytest.mark.parametrize("name", ["reduce", "reduce_init"])
+def test_debug_mode_reports_differing_roots(careful, world, name):
+    x = careful.zeros(8, np.float32)
+    last = careful.size - 1
+    mine = 1 if careful.rank == last else 0
+    call = functools.partial(getattr(careful, name), x)
+    differ = functools.partial(call, root=mine)
+    refused(world, ns.ArgumentError, differ, "root 0", "root 1", "same")
+    text = f"rank {last}: reduce: root: expected a rank"
+    refused(world, ns.ArgumentError, functools.partial(call, root=-mine), text)
+    check_works(careful)
+
+
+def test_the_algorithm_follows_from_the_size(world, monkeypatch):
+    if SIMULATED:  # there, chunks are for up to MiB, which take seconds
+        steps = select.CHOICES["broadcast"].floats
+        few = [s._replace(most=tuple(min(m, 16 << 10) for m in s.most)) for s in steps]
+        steps = (*few[:-2], *steps[-2:])  # the last two are for all that is larger
+        monkeypatch.setitem(select.CHOICES, "broadcast", select.Choice(steps, steps))
+    bound, bind = [], operations.Operation.bind
+
+    def noting(operation, algorithm, *given):
+        bound.append(algorithm)
+        return bind(operation, algorithm, *given)
+
+    monkeypatch.setattr(operations.Operation, "bind", noting)
+    with ns.Communicator(world, timeout=60) as comm:
+        root = comm.size - 1
+        for symmetric in (True, False):
+            for kilobytes in (0, 1, 8, 20) if SIMULATED else (0, 768, 49152):
+                count = 256 * kilobytes + 1
+                x = array_of(comm, values(comm.rank, count, np.int32), symmetric)
+                comm.broadcast(x, root=root)
+                comm.synchronize()
+                assert (get(x) == values(root, count, np.int32)).all()
+        wait_for_all(comm, world)
+    assert len(set(bound)) >= (3 if SIMULATED else 2) or comm.size == 1
