@@ -150,17 +150,17 @@ class Pool:
 
     TOGETHER = 8
 
-    def __init__(self, comm):
-        nbytes = 2 * (MOST + 1024) * (comm.size + 1)
+    def __init__(self, comm, nbytes=None):
+        nbytes = nbytes or 2 * (MOST + 1024) * (comm.size + 1)
         self._all = [comm.empty(nbytes, np.uint8) for _ in range(2 * self.TOGETHER)]
         self.reset()
 
     def reset(self):
         self._left = iter(self._all)
 
-    def take(self, count, dtype):
-        """Return memory of so many elements."""
-        return next(self._left)[: count * dtype.itemsize].view(dtype)
+    def take(self):
+        """Return another piece, or one of no bytes."""
+        return next(self._left, self._all[0][:0])
 
 
 class Arrays:
@@ -176,21 +176,47 @@ class Arrays:
         Its elements may have gaps, and may begin anywhere in their memory. If it has a
         shape, they are in its order.
         """
-        draw, longest = self.draw, 2 * host.size + 16 + Window.MARGIN
-        shared = self.pool.take(longest, self.dtype)
-        symmetric, gaps = draw.random() < 0.5, draw.random() < 0.2 and not shape
+        draw, shape = self.draw, shape or host.shape
+        symmetric, gaps = draw.random() < 0.5, draw.random() < 0.2
         offset = draw.choice([0, 0, 0, 1, 3, max(1, 16 // self.dtype.itemsize)])
         if self._direct:
             symmetric, gaps, offset = True, False, 16 // self.dtype.itemsize
-        buffer = shared if symmetric else ordinary(longest, self.dtype)
-        step = 2 if gaps else 1
-        inside = slice(offset, offset + step * host.size, step)
-        array = buffer[inside]
-        if shape:
-            array = array.reshape(shape, order=order)
+        longest = host.size + offset + Window.MARGIN
+        view, shared = self._dense(host.size, shape, offset, order), self.pool.take()
+        if gaps and order == "C" and host.size:
+            longest, view = self._with_gaps(shape, draw)
+        nbytes = longest * self.dtype.itemsize
+        if symmetric and nbytes <= shared.size:
+            buffer = shared[:nbytes].view(self.dtype)
+        else:
+            buffer = ordinary(longest, self.dtype)
+        array, inside = view(buffer), view(np.arange(longest)).ravel(order)
         self._held.append((array, buffer, inside))
         self.write(array, host)
         return array
+
+    def _dense(self, count, shape, offset, order):
+        """Return what makes a view without gaps, of memory with other elements."""
+
+        def view(memory):
+            part = memory[offset : offset + count]
+            return part if len(shape) == 1 else part.reshape(shape, order=order)
+
+        return view
+
+    def _with_gaps(self, shape, draw):
+        """Return the elements that a view with gaps needs, and what makes the view."""
+        step, more = draw.choice([(1, 2), (2, 0), (3, 1)])
+        wide = (*shape[:-1], step * shape[-1] + more)
+        if len(shape) > 1 and draw.random() < 0.5:
+            wide = (shape[0] + draw.randrange(3), *wide[1:])
+        places = (*map(slice, shape[:-1]), slice(more, wide[-1], step))
+        longest = int(np.prod(wide))
+
+        def view(memory):
+            return memory[:longest].reshape(wide)[places]
+
+        return longest + Window.MARGIN, view
 
     def write(self, array, host):
         """Change an array's elements."""
@@ -228,13 +254,12 @@ class Made:
         build = self._of_table if call.operation else getattr(self, f"_{call.name}")
         name, args, options = build()
         self._as_programs_do(options)
-        if call.planned and call.name in OPERATIONS:
+        if call.planned:
             plan = getattr(comm, name + "_init")(*args, **options)
-            own = self.inputs[comm.rank]
-            self.arrays.write(self.x, own[::-1])
-            plan()
-            self.arrays.write(self.x, own)  # a plan reads its input anew
-            self.found = plan()
+            for own in self.inputs[comm.rank][::-1], self.inputs[comm.rank]:
+                if self.x is not None:  # a plan reads its input anew
+                    self.arrays.write(self.x, own)
+                self.found = plan()
         else:
             if rng(*call.seed, "stream", comm.rank).random() < 0.2:
                 options["stream"] = cuda.stream()
@@ -279,9 +304,10 @@ class Made:
         columns = draw.choice([n for n in (1, 2, 3) if count % (n * rows) == 0])
         if draw.random() < 0.5:
             return None, "C"
-        shape = (count // columns, columns)
-        if draw.random() < 0.3:
-            shape = (rows, count // columns // rows, columns)
+        inner = count // columns // rows
+        two = draw.choice([n for n in (1, 2) if inner % n == 0])
+        shapes = [(count // columns, columns), (rows, inner, columns)]
+        shape = draw.choice([*shapes, (rows, two, inner // two, columns)])
         sides = self.call.operation.exchange.sends_shards
         return shape, draw.choice("CF") if reduces and not sides else "C"
 
@@ -313,8 +339,9 @@ class Made:
             return None
         if place == "in place" and self.wanted.size == self.x.size:
             return self.x
-        if place == "in place" and self.call.name == "reduce_scatter":
-            flat = self.x.reshape(self.x.size) if self.x.ndim > 1 else self.x
+        dense = self.x.ndim == 1 or self.x.is_c_contiguous()
+        if place == "in place" and self.call.name == "reduce_scatter" and dense:
+            flat = self.x if self.x.ndim == 1 else self.x.reshape(self.x.size)
             return flat[rank * self.wanted.size :][: self.wanted.size]
         host = np.full(self.wanted.size * self.dtype.itemsize, 0xA5, np.uint8)
         of = (self.shape, self.order) if self.order == "F" else ()
@@ -324,16 +351,36 @@ class Made:
         draw = rng(*self.call.seed, "counts")
         return [draw.randrange(self.call.count + 1) for _ in range(self.comm.size)]
 
+    def _spread(self, parts, key):
+        """Return displacements of parts in an output, in any order, and its contents.
+
+        A new output has the parts one after another.
+        """
+        draw, displs, end = rng(*self.call.seed, "places", key), [0] * len(parts), 0
+        if self.call.place == "new" or draw.random() < 0.5:
+            return None, np.concatenate(parts)
+        for part in draw.sample(range(len(parts)), len(parts)):
+            end += draw.randrange(3)
+            displs[part] = end
+            end += parts[part].size
+        whole = np.full(end * self.dtype.itemsize, 0xA5, np.uint8).view(self.dtype)
+        for first, part in zip(displs, parts, strict=True):
+            whole[first : first + part.size] = part
+        return displs, whole
+
     def _gather(self, uneven=False):
         call, size = self.call, self.comm.size
         counts = self._counts() if uneven else [call.count] * size
         self.x = self.arrays.of(self._inputs(counts))
-        root = self.comm.rank == call.root
-        self.wanted = np.concatenate(self.inputs) if root else None
-        options = {"root": call.root, "out": self._out()}
-        if uneven and root:
-            options["counts"] = counts
-        return call.name, (self.x,), options
+        options = {"root": call.root}
+        if self.comm.rank != call.root:
+            self.wanted = None
+        elif uneven:
+            displs, self.wanted = self._spread(self.inputs, "")
+            options |= {"counts": counts, "displs": displs}
+        else:
+            self.wanted, self.shape = np.concatenate(self.inputs), (size, call.count)
+        return call.name, (self.x,), options | {"out": self._out()}
 
     def _gather_v(self):
         return self._gather(uneven=True)
@@ -341,14 +388,17 @@ class Made:
     def _scatter(self, uneven=False):
         call, size, rank = self.call, self.comm.size, self.comm.rank
         counts = self._counts() if uneven else [call.count] * size
-        own = self._inputs([sum(counts)] * size)
-        self.x = self.arrays.of(own) if rank == call.root else None
+        whole = self._inputs([sum(counts)] * size)
         first = sum(counts[:rank])
         self.wanted = self.inputs[call.root][first : first + counts[rank]]
-        host = np.full(self.wanted.size * self.dtype.itemsize, 0xA5, np.uint8)
-        options = {"root": call.root, "out": self.arrays.of(host.view(self.dtype))}
+        options = {"root": call.root}
         if uneven and rank == call.root:
-            options["counts"] = counts
+            parts = np.split(whole, np.cumsum(counts)[:-1])
+            displs, self.inputs[rank] = self._spread(parts, "")
+            options |= {"counts": counts, "displs": displs}
+        self.x = self.arrays.of(self.inputs[rank]) if rank == call.root else None
+        host = np.full(self.wanted.size * self.dtype.itemsize, 0xA5, np.uint8)
+        options["out"] = self.arrays.of(host.view(self.dtype))
         return call.name, (self.x,), options
 
     def _scatter_v(self):
@@ -357,8 +407,9 @@ class Made:
     def _all_gather_v(self):
         counts = self._counts()
         self.x = self.arrays.of(self._inputs(counts))
-        self.wanted = np.concatenate(self.inputs)
-        return self.call.name, (self.x,), {"counts": counts, "out": self._out()}
+        displs, self.wanted = self._spread(self.inputs, "")
+        options = {"counts": counts, "displs": displs, "out": self._out()}
+        return self.call.name, (self.x,), options
 
     def _reduce_scatter_v(self):
         counts, rank = self._counts(), self.comm.rank
@@ -377,15 +428,25 @@ class Made:
             [draw.randrange(self.call.count // size + 1) for _ in range(size)]
             for _ in range(size)
         ]
-        self.x = self.arrays.of(self._inputs([sum(each) for each in counts]))
-        parts = []
-        for source, each in enumerate(counts):
-            first = sum(each[:rank])
-            parts.append(self.inputs[source][first : first + each[rank]])
-        self.wanted = np.concatenate(parts)
-        received = [each[rank] for each in counts]
-        options = {"send_counts": counts[rank], "recv_counts": received}
-        return self.call.name, (self.x,), options | {"out": self._out()}
+        self._inputs([sum(each) for each in counts])
+        parts = [
+            np.split(own, np.cumsum(each)[:-1])
+            for own, each in zip(self.inputs, counts, strict=True)
+        ]
+        sent, self.inputs[rank] = self._spread(parts[rank], rank)
+        self.x = self.arrays.of(self.inputs[rank])
+        taken, self.wanted = self._spread([each[rank] for each in parts], "taken")
+        options = {"send_counts": counts[rank], "send_displs": sent}
+        options |= {"recv_counts": [each[rank] for each in counts]}
+        return (
+            self.call.name,
+            (self.x,),
+            options
+            | {
+                "recv_displs": taken,
+                "out": self._out(),
+            },
+        )
 
     def check(self):
         """Compare the result, the input, and what is around both."""

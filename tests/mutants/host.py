@@ -31,7 +31,7 @@ NEAREST = {
         "tests/host/test_guarded_order.py",
         "tests/host/test_calls.py",
         "tests/host/test_staging.py",
-        "tests/ranks/operations/test_gaps.py",
+        "tests/ranks/test_random_calls.py",
     ),
     "sends": (
         "tests/host/test_mpi_limit.py",

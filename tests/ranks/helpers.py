@@ -3,6 +3,7 @@
 import hashlib
 import os
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -69,6 +70,16 @@ def wait_for_all(comm, world):
 def ordinary(shape, dtype, order="C"):
     """Return a new array of device memory that no peer can reach."""
     return cuda.device_array(shape, dtype, order=order)
+
+
+def transposed(array):
+    """Return a view: Numba's own ``T`` copies an array of two axes."""
+    if SIMULATED or isinstance(array, np.ndarray):
+        return array.T
+    facts = {"shape": array.shape[::-1], "strides": array.strides[::-1]}
+    found = array.__cuda_array_interface__ | facts
+    view = SimpleNamespace(__cuda_array_interface__=found, array=array)
+    return cuda.as_cuda_array(view)
 
 
 class Window:

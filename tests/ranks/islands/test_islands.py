@@ -4,7 +4,6 @@ The expected reductions are within each island by its tree, then over the island
 """
 
 import functools
-import itertools
 
 import numpy as np
 import pytest
@@ -93,48 +92,8 @@ def test_a_function_is_applied_within_islands_and_then_between_them(islands):
     assert get(out).tolist() == total.astype(np.int8).tolist()
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("name", ["float32", "bfloat16"])
-def test_equal_islands_of_powers_of_two_give_the_bits_of_one(world, size, name):
-    if world.size % size or world.size == size:
-        pytest.skip("islands would differ in size, or be one")
-    with made(world, size) as comm:
-        for count, op in itertools.product((7, 1251), ("sum", "avg")):
-            inputs = [
-                operators.random(name, count * comm.size, [9, rank, count])
-                for rank in range(comm.size)
-            ]
-            x = array_of(comm, inputs[comm.rank], False)
-            shard = comm.reduce_scatter(x, op=op)
-            total = comm.all_reduce(x, op=op)
-            comm.synchronize()
-            expectation = operators.wanted(inputs, op)
-            assert operators.same(get(total), expectation).all()
-            mine = expectation[comm.rank * count :][:count]
-            assert operators.same(get(shard), mine).all()
-
-
 def difference(a, b):
     return a - b
-
-
-def test_messages_between_any_two_ranks(islands):
-    comm, count = islands, 301
-    sent = np.arange(count) * (comm.rank + 1)
-    x = array_of(comm, sent, False)
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    outs = [ordinary(count, np.int64) for _ in range(comm.size)]
-    comm.sendrecv(x, dst=right, out=outs[left], src=left)
-    with comm.group():
-        for peer in range(comm.size):
-            if peer not in (comm.rank, left):
-                comm.recv(outs[peer], src=peer)
-            if peer not in (comm.rank, right):
-                comm.send(x, dst=peer)
-    comm.synchronize()
-    for peer, out in enumerate(outs):
-        if peer != comm.rank:
-            assert (get(out) == np.arange(count) * (peer + 1)).all()
 
 
 def test_messages_to_the_island_and_to_others_progress_side_by_side(world):
@@ -157,24 +116,6 @@ def test_messages_to_the_island_and_to_others_progress_side_by_side(world):
             assert (get(relayed) == 1).all()
             assert (get(own) == 1).all()
         comm.synchronize()
-
-
-def test_forms_with_different_counts(islands):
-    comm = islands
-    counts = [3 * rank + (rank % 2) for rank in range(comm.size)]
-    mine = np.full(counts[comm.rank], comm.rank, np.int16)
-    x = array_of(comm, mine, False)
-    everything = np.repeat(np.arange(comm.size), counts)
-    assert get(comm.all_gather_v(x, counts=counts)).tolist() == [*everything]
-    root = comm.size - 1
-    gathered = comm.gather_v(x, counts=counts, root=root)
-    back = comm.scatter_v(gathered, counts=counts, root=root, out=x)
-    comm.synchronize()
-    assert get(back).tolist() == [*mine]
-    total = array_of(comm, everything.astype(np.float32), False)
-    shard = comm.reduce_scatter_v(total, counts=counts, op="avg")
-    comm.synchronize()
-    assert get(shard).tolist() == [*mine]
 
 
 def test_plans_groups_and_barriers(islands):

@@ -49,49 +49,6 @@ def test_a_halo_exchange_is_one_launch_that_is_repeated(comm, world, launched):
     world.barrier()
 
 
-def plans_and_results(comm, x, out, whole):
-    """Yield the plan of each call, and what it leaves in ``out`` or ``whole``."""
-    size, rank, root = comm.size, comm.rank, comm.size - 1
-    right, left = right_and_left(comm)
-    is_root, ones = rank == root, [1] * size
-    every = np.arange(size, dtype=np.float32)
-    into = whole if is_root else None
-    gathered = every if is_root else None
-    if size > 1:
-        yield comm.sendrecv_init(x, dst=right, out=out, src=left), out, left
-        if rank % 2:
-            yield comm.recv_init(out, src=left), out, left
-        else:
-            yield comm.send_init(x, dst=None if right % 2 == 0 else right), x, rank
-    yield comm.gather_init(x, root=root, out=into), whole, gathered
-    counted = {"counts": ones, "root": root, "out": into}
-    yield comm.gather_v_init(x, **counted), whole, gathered
-    yield comm.all_gather_v_init(x, counts=ones, out=whole), whole, every
-    yield comm.scatter_init(into, root=root, out=out), out, rank
-    yield comm.scatter_v_init(into, counts=ones, root=root, out=out), out, rank
-    both = {"send_counts": ones, "recv_counts": ones}
-    y = ordinary(size, np.float32)
-    yield comm.all_to_all_v_init(whole, **both, out=y), y, np.full(size, rank)
-    yield comm.reduce_scatter_v_init(whole, counts=ones, out=out), out, size * rank
-
-
-def test_every_call_of_messages_has_a_plan(comm, world):
-    x, out = comm.zeros(1), comm.zeros(1)
-    whole = comm.zeros(comm.size)
-    for plan, into, wanted in plans_and_results(comm, x, out, whole):
-        put(x, np.full(1, comm.rank, np.float32))
-        put(whole, np.arange(comm.size, dtype=np.float32))
-        for _ in range(2):
-            if into is not x and into is not whole:
-                put(into, np.full(into.size, -1, np.float32))
-            result = plan()
-            comm.synchronize()
-            if wanted is not None:
-                assert (into.copy_to_host() == wanted).all(), plan
-                assert result is None or result is into
-        world.barrier()
-
-
 def test_plans_join_a_group(comm, world, launched):
     right, left = right_and_left(comm)
     x, out, y, sums = (comm.zeros(3) for _ in range(4))

@@ -1,28 +1,18 @@
 """Sends and receives, and their groups."""
 
 import contextlib
-import random
 import time
 
 import numpy as np
 import pytest
-from mpi4py import MPI
-from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives.protocols.workspace import (
-    DEPTH,
-    TILE_BYTES,
-    VECTOR,
-    channels_of,
     most_messages,
-    transfer_tiles,
 )
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import needs_peers, ordinary, put, refused, wait_for
 from tests.ranks.messages.contents import (
-    DTYPES,
-    Part,
     added,
     content,
     right_and_left,
@@ -30,64 +20,11 @@ from tests.ranks.messages.contents import (
 )
 
 
-def edges(size):
-    """Return sizes of messages around those that need another chunk or channel."""
-    channels, tiles = channels_of(size), transfer_tiles(size)
-    in_tiles = [1, channels, channels * tiles, channels * tiles * DEPTH]
-    whole = [TILE_BYTES * number for number in in_tiles]
-    found = {0, 1, 3, VECTOR, *(n + d for n in whole for d in (-1, 0, 1))}
-    return sorted(n for n in found | {3 * whole[-1] + 5} if n >= 0)
-
-
-def test_a_ring_of_every_size(comm, world):
-    right, left = right_and_left(comm)
-    calls = []
-    for nbytes in edges(comm.size):
-        dtype = DTYPES[0]
-        x = Part(comm, nbytes, dtype, content(nbytes, dtype, comm.rank))
-        out = Part(comm, nbytes, dtype)
-        calls.append((nbytes, x, out))
-    for _, x, out in calls:
-        assert comm.sendrecv(x.array, dst=right, out=out.array, src=left) is out.array
-    comm.synchronize()
-    for nbytes, x, out in calls:
-        assert same(out.read(), content(nbytes, DTYPES[0], left)), nbytes
-        assert same(x.read(), content(nbytes, DTYPES[0], comm.rank))
-    world.barrier()
-
-
-def test_types_and_places(comm, world):
-    lot = random.Random(3)
-    right, left = right_and_left(comm)
-    calls = []
-    for step in range(12 if SIMULATED else 100):
-        dtype = DTYPES[step % len(DTYPES)]
-        count = lot.randrange(0, 300 if SIMULATED else 200_000)
-        # Its address may differ between ranks.
-        mine = random.Random(100 * step + comm.rank)
-        places = [
-            {"symmetric": mine.random() < 0.5, "offset": mine.choice([0, 0, 1, 3])}
-            for _ in range(2)
-        ]
-        x = Part(
-            comm, count, dtype, content(count, dtype, comm.rank, step), **places[0]
-        )
-        out = Part(comm, count, dtype, **places[1])
-        calls.append((count, dtype, step, out))
-        comm.sendrecv(x.array, dst=right, out=out.array, src=left)
-        if step % 4 == 0:  # other kernels in between
-            comm.all_reduce(comm.zeros(50))
-    comm.synchronize()
-    for count, dtype, step, out in calls:
-        assert same(out.read(), content(count, dtype, left, step)), (count, dtype)
-    world.barrier()
-
-
 @needs_peers
 def test_a_sender_far_ahead_of_its_receivers(comm, world):
     """Messages wait until they are received, and none is lost."""
     calls = 40 if SIMULATED else 1000
-    dtype, sizes = DTYPES[2], (3, 700, 40)
+    dtype, sizes = np.dtype(np.float32), (3, 700, 40)
     arrays = [ordinary(sizes[call % 3], dtype) for call in range(calls)]
     wanted = [content(each.size, dtype, call) for call, each in enumerate(arrays)]
     if comm.rank == 0:
@@ -106,76 +43,6 @@ def test_a_sender_far_ahead_of_its_receivers(comm, world):
         comm.synchronize()
         for call, (out, host) in enumerate(zip(arrays, wanted, strict=True)):
             assert same(out.copy_to_host(), host), call
-    world.barrier()
-
-
-@needs_peers
-def test_messages_of_a_group_progress_together(comm, world):
-    """In a group, each rank first sends to all, by messages that no buffer holds."""
-    dtype = DTYPES[2]
-    count = edges(comm.size)[-1] // 4
-    outs = {}
-    with comm.group():
-        for peer in range(comm.size):
-            if peer != comm.rank:
-                x = Part(comm, count, dtype, content(count, dtype, comm.rank, peer))
-                comm.send(x.array, dst=peer)
-        del x  # kept until it is sent
-        total = comm.all_reduce(comm.zeros(10))
-        for peer in reversed(range(comm.size)):
-            if peer != comm.rank:
-                outs[peer] = Part(comm, count, dtype)
-                comm.recv(outs[peer].array, src=peer)
-    comm.synchronize()
-    for peer, out in outs.items():
-        assert same(out.read(), content(count, dtype, peer, comm.rank)), peer
-    assert (total.copy_to_host() == 0).all()
-    world.barrier()
-
-
-@needs_peers
-@pytest.mark.parametrize("number", [2, 3, 9])
-def test_messages_of_a_pair_match_in_order(comm, world, number):
-    """They match whether or not their ranks group them."""
-    right, left = right_and_left(comm)
-    dtype, counts = DTYPES[1], [5 + 7 * (i % 4) for i in range(number)]
-    xs = [ordinary(n, dtype) for n in counts]
-    outs = [ordinary(n, dtype) for n in counts]
-    for i, x in enumerate(xs):
-        put(x, content(counts[i], dtype, comm.rank, i))
-
-    def one_by_one():
-        for out in outs:
-            comm.recv(out, src=left)
-
-    if comm.rank % 2:
-        one_by_one()
-    with comm.group():
-        for x in xs:
-            comm.send(x, dst=right)
-        if comm.rank % 2 == 0 and comm.rank % 4:
-            one_by_one()
-    if comm.rank % 4 == 0:
-        one_by_one()
-    comm.synchronize()
-    for i, out in enumerate(outs):
-        assert same(out.copy_to_host(), content(counts[i], dtype, left, i)), i
-    world.barrier()
-
-
-@needs_peers
-def test_empty_messages_are_messages(comm, world):
-    """They keep their order, also in the v forms, where counts are 0."""
-    right, left = right_and_left(comm)
-    nothing, x, out = comm.zeros(0), comm.zeros(5), comm.zeros(5)
-    put(x, np.full(5, comm.rank, np.float32))
-    comm.sendrecv(nothing, dst=right, out=comm.zeros(0), src=left)
-    comm.sendrecv(x, dst=right, out=out, src=left)
-    counts = [0] * comm.size
-    comm.all_to_all_v(nothing, send_counts=counts, recv_counts=counts)
-    comm.gather(nothing)
-    comm.synchronize()
-    assert (out.copy_to_host() == left).all()
     world.barrier()
 
 
@@ -200,30 +67,6 @@ def test_the_messages_of_a_pair_in_a_group_have_a_limit(comm, world):
                 comm.send(x, dst=right)
 
     refused(world, ns.ArgumentError, one_more, f"expected at most {most} messages")
-
-
-@needs_peers
-def test_numpys_integers_are_ranks(comm, world):
-    """Unsigned ones are, too, although their differences would overflow."""
-    right, left = (np.uint8(rank) for rank in right_and_left(comm))
-    x, out = comm.zeros(5), comm.zeros(5)
-    put(x, np.full(5, comm.rank, np.float32))
-    comm.sendrecv(x, dst=right, out=out, src=left)
-    for root in range(comm.size):
-        y = comm.zeros(5)
-        put(y, np.full(5, comm.rank, np.float32))
-        for algorithm in ("one_shot_marked", "chunked"):
-            comm.broadcast(y, root=np.uint8(root), algorithm=algorithm)
-        found = comm.reduce(y, root=np.uint8(root))
-        gathered = comm.gather(x, root=np.uint8(root))
-        comm.synchronize()
-        assert (y.copy_to_host() == root).all()
-        if comm.rank == root:
-            assert (found.copy_to_host() == root * comm.size).all()
-            assert (gathered.copy_to_host()[:, 0] == np.arange(comm.size)).all()
-    comm.synchronize()
-    assert (out.copy_to_host() == left).all()
-    world.barrier()
 
 
 def test_what_an_open_group_refuses(comm, world):
@@ -334,29 +177,6 @@ def test_nothing_of_a_group_is_started_after_an_error(comm, world):
     world.barrier()
 
 
-@pytest.mark.parametrize("nobody", [None, MPI.PROC_NULL])
-def test_a_line_has_ends(comm, world, nobody):
-    """A rank may send to no rank, or receive from none."""
-    x, out = comm.zeros(30), comm.zeros(30)
-    put(x, np.full(30, comm.rank, np.float32))
-    put(out, np.full(30, -1, np.float32))
-    right = comm.rank + 1 if comm.rank + 1 < comm.size else nobody
-    left = comm.rank - 1 if comm.rank > 0 else nobody
-    comm.sendrecv(x, dst=right, out=out, src=left)
-    comm.synchronize()
-    assert (out.copy_to_host() == comm.rank - 1).all()
-    put(out, np.full(30, -2, np.float32))
-    if comm.rank % 2:
-        comm.send(x, dst=right)
-        assert comm.recv(out, src=left) is out
-    else:
-        comm.recv(out, src=left)
-        comm.send(x, dst=right)
-    comm.synchronize()
-    assert (out.copy_to_host() == (comm.rank - 1 if comm.rank else -2)).all()
-    world.barrier()
-
-
 @needs_peers
 def test_bad_messages(comm, world):
     x, out = comm.zeros(8), comm.zeros(8)
@@ -459,20 +279,6 @@ def test_another_number_of_bytes_is_an_error(world):
     text = "rank 1 receives another number of bytes than rank 0 sends"
     refused(world, ns.CallMismatch, comm.synchronize, text)
     comm.close()  # every rank has raised the failure
-
-
-def test_a_group_of_strided_messages_has_memory_for_each(comm):
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    x = [cuda.to_device(np.full(32, 10 * n + comm.rank, np.int64)) for n in range(3)]
-    y = [cuda.to_device(np.zeros(32, np.int64)) for _ in x]
-    for _ in range(3):  # remembered groups, too
-        with comm.group():
-            for each in x:
-                comm.send(each[::4], dst=right)
-            for each in y:
-                comm.recv(each[::4], src=left)
-        found = [set(each.copy_to_host()[::4].tolist()) for each in y]
-        assert found == [{10 * n + left} for n in range(3)]
 
 
 def test_a_group_that_is_open_keeps_its_calls_if_it_is_entered_again(comm):

@@ -1,56 +1,9 @@
 """Messages of a rank to itself, in groups."""
 
 import numpy as np
-import pytest
 
 import numba_symm as ns
 from tests.ranks.helpers import ordinary, put, refused
-from tests.ranks.messages.contents import right_and_left
-
-
-@pytest.mark.parametrize("planned", [False, True])
-def test_a_group_sends_to_its_own_rank(comm, world, planned):
-    """Its messages to itself match in order, beside those of and to other ranks."""
-    me, (right, left) = comm.rank, right_and_left(comm)
-    sizes, field, column = (4, 4, 0, 2, 6), comm.zeros((6, 3)), comm.zeros((6, 2))
-    xs, outs = ([ordinary(n, np.float32) for n in sizes] for _ in range(2))
-    outs[3] = ordinary(5, np.float32)  # more than the two elements of its message
-    number, none, last = (ordinary(1, np.int64) for _ in range(3))
-    y, z = comm.zeros(4), comm.zeros(4)
-    with (comm.group_init if planned else comm.group)() as plan:
-        comm.send(xs[0], dst=me)
-        # The second message to this rank, and the first one from it.
-        comm.sendrecv(xs[1], dst=me, out=outs[0], src=me)
-        for x in xs[2:]:
-            comm.send(x, dst=me)
-        comm.send(field[:, 1], dst=me)
-        comm.send(xs[0], dst=right)
-        comm.recv(outs[1], src=me)
-        comm.recv(outs[2], src=me)
-        comm.recv(outs[3], src=me, count=number)
-        comm.recv(outs[4], src=me)
-        comm.recv(column[:, 1], src=me)
-        # One direction to this rank, the other one with a neighbour.
-        comm.sendrecv(xs[1], dst=me, out=y, src=left)
-        comm.sendrecv(xs[1], dst=None, out=z, src=None, count=none)
-        comm.recv(z, src=me, count=last)
-        for i, x in enumerate(xs):  # before anything is sent
-            put(x, np.full(x.size, 10 * i + me, np.float32))
-            put(outs[i], np.full(outs[i].size, -1, np.float32))
-        put(field, np.arange(18, dtype=np.float32).reshape(6, 3))
-    if planned:
-        plan()
-    comm.synchronize()
-    found = [out.copy_to_host().tolist() for out in outs]
-    assert found[:3] == [[me] * 4, [10 + me] * 4, []]
-    assert found[3] == [30 + me] * 2 + [-1] * 3
-    assert found[4] == [40 + me] * 6
-    assert column.copy_to_host()[:, 1].tolist() == [1, 4, 7, 10, 13, 16]
-    assert y.copy_to_host().tolist() == [left] * 4
-    assert z.copy_to_host().tolist() == [10 + me] * 4
-    counts = number, none, last
-    assert [each.copy_to_host()[0] for each in counts] == [2, 0, 4]
-    world.barrier()
 
 
 def test_messages_of_a_rank_to_itself_that_do_not_match(comm, world):

@@ -69,35 +69,6 @@ def test_requests_block_no_later_call(comm, world):
     world.barrier()
 
 
-@needs_peers
-def test_each_direction_has_an_order_of_its_own(comm, world):
-    """All send first, to all; the last direction to be received is not the first."""
-    others = [r for r in range(comm.size) if r != comm.rank]
-    sizes = [3, LARGE, 0, 700]
-    outs = {peer: [filled(n, -1) for n in sizes] for peer in reversed(others)}
-    xs = [filled(n, 10 * comm.rank + i) for i, n in enumerate(sizes)]
-    sends = [comm.isend(x, dst=peer) for peer in others for x in xs]
-    del xs  # kept until they are sent
-    receives = [comm.irecv(o, src=peer) for peer in outs for o in outs[peer]]
-    pending = [*sends, *receives]
-    while pending:
-        pending.pop(ns.Request.wait_any(pending))
-    for peer, arrays in outs.items():
-        assert all(holds(out, 10 * peer + i) for i, out in enumerate(arrays))
-    world.barrier()
-
-
-@needs_peers
-def test_work_of_a_stream_follows_requests(comm, world):
-    right, left = right_and_left(comm)
-    x, out = filled(LARGE, comm.rank), filled(LARGE, -1)
-    ns.Request.wait_all([comm.irecv(out, src=left), comm.isend(x, dst=right)])
-    total = comm.all_reduce(out)
-    comm.synchronize()
-    assert holds(total, sum(range(comm.size)))
-    world.barrier()
-
-
 def frees():
     """Return whether Numba frees memory. In the simulator there is none to free."""
     return SIMULATED or not cuda.current_context().deallocations.is_disabled
@@ -166,36 +137,6 @@ def test_a_direction_is_asked_only_while_it_keeps_arrays(world):
         assert lane.idle()
     lane.close()
     assert len(asked) == 1
-
-
-@needs_peers
-def test_lengths_of_received_requests(comm, world):
-    right, left = right_and_left(comm)
-    for length in (0, 1, 700, LARGE - 1):
-        x, out = filled(length, comm.rank), filled(LARGE, -1)
-        count = ordinary(1, np.int64)
-        received = comm.irecv(out, src=left, count=count)
-        comm.isend(x, dst=right)
-        received.synchronize()
-        assert count.copy_to_host()[0] == length
-        found = out.copy_to_host()
-        assert (found[:length] == left).all()
-        assert (found[length:] == -1).all()
-        world.barrier()
-
-
-def test_requests_of_no_rank_are_done(comm, world):
-    out, count = filled(3, 1), ordinary(1, np.int64)
-    made = [
-        comm.isend(out, dst=None),
-        comm.irecv(out, src=None, count=count),
-    ]
-    for request in made:
-        request.synchronize()
-        assert request.test()
-    assert holds(out, 1)
-    assert count.copy_to_host()[0] == 0
-    world.barrier()
 
 
 @needs_peers

@@ -21,10 +21,10 @@ from tests.ranks.helpers import (
     put,
     refused,
     same,
+    transposed,
     values,
     wait_for_all,
 )
-from tests.ranks.operations.test_gaps import transposed
 
 pytestmark = on_few_numbers
 

@@ -14,6 +14,7 @@ from tests.ranks.helpers import (
     get,
     needs_peers,
     ordinary,
+    put,
     refused,
     values,
     wait_for_all,
@@ -57,6 +58,33 @@ def test_wrong_calls_are_refused_on_every_rank(comm, world):
     for call, text in wrong_calls(comm):
         refused(world, ns.ArgumentError, call, text)
     check_works(comm)
+
+
+def test_outputs_that_cannot_be_unpacked_are_refused(comm, world):
+    x, whole = comm.zeros(24), ordinary((4, 6), np.float32)
+    if SIMULATED:
+        same = np.broadcast_to(whole[0], (4, 6))
+        kind = type(whole)
+        out = kind(same) if not isinstance(same, kind) else same
+        refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, out=out), "all_red")
+        # NumPy's and CuPy's stride of a new axis is 0.
+        half, added = ordinary(12, np.float32), whole[None, :, ::2]
+        put(half, np.ones(12, np.float32))
+        assert comm.all_reduce(half, out=added) is added
+        assert (whole.copy_to_host()[:, ::2] == comm.size).all()
+    short = whole[:, ::2]
+    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, out=short), "got 12")
+    check_works(comm)
+
+
+def test_debug_mode_compares_what_arrays_with_gaps_have(world):
+    with ns.Communicator(world, timeout=60, debug=True) as comm:
+        x = comm.zeros(48).reshape(4, 12)[:, ::2]
+        y = comm.zeros(24)
+        total = comm.all_reduce(x if comm.rank % 2 else y.reshape(4, 6))
+        gathered = comm.gather(x)
+        assert total.shape == (4, 6)
+        assert (gathered is None) == (comm.rank > 0)
 
 
 @needs_peers
