@@ -110,14 +110,6 @@ def test_a_rendezvous_completes_a_block(comm, world):
     assert not allocator.is_rendezvous_completed(pointer)
 
 
-def test_arrays_of_the_communicator_are_blocks_of_the_allocator(comm):
-    x = comm.empty(10, np.float64)
-    memory = comm.rendezvous(x)
-    pointer = memory.buffer_ptrs[comm.rank]
-    assert comm.allocator.get_alloc_size(pointer + 79) == 80
-    assert comm.allocator.is_rendezvous_completed(pointer)
-
-
 # How long it lives
 
 
@@ -246,40 +238,6 @@ def test_many_arrays_cost_no_more_than_a_few(comm, monkeypatch):
     few = lines()
     many += [comm.empty(1) for _ in range(400)]
     assert lines() <= few * 1.05
-
-
-def test_memory_keeps_what_it_was_made_of(comm):
-    memory = comm.rendezvous(comm.empty(40, np.float32))
-    before = len(entries(comm))
-    put(memory.get_buffer(comm.rank, 40, "f4"), pattern(comm.rank))
-    more = [comm.empty(40, np.float32) for _ in range(3)]
-    assert len(entries(comm)) == before + 3
-    memory.barrier()
-    for rank in range(comm.size):
-        assert np.array_equal(get(memory.get_buffer(rank, 40, "f4")), pattern(rank))
-    memory.barrier()
-    del more
-
-
-def test_slices_keep_the_memory(comm):
-    x = comm.empty(40, np.float32)
-    put(x, pattern(comm.rank))
-    tail = x[30:]
-    del x
-    before = len(entries(comm))
-    more = [comm.zeros(40, np.float32) for _ in range(3)]
-    assert len(entries(comm)) == before + 3
-    assert np.array_equal(get(tail), pattern(comm.rank)[30:])
-    del more
-
-
-def test_much_more_can_be_allocated_in_turn_than_simultaneously(comm):
-    before = len(entries(comm))
-    for step in range(30):
-        x = comm.empty(1000, np.float32)
-        put(x, np.full(1000, step, "f4"))
-        del x
-    assert len(entries(comm)) <= before + 1
 
 
 def test_a_block_of_the_allocator_is_unmapped_once_all_have_freed_it(comm, world):

@@ -8,11 +8,20 @@ import gc
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
 
 import numba_symm as ns
 from numba_symm.gpu import arrays
 from tests.drivers.sides import rng
-from tests.ranks.helpers import get, of_one_island, put, refused, wait_for_all
+from tests.ranks.helpers import (
+    Window,
+    get,
+    of_one_island,
+    ordinary,
+    put,
+    refused,
+    wait_for_all,
+)
 from tests.ranks.memory.peeks import pad_of
 
 pytestmark = of_one_island
@@ -25,15 +34,24 @@ class Model:
         self.comm, self.world, self.draw = comm, world, rng(seed)
         self.heap = comm._calls.heap
         self.arrays, self.met, self.number = {}, {}, 0
+        self.contents = {}  # by number, those of all ranks
+        self.ranks = range(comm.size)
 
-    def content(self, number, rank, count):
-        return np.random.default_rng([number, rank]).integers(0, 256, count, np.uint8)
+    def drawn(self, count):
+        """Return other bytes for each rank, of small numbers."""
+        return [
+            np.random.default_rng([self.draw.getrandbits(30), rank]).integers(
+                0, 2, count, np.uint8
+            )
+            for rank in self.ranks
+        ]
 
     def allocate(self):
         count = self.draw.choice([0, 1, 16, 255, 256, 4096, 70_000])
         x = self.comm.empty(count, np.uint8)
         assert not get(x).any()
-        put(x, self.content(self.number, self.comm.rank, count))
+        self.contents[self.number] = self.drawn(count)
+        put(x, self.contents[self.number][self.comm.rank])
         self.arrays[self.number] = x
         self.number += 1
 
@@ -71,8 +89,7 @@ class Model:
         self.comm.synchronize()
         for rank in range(self.comm.size):
             rest = get(memory.get_buffer(rank, x.size - first, np.uint8))
-            wanted = self.content(number, rank, x.size)[first:]
-            assert np.array_equal(rest, wanted)
+            assert np.array_equal(rest, self.contents[number][rank][first:])
         if number in self.met:
             assert self.met[number].signal_pad_ptrs == memory.signal_pad_ptrs
         elif first == 0:
@@ -82,6 +99,42 @@ class Model:
         pads_of = [each.signal_pad_ptrs[self.comm.rank] for each in self.met.values()]
         assert len({*pads_of}) == len(pads_of)
         wait_for_all(self.comm, self.world)
+
+    def copy(self):
+        """Put elements of any type into the next rank's array, then get them there."""
+        numbers = [n for n in sorted(self.arrays) if self.arrays[n].size]
+        if not numbers:
+            return
+        number, draw = self.draw.choice(numbers), self.draw
+        x, comm, contents = self.arrays[number], self.comm, self.contents[number]
+        begin = draw.choice([0, x.size // 16 * 8])
+        memory = comm.rendezvous(x[begin:])
+        dtype = np.dtype(draw.choice([np.int8, np.bool_, bfloat16, np.float64]))
+        room = (x.size - begin) // dtype.itemsize
+        start = draw.randrange(room + 1)
+        count = draw.choice([min(1, room - start), draw.randrange(room - start + 1)])
+        shape = draw.choice([(count,), (1, count), (count, 1)])
+        shape = draw.choice([(), shape]) if count == 1 else shape
+        nbytes, peer = count * dtype.itemsize, (comm.rank + 1) % comm.size
+        place = slice(first := begin + start * dtype.itemsize, first + nbytes)
+        data = self.drawn(nbytes)
+        source = ordinary(nbytes, np.uint8)
+        put(source, data[comm.rank])
+        memory.put(source.view(dtype).reshape(shape), peer, storage_offset=start)
+        memory.barrier()
+        for rank in self.ranks:
+            contents[(rank + 1) % comm.size][place] = data[rank]
+        window = Window(ordinary(8 + nbytes + Window.MARGIN, np.uint8), 8, nbytes)
+        window.fill(np.zeros(nbytes, np.uint8))
+        out = window.array.view(dtype).reshape(shape)
+        assert memory.get(peer, shape, dtype, start, out=out) is out
+        for found in (memory.get(peer, shape, dtype, start), out):
+            assert (found.shape, found.dtype) == (shape, dtype)
+            assert get(found).tobytes() == contents[peer][place].tobytes()
+        there = memory.get_buffer(peer, shape, dtype, storage_offset=start)
+        assert get(there).tobytes() == contents[peer][place].tobytes()
+        window.read()
+        wait_for_all(comm, self.world)
 
     def ask(self):
         """Ask for places in an array, at its end, and beyond."""
@@ -104,8 +157,7 @@ class Model:
     def check(self):
         """Compare what the arrays contain."""
         for number, x in self.arrays.items():
-            wanted = self.content(number, self.comm.rank, x.size)
-            assert np.array_equal(get(x), wanted)
+            assert np.array_equal(get(x), self.contents[number][self.comm.rank])
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -113,8 +165,8 @@ def test_memory_under_steps_that_are_drawn(world, seed):
     with ns.Communicator(world, timeout=60) as comm:
         model = Model(comm, world, seed)
         before = model.mapped()
-        steps = [model.allocate] * 3 + [model.drop] * 3 + [model.meet] * 3
-        for _ in range(40):
+        steps = [model.allocate, model.drop, model.meet, model.copy] * 3
+        for _ in range(60):
             model.draw.choice([*steps, model.ask, model.fail])()
             model.check()
         model.allocate()  # which frees what all ranks have dropped
