@@ -4,11 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import numba_symm as ns
 from numba_symm.collectives.invocation import Cache
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.environment import SIMULATED
-from tests.algorithms import takes, those
+from tests.algorithms import those
 from tests.ranks.helpers import (
     array_of,
     digest,
@@ -16,27 +15,10 @@ from tests.ranks.helpers import (
     of_one_island,
     ordinary,
     put,
-    refused,
     same,
 )
 
 FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
-
-
-@pytest.mark.parametrize("algorithm", ALL_REDUCE.algorithms)
-def test_algorithms_for_floats_refuse_other_types(comm, world, algorithm):
-    x = comm.empty(4, np.int32)
-    if takes("all_reduce", algorithm, x.dtype):
-        return
-    wanted = "got int32; use one of 'one_shot_marked', 'one_shot_ll', "
-    for call in (comm.all_reduce, comm.all_reduce_init):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda f=call: f(x, algorithm=algorithm),
-            "expected floats for algorithm=",
-            wanted,
-        )
 
 
 def patterns(dtype):
@@ -145,22 +127,3 @@ def test_arrays_of_types_without_a_buffer_format_copy_host_arrays(comm, name):
             room = np.zeros(made.shape, dtype)
             assert made.copy_to_host(room).tolist() == wanted
             made.copy_to_device(room)
-
-
-def test_an_operator_that_the_dtype_lacks_is_refused_on_every_rank(comm, world):
-    for dtype, op in [(np.float32, "band"), (np.complex64, "max"), (np.bool_, "avg")]:
-        x = comm.zeros(4, dtype)
-        text = f"expected an operator of {np.dtype(dtype).name}, got op={op!r}"
-        refused(
-            world, ns.ArgumentError, lambda x=x, op=op: comm.all_reduce(x, op=op), text
-        )
-    x = comm.zeros(4, np.float32)
-    one = lambda a: a  # noqa: E731
-    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, op=one), "two scalars")
-    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, op=np.add), "got op=<")
-    text = "all_reduce: expected a function that numba.cuda compiles for two float32, "
-    for op in (
-        *(lambda a, b: None, lambda a, b: a + 1j, lambda a, b: "1"),
-        *(lambda a, b: (a, b), lambda a, b: a.absent),
-    ):
-        refused(world, ns.ArgumentError, lambda op=op: comm.all_reduce(x, op=op), text)

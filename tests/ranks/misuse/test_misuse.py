@@ -5,19 +5,15 @@ import re
 
 import numpy as np
 import pytest
-from numba import cuda
 
 import numba_symm as ns
 from numba_symm.environment import SIMULATED
 from numba_symm.memory import backends
 from tests.ranks.helpers import (
     check_works,
-    get,
     needs_peers,
     of_one_island,
     ordinary,
-    put,
-    refused,
 )
 from tests.ranks.misuse import junk
 
@@ -213,179 +209,6 @@ def test_a_rendezvous_of_private_memory_is_refused(comm, everywhere, last):
 
 
 # Arguments of all_reduce
-
-
-class Listed:
-    """Has neither of the interfaces of device arrays."""
-
-
-WRONG_ARRAYS = {
-    "a host array": (lambda x: np.zeros(8, np.float32), "got ndarray in host memory"),
-    "a list": (lambda x: [1.0, 2.0], "a device array, got list"),
-    "None": (lambda x: None, "a device array, got NoneType"),
-    "an object": (lambda x: Listed(), "a device array, got Listed"),
-    "dates": (lambda x: ordinary(4, "M8[s]"), "operators, got datetime64"),
-    "records": (
-        lambda x: ordinary(4, [("a", "f4")]),
-        "expected a dtype that has operators",
-    ),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG_ARRAYS)
-@pytest.mark.parametrize("call", ["all_reduce", "all_reduce_init"])
-def test_arrays_that_cannot_be_reduced_are_refused(comm, world, call, wrong):
-    x = comm.empty(8, np.float32)
-    make, text = WRONG_ARRAYS[wrong]
-    refused(
-        world,
-        ns.ArgumentError,
-        lambda: getattr(comm, call)(make(x)),
-        "all_reduce: ",
-        text,
-    )
-    check_works(comm)
-
-
-WRONG_OUTPUTS = {
-    "too small": (
-        lambda x, y: y[:7],
-        "expected out of 8 float32 for x of 8, got 7 float32",
-    ),
-    "too large": (lambda x, y: ordinary(9, np.float32), "x of 8, got 9 float32"),
-    "of another dtype": (
-        lambda x, y: y.view(np.int32),
-        "out of 8 float32 for x of 8, got 8 int32",
-    ),
-    "host": (
-        lambda x, y: np.zeros(8, np.float32),
-        "out: expected a device array, got ndarray",
-    ),
-    "a part of the input": (lambda x, y: x[1:], "got 7"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG_OUTPUTS)
-def test_outputs_that_do_not_fit_are_refused(comm, world, wrong):
-    x, y = comm.empty(8, np.float32), comm.empty(8, np.float32)
-    make, text = WRONG_OUTPUTS[wrong]
-    for name in ("all_reduce", "all_reduce_init"):
-        call = getattr(comm, name)
-        refused(world, ns.ArgumentError, lambda f=call: f(x, out=make(x, y)), text)
-    # Having reduced into an array at the same address does not let it pass.
-    comm.all_reduce(x, out=y)
-    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, out=make(x, y)), text)
-    check_works(comm)
-
-
-def test_an_output_that_overlaps_the_input_is_refused(comm, world):
-    x = comm.empty(20, np.float32)
-    for a, b in ((x[:10], x[1:11]), (x[5:15], x[:10]), (x[:10], x[9:19])):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda a=a, b=b: comm.all_reduce(a, out=b),
-            "expected out to be x, this rank's shard of it, or apart",
-        )
-    put(x, np.ones(20, np.float32))
-    comm.all_reduce(x[:10], out=x[10:])  # beside it is far enough
-    comm.all_reduce(x[:10], out=x[:10])  # another name of the input is in place
-    assert get(x).tolist() == [comm.size] * 20
-
-
-def test_an_output_in_another_order_is_refused(comm, world):
-    x, y = ordinary((3, 4), np.int32), ordinary((3, 4), np.int32, order="F")
-    for a, b in ((x, y), (y, x), (y, ordinary(12, np.int32))):
-        text = "expected x and out in the same order"
-        refused(
-            world, ns.ArgumentError, lambda a=a, b=b: comm.all_reduce(a, out=b), text
-        )
-    check_works(comm)
-
-
-@pytest.mark.skipif(not SIMULATED, reason="Numba's device arrays cannot be read-only")
-def test_an_output_that_is_read_only_is_refused(comm, world):
-    x = ordinary(8, np.float32)
-    y = cuda.to_device(np.zeros(8, np.float32))
-    y._ary.flags.writeable = False
-    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, out=y), "read-only")
-    comm.all_reduce(y, out=x)  # it may be read
-    assert not get(x).any()
-
-
-def test_an_array_off_its_elements_alignment_is_refused(comm, world):
-    def shifted(by):
-        raw = comm.zeros(44, np.uint8)
-        return raw[by : by + 40].view(np.float32)
-
-    for by in (1, 2, 3):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda by=by: comm.all_reduce(shifted(by)),
-            "aligned to its 4-byte elements",
-        )
-    assert not get(comm.all_reduce(shifted(4))).any()
-
-
-@pytest.mark.parametrize("op", ["mean", "SUM", "", None, 3, np.add, sum])
-def test_operators_that_are_none_are_refused(comm, world, op):
-    x = comm.empty(4, np.float32)
-    for call in (comm.all_reduce, comm.all_reduce_init):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda f=call: f(x, op=op),
-            "; pass one of 'sum', 'prod', 'min', 'max', ",
-        )
-    check_works(comm)
-
-
-def test_mpi_operators_that_are_not_supported_are_refused(comm, world):
-    from mpi4py import MPI
-
-    x = comm.empty(4, np.int32)
-    own = MPI.Op.Create(lambda a, b, t: None)
-    for op in (MPI.REPLACE, MPI.NO_OP, MPI.OP_NULL, own):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda o=op: comm.all_reduce(x, op=o),
-            "expected an operator, got",
-        )
-    own.Free()
-    check_works(comm)
-
-
-@pytest.mark.parametrize("name", ["ring", "ONE_SHOT_LL", "", 1])
-def test_algorithms_that_are_none_are_refused(comm, world, name):
-    x = comm.empty(4, np.float32)
-    for call in (comm.all_reduce, comm.all_reduce_init):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda f=call: f(x, algorithm=name),
-            "expected algorithm to be 'one_shot_sentinel', ",
-        )
-    with pytest.raises(ns.ArgumentError, match="did you mean 'one_shot_ll'"):
-        comm.all_reduce(x, algorithm="one_shotll")
-    check_works(comm)
-
-
-def test_streams_that_are_none_are_refused(comm, world):
-    x = comm.empty(4, np.float32)
-    for stream in ("0", 1.5, object()):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda s=stream: comm.all_reduce(x, stream=s),
-            "expected a stream, got",
-        )
-    plan = comm.all_reduce_init(x, out=x)
-    texts = "all_reduce: expected a stream, got ", "; a plan keeps its arrays: copy"
-    refused(world, ns.ArgumentError, lambda: plan(x), *texts)
-    assert plan() is x
-    check_works(comm)
 
 
 def test_attributes_cannot_be_assigned_to(comm):

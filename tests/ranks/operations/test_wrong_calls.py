@@ -4,10 +4,13 @@ import functools
 
 import numpy as np
 import pytest
+from mpi4py import MPI
+from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives import operations, select
 from numba_symm.environment import SIMULATED
+from tests.algorithms import those
 from tests.ranks.helpers import (
     array_of,
     check_works,
@@ -52,6 +55,79 @@ def wrong_calls(comm):
     gather = functools.partial(comm.all_gather, whole[4:12])
     overlapping = functools.partial(gather, out=whole[: comm.size * 8])
     yield overlapping, "arrays that overlap"
+
+
+def wrong_reductions(x, y):
+    """Yield arrays and options that no all-reduce takes, and words of the texts."""
+    given = x[:8]
+    for array, text in (
+        (np.zeros(8, np.float32), "got ndarray in host memory"),
+        ([1.0, 2.0], "a device array, got list"),
+        (None, "a device array, got NoneType"),
+        (ordinary(4, "M8[s]"), "operators, got datetime64"),
+        (ordinary(4, [("a", "f4")]), "expected a dtype that has operators"),
+        *((x.view(np.uint8)[n : n + 8].view("f4"), "aligned to") for n in (1, 2, 3)),
+    ):
+        yield array, {}, text
+    whole = "expected out of 8 float32 for x of 8, got "
+    apart = "expected out to be x, this rank's shard of it, or apart"
+    for out, text in (
+        (y[:7], f"{whole}7 float32"),
+        (ordinary(9, np.float32), f"{whole}9 float32"),
+        (y[:8].view(np.int32), f"{whole}8 int32"),
+        (np.zeros(8, np.float32), "out: expected a device array, got ndarray"),
+        (x[1:8], "got 7"),
+        (x[1:9], apart),
+    ):
+        yield given, {"out": out}, text
+    turned = ordinary((2, 4), np.float32, order="F")
+    for array, out in ((turned, y[:8]), (given.reshape(2, 4), turned)):
+        yield array, {"out": out}, "expected x and out in the same order"
+    if SIMULATED:  # on a GPU, Numba's arrays cannot be read-only
+        constant = cuda.to_device(np.zeros(8, np.float32))
+        constant._ary.flags.writeable = False
+        yield given, {"out": constant}, "read-only"
+    for op in ("mean", "SUM", "", None, 3, np.add, sum):
+        yield given, {"op": op}, "; pass one of 'sum', 'prod', 'min', 'max', "
+    for op in (MPI.REPLACE, MPI.NO_OP, MPI.OP_NULL):
+        yield given, {"op": op}, "expected an operator, got"
+    yield given, {"op": lambda a: a}, "expected a function of two scalars"
+    text = "expected a function that numba.cuda compiles for two float32, "
+    for op in (
+        *(lambda a, b: None, lambda a, b: a + 1j, lambda a, b: "1"),
+        *(lambda a, b: (a, b), lambda a, b: a.absent),
+    ):
+        yield given, {"op": op}, text
+    for kind, op in (("float32", "band"), ("complex64", "max"), ("bool", "avg")):
+        text = f"expected an operator of {kind}, got op={op!r}"
+        yield x.view(np.uint8)[:8].view(kind), {"op": op}, text
+    for name in ("ring", "ONE_SHOT_LL", "", 1):
+        text = "expected algorithm to be 'one_shot_sentinel', "
+        yield given, {"algorithm": name}, text
+    yield given, {"algorithm": "one_shotll"}, "did you mean 'one_shot_ll'"
+    text = "got int32; use one of 'one_shot_marked', 'one_shot_ll', "
+    for name in those("all_reduce", lambda made: made.floats):
+        yield given.view(np.int32), {"algorithm": name}, text
+    for stream in ("0", 1.5, object()):
+        yield given, {"stream": stream}, "expected a stream, got"
+
+
+def test_wrong_reductions_are_refused_on_every_rank(comm, world):
+    """Also if calls with arrays at the same addresses are remembered."""
+    x, y = comm.zeros(20, np.float32), comm.zeros(20, np.float32)
+    comm.all_reduce(x[:8], out=y[:8])
+    for array, options, text in wrong_reductions(x, y):
+        call = functools.partial(comm.all_reduce, array, **options)
+        refused(world, ns.ArgumentError, call, text)
+        if "stream" not in options:  # a plan gets it later
+            plan = functools.partial(comm.all_reduce_init, array, **options)
+            refused(world, ns.ArgumentError, plan, "all_reduce: ", text)
+    plan = comm.all_reduce_init(x, out=x)
+    texts = "all_reduce: expected a stream, got ", "; a plan keeps its arrays: copy"
+    refused(world, ns.ArgumentError, lambda: plan(x), *texts)
+    assert plan() is x
+    comm.all_reduce(x[:10], out=x[10:])  # beside it is far enough
+    check_works(comm)
 
 
 def test_wrong_calls_are_refused_on_every_rank(comm, world):
