@@ -463,9 +463,9 @@ def loads_too_long(world):
 
 def test_an_error_names_the_kernel_that_a_rank_loads(three):
     cause = re.compile(
-        rf"rank {AWAY} has been loading all_gather's kernel for (0\.[5-9]|1\.\d) s, "
-        r"which waits for its GPU; call comm\.prepare\('all_gather'\) before other "
-        r"calls"
+        rf"rank {AWAY} has been loading all_gather's kernel for "
+        r"(0\.[5-9]|[1-9]\d*\.\d) s, which waits for its GPU; "
+        r"call comm\.prepare\('all_gather'\) before other calls"
     )
     for texts in three.run(loads_too_long):
         assert all(cause.search(text) for text in texts), texts

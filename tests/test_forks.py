@@ -22,7 +22,7 @@ def in_a_child(function, *args):
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
-        signal.alarm(30)
+        signal.alarm(600)
         os.close(reads)
         found = None
         try:

@@ -33,7 +33,7 @@ def test_every_bug_has_a_row():
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_bug_is_found_at_once_and_repeated(name, tmp_path):
-    report = explore.run(BUGS / f"{name}.py", ranks=2, seconds=20)
+    report = explore.run(BUGS / f"{name}.py", ranks=2, seconds=600)
     kind, text = KINDS[name]
     assert report.fault is not None
     assert report.fault.kind == kind

@@ -47,7 +47,7 @@ def test_the_example_of_a_device_function(name, tmp_path):
     assert report.complete or name in MANY
 
 
-def run(tmp_path, kernel, host, ranks=2, launch="[1, 4]", seconds=20):
+def run(tmp_path, kernel, host, ranks=2, launch="[1, 4]", seconds=600):
     """Explore a kernel, whose results the host's part checks."""
     path = tmp_path / "program.py"
     path.write_text(

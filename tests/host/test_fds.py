@@ -203,7 +203,8 @@ def test_too_many_open_files_while_connecting_raise(monkeypatch):
 
 def test_a_silent_peer_is_named_at_the_deadline():
     def play(comm):
-        with open_channel(comm, timeout=0.2) as channel:
+        with open_channel(comm, 600) as channel:
+            channel._exchange.timeout = 0.2
             if comm.rank == 1:
                 channel.recv_fd(0)
             comm.barrier()
@@ -241,7 +242,8 @@ def test_a_late_peer_is_waited_for_and_named_after_a_minute(monkeypatch):
 
 def test_a_gather_that_fails_closes_what_it_has_received():
     def play(comm):
-        with open_channel(comm, timeout=0.2) as channel:
+        with open_channel(comm, 600) as channel:
+            channel._exchange.timeout = 0.2
             try:
                 if comm.rank == 0:
                     channel.all_gather_fds(0)
@@ -257,7 +259,8 @@ def test_a_gather_that_fails_closes_what_it_has_received():
 
 def test_a_peer_that_never_receives_is_named_at_the_deadline():
     def play(comm):
-        with open_channel(comm, timeout=0.2) as channel:
+        with open_channel(comm, 600) as channel:
+            channel._exchange.timeout = 0.2
             try:
                 if comm.rank == 0:
                     for _ in range(10_000):

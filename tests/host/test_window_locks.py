@@ -21,7 +21,7 @@ from tests.interrupts import Interrupt, interrupted
 @pytest.fixture
 def made():
     comm = SimpleNamespace(rank=0, size=1, allgather=lambda x: [x], barrier=None)
-    made = WindowLocks(StoreExchange(comm, "Comm"), "Win.Allocate_device", 0.2)
+    made = WindowLocks(StoreExchange(comm, "Comm"), "Win.Allocate_device", 600)
     yield made
     made.close()
 
@@ -40,6 +40,7 @@ def test_a_holder_has_the_lock_to_itself(made, other):
         assert made._holders[0] == 1
     assert locks.try_lock(other, win._LOCKS)
     made._holders[0] = 6  # of the rank that has it
+    made._seconds = 0.2
     begin = time.monotonic()
     with (
         pytest.raises(CollectiveTimeout) as found,
@@ -69,7 +70,6 @@ def test_a_holder_that_has_ended_is_named(made, other):
 
 def test_a_wait_ends_by_a_signal(made, other):
     locks.lock(other, win._LOCKS)
-    made._seconds = 30
 
     def handler(number, frame):
         raise Interrupt

@@ -371,7 +371,7 @@ def test_a_forked_process_starts_its_own_threads():
     run(kernel, 1)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)
+        signal.alarm(600)
         run(kernel, 1)
         os._exit(7)
     _, status = os.waitpid(child, 0)

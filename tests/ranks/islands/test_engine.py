@@ -21,7 +21,7 @@ from numba_symm.engines.nccl import Installation
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu import streams
-from numba_symm.launch import ranks
+from numba_symm.launch import ranks, waiting
 from numba_symm.launch.ranks import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.launch.watchdog import Questions
@@ -210,25 +210,28 @@ def test_memory_is_kept_until_every_request_on_it_has_ended(monkeypatch):
     assert not kept.objects
 
 
-def test_the_deadline_counts_from_the_latest_message(world, engine):
+def test_the_deadline_counts_from_the_latest_message(world, engine, monkeypatch):
     right, left = neighbours(world)
+    clock = types.SimpleNamespace(now=0.0, sleep=time.sleep)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(waiting, "time", clock)
     engine._wait = lambda: Wait("exchange", world.rank, 0.4)
     pieces, most = 5, PinnedSlots.most
     sent, found = np.ones(most * pieces, np.uint8), np.zeros(most * pieces, np.uint8)
     finished = mpi._Receive._finished
 
     def slowly(move):
-        time.sleep(0.15)  # the whole exchange takes longer than the deadline
+        clock.now += 0.15  # the whole exchange takes longer than the deadline
         return finished(move)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mpi._Receive, "_finished", slowly)
-        engine.exchange(
-            [Parcel(right, sent.ctypes.data, sent.size)],
-            [Parcel(left, found.ctypes.data, found.size)],
-            streams.LEGACY_DEFAULT,
-        )
+    monkeypatch.setattr(mpi._Receive, "_finished", slowly)
+    engine.exchange(
+        [Parcel(right, sent.ctypes.data, sent.size)],
+        [Parcel(left, found.ctypes.data, found.size)],
+        streams.LEGACY_DEFAULT,
+    )
     assert found.all()
+    assert clock.now > 0.4
 
 
 @pytest.mark.parametrize("kind", [ns.BackendError, KeyboardInterrupt])

@@ -8,6 +8,7 @@ import itertools
 import re
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -143,7 +144,7 @@ def test_a_refusal_before_the_report_of_a_failure_is_that_failure(world, comm, c
 
 def test_a_late_rank_of_a_set_up_call_is_named_with_its_node(world, comm):
     island, late = comm._calls.members, world.size - 1
-    island.exchange.timeout = 0.1
+    island.exchange.timeout = 1
     if world.rank == late:
         while not island.failed:
             time.sleep(0.01)
@@ -151,7 +152,7 @@ def test_a_late_rank_of_a_set_up_call_is_named_with_its_node(world, comm):
         comm.empty(4)
     text = str(caught.value)
     where = re.escape(f"rank {late} on {island.nodes[late]} in empty")
-    assert re.match(rf"rank \d waited for {where} \(set-up timeout: 0.1 s\); ", text)
+    assert re.match(rf"rank \d waited for {where} \(set-up timeout: 1 s\); ", text)
     assert "its call differs from this one" in text
     assert caught.value.ranks[1] == late
     world.barrier()
@@ -188,10 +189,15 @@ def test_a_wait_for_answers_has_a_deadline_of_its_own(world, monkeypatch):
     comm = ranks.whole(world.Dup(), owned=True)
     numbers, all_gather = itertools.count(), waiting.all_gather
 
+    clock = SimpleNamespace(now=0.0, sleep=time.sleep)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(waiting, "time", clock)
+
     def slowly(*given):
         next(numbers)
+        clock.now += 0.6  # twice, so the second wait ends after the first deadline
         if world.rank == 0:
-            time.sleep(0.6)  # twice, so the second wait ends after the first deadline
+            time.sleep(0.05)  # the others wait
         return all_gather(*given)
 
     monkeypatch.setattr(waiting, "all_gather", slowly)
@@ -236,8 +242,10 @@ def test_a_construction_that_all_give_up_waits_for_no_deadline(world, monkeypatc
     assert time.monotonic() - began < 300
 
 
-LONG = 2.0
-"""Seconds for which a rank is late."""
+LONG = 600
+"""Seconds for which a rank is late, unless rank 0 has raised before."""
+RAISED = 9
+"""The tag of the message that it has."""
 
 
 class Enough(BaseException):
@@ -294,7 +302,8 @@ def test_an_interrupt_ends_the_wait_for_a_late_rank(
             if world.rank == 0:
                 signal.setitimer(signal.ITIMER_REAL, 0.1)
             elif world.rank == late:
-                time.sleep(LONG)
+                while not world.iprobe(0, RAISED) and time.monotonic() < began + LONG:
+                    time.sleep(0.01)
         return all_gather(exchange, value, what, *given)
 
     def interrupt(*_):
@@ -308,6 +317,10 @@ def test_an_interrupt_ends_the_wait_for_a_late_rank(
     finally:
         signal.signal(signal.SIGALRM, before)
     seconds = time.monotonic() - began
+    if world.rank == 0:
+        world.send(None, late, RAISED)
+    elif world.rank == late:
+        world.recv(source=0, tag=RAISED)
     meet(world)  # before what may fail on this rank only
     assert isinstance(caught.value, Enough) == (world.rank == 0), caught.value
     if world.rank == 0:
