@@ -1,10 +1,11 @@
 """Keeps what a user has set out of the tests. Imported before the library.
 
 Measured limits (limits.json), caches and variables NUMBA_SYMM_… of the user would
-change what is tested. Tests have empty folders of their own, which the processes that
-they start share. The variables in KEPT are settings of the tests (README.md). Ranks
-that somebody starts by hand keep the cache, which has kernels only, by their code.
-NUMBA_SYMM_TEST_ISOLATED=1 leaves everything as it is.
+change what is tested, and variables of the terminal what is printed. Tests have empty
+folders of their own, which the processes that they start share. The variables in KEPT
+are settings of the tests (README.md). Ranks that somebody starts by hand keep the
+cache, which has kernels only, by their code. NUMBA_SYMM_TEST_ISOLATED=1 leaves
+everything as it is.
 """
 
 import atexit
@@ -19,6 +20,7 @@ KEPT = (
     "NUMBA_SYMM_ISLAND_SIZE",
     "NUMBA_SYMM_MULTIPROCESSORS",
 )
+TERMINAL = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
 FOLDERS = ("XDG_DATA_HOME", "XDG_CACHE_HOME")
 NOWHERE = "/nonexistent"
 
@@ -29,7 +31,7 @@ def isolate(environ, started_by_mpirun):
         return
     for name in list(environ):
         own = name.startswith("NUMBA_SYMM_") and not name.startswith("NUMBA_SYMM_TEST_")
-        if own and name not in KEPT:
+        if (own and name not in KEPT) or name in TERMINAL:
             del environ[name]
     environ[ISOLATED] = "1"
     if started_by_mpirun:

@@ -9,6 +9,14 @@ import pytest
 from numba_symm.engines import deadline
 from numba_symm.gpu import driver, loads, streams
 from numba_symm.launch import waiting
+from tests import isolation
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch):
+    """Settings of the tests are for ranks; here they would change what is tested."""
+    for name in isolation.KEPT:
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ def test_settings_of_a_user_are_left_out():
         "NUMBA_SYMM_NONSENSE": "1",
         "NUMBA_SYMM_TEST_RANKS": "2",
         "NUMBA_SYMM_ISLAND_SIZE": "2",
+        "COLUMNS": "40",
         "XDG_DATA_HOME": "/home/ada",
         "XDG_CACHE_HOME": "/home/ada/cache",
     }
