@@ -4,6 +4,7 @@ import gc
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from numba import cuda
 
 import numba_symm as ns
@@ -12,6 +13,7 @@ from numba_symm.launch import fds, locks
 from numba_symm.launch.failures import Failure
 from numba_symm.launch.ranks import TaggedComm
 from tests.descriptors import open_fds
+from tests.drivers.sides import rng
 from tests.ranks.helpers import (
     check_works,
     get,
@@ -31,8 +33,6 @@ class ByHand:
         self.allgather, self.barrier = comm.allgather, comm.barrier
 
     def split(self, color, key):
-        from mpi4py import MPI
-
         split = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
         return ByHand(split) if split else None
 
@@ -69,19 +69,70 @@ def total(comm, world):
     return int(get(comm.all_reduce(cuda.to_device(np.array([world.rank]))))[0])
 
 
-def test_even_and_odd_ranks_reduce_apart_and_together(either, world):
-    fellows = [*range(world.rank % 2, world.size, 2)]
-    with either.split(world.rank % 2) as child:
-        assert (child.rank, child.size) == (world.rank // 2, len(fellows))
-        assert members(child, world) == fellows
-        for _ in range(3):
-            assert total(child, world) == sum(fellows)
-            assert total(either, world) == sum(range(world.size))
-            child.barrier()
-            either.barrier()
-        check_works(child)
-        check_works(either)
-    check_works(either)
+class Family:
+    """Communicators of one generation, and of whom each rank's one consists.
+
+    Args:
+        comm: this rank's communicator, or None.
+        fellows: by rank, the ranks of its communicator in their order.
+    """
+
+    def __init__(self, comm, fellows):
+        self.comm, self.fellows, self.closed = comm, fellows, False
+
+    def child(self, draw, rank):
+        """Split or duplicate the communicators. Some ranks may stay out."""
+        if draw.random() < 0.25:
+            made = self.comm and self.comm.dup()
+            return Family(made, self.fellows)
+        none = draw.choice([None, MPI.UNDEFINED])
+        colors = {r: draw.choice([0, 0, 1, 7, none]) for r in sorted(self.fellows)}
+        keys = {r: draw.choice([-(2**31), -r, 0, r, 2**31 - 1]) for r in colors}
+        made = self.comm and self.comm.split(colors[rank], keys[rank])
+        found = {}
+        for one, fellows in self.fellows.items():
+            if colors[one] is not none:
+                own = [r for r in fellows if colors[r] == colors[one]]
+                found[one] = sorted(own, key=keys.get)
+        assert (made is None) == (rank not in found)
+        return Family(made, found)
+
+    def check(self, world):
+        if self.comm is None:
+            return
+        fellows = self.fellows[world.rank]
+        if self.closed:
+            with pytest.raises(ns.ClosedError, match="was closed"):
+                self.comm.split(0)
+            return
+        assert members(self.comm, world) == fellows
+        assert fellows[self.comm.rank] == world.rank
+        assert total(self.comm, world) == sum(fellows)
+        check_works(self.comm)
+
+    def close(self):
+        self.closed = True
+        if self.comm is not None:
+            self.comm.close()
+
+
+def test_splits_that_are_drawn(either, world):
+    """Children and parents work side by side, and outlive each other."""
+    draw, everyone = rng("splits", world.size), [*range(world.size)]
+    families = [Family(either, dict.fromkeys(everyone, everyone))]
+    for _ in range(14):
+        alive = [each for each in families if not each.closed]
+        families.append(draw.choice(alive).child(draw, world.rank))
+        if draw.random() < 0.3 and len(alive) > 1:
+            draw.choice(alive[1:]).close()
+        for family in draw.sample(families, min(4, len(families))):
+            family.check(world)
+    families[0].close()
+    draw.shuffle(families)
+    for family in families:
+        family.check(world)
+        if not family.closed:
+            family.close()
 
 
 def test_a_child_has_what_its_parent_has(world):
@@ -107,69 +158,6 @@ def test_a_child_is_as_strict_as_its_parent(world):
         refused(world, ns.ArgumentError, lambda: child.all_reduce(x), "has 3 float32")
 
 
-def test_keys_order_the_ranks(either, world):
-    n = world.size
-    for keys in (
-        [*range(n)][::-1],
-        [-(2**31), *range(1, n)],
-        [r % 2 for r in range(n)],
-    ):
-        with either.split(0, keys[world.rank]) as child:
-            wanted = sorted(range(n), key=lambda rank, keys=keys: (keys[rank], rank))
-            assert members(child, world) == wanted
-            assert wanted[child.rank] == world.rank
-
-
-def test_equal_keys_keep_the_order(comm, world):
-    with comm.split(np.int64(2**31 - 1), key=np.int8(7)) as child:
-        assert members(child, world) == [*range(world.size)]
-
-
-def test_a_rank_may_stay_out(either, world, last):
-    from mpi4py import MPI
-
-    for none in (None, MPI.UNDEFINED):
-        child = either.split(none if last else 5)
-        assert (child is None) == last
-        if child is not None:
-            with child:
-                assert members(child, world) == [*range(world.size - 1)]
-                check_works(child)
-        check_works(either)
-        assert either.split(none) is None
-    check_works(either)
-
-
-def test_children_of_two_splits_overlap(either, world):
-    row, column = divmod(world.rank, 2)
-    rows = [r for r in range(world.size) if r // 2 == row]
-    columns = [r for r in range(world.size) if r % 2 == column]
-    with either.split(row) as across, either.split(column) as down:
-        for _ in range(3):
-            assert total(across, world) == sum(rows)
-            assert total(down, world) == sum(columns)
-        assert members(across, world) == rows
-        assert members(down, world) == columns
-        assert total(either, world) == sum(range(world.size))
-        check_works(across)
-        check_works(down)
-
-
-def test_a_split_of_a_split(either, world):
-    with (
-        either.split(world.rank // 2, -world.rank) as pair,
-        pair.split(pair.rank) as alone,
-        pair.split(0, pair.size - pair.rank) as back,
-    ):
-        assert members(alone, world) == [world.rank]
-        fellows = [r for r in range(world.size) if r // 2 == world.rank // 2]
-        assert members(pair, world) == fellows[::-1]
-        assert members(back, world) == fellows
-        check_works(alone)
-        check_works(back)
-        check_works(pair)
-
-
 @of_one_island
 def test_memory_belongs_to_the_communicator_it_was_made_with(comm, world):
     with comm.split(world.rank % 2) as child:
@@ -181,14 +169,6 @@ def test_memory_belongs_to_the_communicator_it_was_made_with(comm, world):
         child.barrier()
         left = (child.rank - 1) % child.size
         assert get(x)[0] == 2 * left + world.rank % 2
-
-
-def test_a_duplicate_works_beside_the_original(comm, world):
-    with comm.dup() as other, other.dup() as third:
-        assert (other.rank, other.size) == (comm.rank, comm.size)
-        for each in (comm, other, third, other, comm):
-            assert members(each, world) == [*range(world.size)]
-            check_works(each)
 
 
 def test_duplicates_use_the_sockets_and_locks_of_the_original(comm, world):
@@ -238,29 +218,6 @@ def test_a_duplicate_needs_no_method_split(world):
 
 
 # How they end
-
-
-def test_children_outlive_their_parent(either, world):
-    child, other = either.split(world.rank % 2), either.dup()
-    either.close()
-    check_works(child)
-    with child.split(0) as grandchild:
-        child.close()
-        grandchild.rendezvous(grandchild.empty(3, np.float32))
-        check_works(grandchild)
-    check_works(other)
-    other.close()
-    refused(world, ns.ClosedError, lambda: either.split(0), "was closed")
-    refused(world, ns.ClosedError, either.dup, "was closed")
-
-
-def test_parents_outlive_their_children(comm, world):
-    for _ in range(3):
-        child, other = comm.split(world.rank % 2), comm.dup()
-        for each in (child, other):
-            each.close()
-            refused(world, ns.ClosedError, each.barrier, "was closed")
-        check_works(comm)
 
 
 def test_arrays_of_a_child_stay_readable_after_its_close(comm, world):
