@@ -1,6 +1,7 @@
 """Communicators and memory that cannot be made: every rank raises."""
 
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import numba_symm as ns
 from numba_symm import environment
@@ -39,90 +41,50 @@ def test_too_many_ranks(world, everywhere, monkeypatch, fresh):
 # Making a communicator
 
 
-@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), 1e9])
-def test_timeouts_that_are_none_are_refused(world, fresh, seconds):
-    refused(
-        world,
-        ns.ArgumentError,
-        lambda: ns.Communicator(world, timeout=seconds),
-        f"timeout={seconds!r}: expected seconds from 0",
-    )
-
-
-@pytest.mark.parametrize("seconds", ["-1", "soon", "nan", ""])
-def test_timeouts_of_the_environment_that_are_none_are_refused(
-    world, fresh, monkeypatch, seconds
-):
-    with monkeypatch.context() as patch:
-        patch.setenv(TIMEOUT, seconds)
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda: ns.Communicator(world),
-            f"{TIMEOUT}={seconds!r}: expected seconds",
-        )
-
-
-def test_the_environments_timeout_is_taken(world, monkeypatch):
-    monkeypatch.setenv(TIMEOUT, "12.5")
-    with ns.Communicator(world) as comm:
-        assert comm.timeout == 12.5
-    with ns.Communicator(world, timeout=7) as comm:
-        assert comm.timeout == 7
-
-
-@needs_peers
-def test_timeouts_must_agree(world, fresh, everywhere, last):
-    everywhere(
-        ns.ArgumentError,
-        lambda: ns.Communicator(world, timeout=5 if last else 60),
-        f"rank {world.size - 1} has timeout=5",
-        "timeout=60",
-    )
-
-
-def test_what_is_no_communicator_is_refused(world, fresh):
-    from mpi4py import MPI
-
-    for wrong, text in (
+def wrong_constructions(world, last, own):
+    """Yield variables, arguments, and words of the error that every rank raises."""
+    here = world.size - 1
+    for seconds in (-1, float("nan"), float("inf"), 1e9):
+        text = f"timeout={seconds!r}: expected seconds from 0"
+        yield {}, {"timeout": seconds}, text
+    for seconds in ("-1", "soon", "nan", ""):
+        yield {TIMEOUT: seconds}, {}, f"{TIMEOUT}={seconds!r}: expected seconds"
+    yield {"NUMBA_SYMM_ENGINE": "x"}, {}, "ENGINE='x': expected nccl or mpi"
+    yield {"NUMBA_SYMM_SHOW_ISLANDS": "2"}, {}, "SHOW_ISLANDS='2': expected 0 or 1"
+    for comm, text in (
         (None, "expected a communicator"),
         (MPI.COMM_NULL, "expected a communicator"),
         ("world", "which has no rank"),
         (object(), "which has no rank, size, allgather, barrier"),
     ):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda w=wrong: ns.Communicator(w, timeout=60),
-            text,
-        )
+        yield {}, {"comm": comm}, text
+    # On the last rank only.
+    for device in (-1, 1000, "cuda:0", 0.5):
+        text = f"rank {here}: device={device!r}"
+        yield {}, {"device": device if last else own}, text
+    for name in ("nvlink", "", "vmm" if SIMULATED else "host"):
+        expected = " or ".join(environment.BACKENDS)
+        text = f"rank {here}: {BACKEND}={name!r}: expected {expected}"
+        yield ({BACKEND: name} if last else {}), {}, text
+    text = f"rank {here}: {SHARING}='yes': expected 0 or 1"
+    yield ({SHARING: "yes"} if last else {}), {}, text
+    if world.size > 1:
+        text = f"rank {here} has timeout=5"
+        yield {}, {"timeout": 5 if last else 60}, text
 
 
-@pytest.mark.parametrize("device", [-1, 1000, "cuda:0", 0.5])
-def test_devices_that_are_none_are_refused(world, fresh, everywhere, last, device):
+def test_wrong_arguments_and_variables_are_refused_on_every_rank(
+    world, fresh, last, monkeypatch
+):
     with ns.Communicator(world, timeout=60) as comm:
         own = comm.device.ordinal
-    everywhere(
-        ns.ArgumentError,
-        lambda: ns.Communicator(world, device if last else own, timeout=60),
-        "failed on 1 of",
-        f"rank {world.size - 1}: device={device}".replace("=cuda:0", "='cuda:0'"),
-    )
-
-
-def test_backends_that_do_not_exist_are_refused(
-    world, fresh, everywhere, last, monkeypatch
-):
-    for name in ("nvlink", "", "vmm" if SIMULATED else "host"):
+    for variables, arguments, text in wrong_constructions(world, last, own):
+        given = {"comm": world} | arguments
         with monkeypatch.context() as patch:
-            if last:
-                patch.setenv(BACKEND, name)
-            said = everywhere(
-                ns.ArgumentError,
-                lambda: ns.Communicator(world, timeout=60),
-                f"rank {world.size - 1}: {BACKEND}={name!r}: expected",
-            )
-        assert " or ".join(environment.BACKENDS) in said
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            call = functools.partial(ns.Communicator, **given)
+            refused(world, ns.ArgumentError, call, text)
 
 
 @needs_peers
@@ -132,12 +94,17 @@ def test_backends_must_agree(world, fresh, everywhere, last, monkeypatch):
         patch.delenv(BACKEND, raising=False)
         if last:
             patch.setenv(BACKEND, environment.BACKENDS[0])
-        everywhere(
-            ns.ArgumentError,
-            lambda: ns.Communicator(world, timeout=60),
-            f"rank {world.size - 1} has {BACKEND}={environment.BACKENDS[0]}",
-            f"{BACKEND}=None",
-        )
+        named = f"{BACKEND}={environment.BACKENDS[0]}"
+        texts = f"rank {world.size - 1} has {named}", f"{BACKEND}=None"
+        everywhere(ns.ArgumentError, lambda: ns.Communicator(world, timeout=60), *texts)
+
+
+def test_the_environments_timeout_is_taken(world, monkeypatch):
+    monkeypatch.setenv(TIMEOUT, "12.5")
+    with ns.Communicator(world) as comm:
+        assert comm.timeout == 12.5
+    with ns.Communicator(world, timeout=7) as comm:
+        assert comm.timeout == 7
 
 
 @pytest.mark.parametrize("name", environment.BACKENDS)
@@ -232,19 +199,6 @@ def test_ranks_share_a_gpu_where_allowed(world, one_gpu, monkeypatch):
     with ns.Communicator(world, one_gpu, timeout=60) as comm:
         assert len(set(world.allgather(comm.device.uuid))) == 1
         check_works(comm)
-
-
-def test_what_allows_sharing_must_be_0_or_1(
-    world, fresh, everywhere, last, monkeypatch
-):
-    with monkeypatch.context() as patch:
-        if last:
-            patch.setenv(SHARING, "yes")
-        everywhere(
-            ns.ArgumentError,
-            lambda: ns.Communicator(world, timeout=60),
-            f"rank {world.size - 1}: {SHARING}='yes': expected 0 or 1",
-        )
 
 
 def test_a_mig_slice_is_refused(world, fresh, everywhere, last, monkeypatch):
@@ -463,20 +417,3 @@ def test_a_forked_child_leaves_mpi_to_its_parent(world):
         os._exit(9)
     _, status = os.waitpid(child, 0)
     assert world.allgather(os.waitstatus_to_exitcode(status)) == [7] * world.size
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "text"),
-    [
-        ("NUMBA_SYMM_ENGINE", "x", "expected nccl or mpi"),
-        ("NUMBA_SYMM_SHOW_ISLANDS", "2", "expected 0 or 1"),
-    ],
-)
-def test_variables_of_several_islands_are_checked_with_one(
-    world, monkeypatch, variable, value, text
-):
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(ns.ArgumentError) as found:
-        ns.Communicator(world)
-    assert variable in str(found.value)
-    assert text in str(found.value)
