@@ -81,25 +81,6 @@ def test_pairs(both, name, op):
         both.comm.Allreduce(MPI.IN_PLACE, cuda.to_device(both.values(2)), op)
 
 
-OPERATORS = {  # those that MPI has, by the kind of a type
-    "i": "BAND BOR BXOR LAND LOR LXOR SUM PROD MIN MAX",
-    "u": "BAND BOR BXOR LAND LOR LXOR SUM PROD MIN MAX",
-    "f": "SUM PROD MIN MAX",
-    "c": "SUM PROD",
-    "b": "LAND LOR LXOR",
-}
-
-
-def test_every_operator_and_type(both):
-    for dtype in ("i1", "u2", "i8", "f8", "c16", "?"):
-        for name in OPERATORS[np.dtype(dtype).kind].split():
-            x, out, op = *both.values(2, 5, dtype=dtype), getattr(MPI, name)
-            both(lambda c, x, y, op=op: c.Allreduce(x, y, op), x, out)
-            if name[0] == "L":  # the items of one rank are not made 0 or 1
-                both(lambda c, x, y, op=op: c.Scan(x, y, op), x, out)
-                both(lambda c, x, op=op: c.Exscan(IN_PLACE, x, op), x)
-
-
 def derived():
     """Return datatypes of int32 with gaps, and the elements that two items span."""
     yield MPI.INT.Create_vector(3, 2, 5), 40
@@ -272,36 +253,6 @@ def test_communicators_of_some_ranks(comm, world):
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     assert node.size == comm.size
     node.Free()
-
-
-def test_requests(comm):
-    x = cuda.to_device(np.full(2, 1.0))
-    y, z, one = cuda.to_device(np.zeros(2)), np.zeros(1), np.ones(1)
-    requests = [comm.Iallreduce(x, y), comm.Iallreduce(one, z)]
-    requests.append(comm.Iallreduce(MPI.IN_PLACE, x))
-    statuses = []
-    assert MPI.Request.Waitall(requests, statuses)
-    assert len(statuses) == 3
-    assert (y.copy_to_host()[0], z[0], x.copy_to_host()[0]) == (comm.size,) * 3
-    assert not any(requests)
-    assert requests[0] == MPI.REQUEST_NULL
-    assert MPI.Request.Waitany(requests) == MPI.UNDEFINED
-    assert MPI.Request.Waitsome(requests) is None
-    again = [comm.Iallreduce(x, y), comm.Iallreduce(MPI.IN_PLACE, x)]
-    done = []
-    while len(done) < 2:
-        done.append(MPI.Request.Waitany(again))
-    assert sorted(done) == [0, 1]
-    again = [comm.Iallreduce(x, y) for _ in range(2)]
-    while not MPI.Request.Testall(again):
-        pass
-    prepared = comm.Allreduce_init(x, y)
-    assert prepared.Test()  # it was not started
-    MPI.Prequest.Startall([prepared])
-    prepared.Wait()
-    prepared.Free()
-    with pytest.raises(MPI.Exception, match="persistent"):
-        prepared.Start()
 
 
 def test_arrays_in_fortran_order_and_of_no_axis(both):

@@ -110,18 +110,6 @@ def test_probes(comm):
     comm.Barrier()
 
 
-def test_messages_of_no_rank(comm):
-    out, status = room(1), MPI.Status()
-    comm.Send(out, MPI.PROC_NULL)
-    comm.Recv(out, MPI.PROC_NULL, status=status)
-    assert (status.source, status.Get_count(MPI.INT)) == (MPI.PROC_NULL, 0)
-    requests = [comm.Isend(out, MPI.PROC_NULL), comm.Irecv(out, MPI.PROC_NULL)]
-    MPI.Request.Waitall(requests)
-    comm.Sendrecv(out, MPI.PROC_NULL, 0, out, MPI.PROC_NULL, status=status)
-    assert status.source == MPI.PROC_NULL
-    assert out.copy_to_host()[0] == -1
-
-
 def test_synchronous_and_persistent_messages(comm):
     right, left = around(comm)
     out = room(1)
@@ -295,14 +283,6 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
     assert not sum(other.post.unread)
     assert rooms.stack(LEAST).free >= max(before, 3)
     comm.Barrier()
-
-
-def test_ranks_that_do_not_exist(comm):
-    with pytest.raises(MPI.Exception, match="expected a rank") as found:
-        comm.Send(array(1), comm.size)
-    assert found.value.Get_error_class() == MPI.ERR_RANK
-    with pytest.raises(MPI.Exception):
-        comm.Recv(room(1), comm.size)
 
 
 def test_a_refused_tag_keeps_no_memory(comm):
