@@ -278,14 +278,11 @@ class Requests(Round):
                 out, more = self._room(each)
                 receive = partial(comm.irecv, out, src=each.source, **more)
                 queues.setdefault(("from", each.source), []).append(receive)
-        pending, number = (
-            [comm.isend(self._ranks(), dst=None)],
-            sum(map(len, queues.values())),
-        )
-        while len(pending) <= number:
-            queue = self.own.choice([each for each in queues.values() if each])
-            pending.append(queue.pop(0)())
-        total = comm.all_reduce(self._ranks())
+        ranks = self._ranks()
+        pending = [comm.isend(ranks, dst=None)]
+        while queues := {key: each for key, each in queues.items() if each}:
+            pending.append(queues[self.own.choice([*queues])].pop(0)())
+        total = comm.all_reduce(ranks)
         self.own.shuffle(pending)
         while pending:
             how = self.own.choice(["any", "stream", "host"])

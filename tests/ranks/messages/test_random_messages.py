@@ -23,5 +23,5 @@ def test_messages_that_are_drawn(world, make):
 def test_requests_that_are_drawn(world):
     with ns.Communicator(world, timeout=20, requests=True) as comm:
         if not SIMULATED:  # loading a kernel later would wait for pending requests
-            comm.prepare("sendrecv", "all_reduce")
+            comm.prepare("sendrecv", "all_reduce", dtypes=("int64",))
         exchanges.run(comm, 1, 0, ROUNDS, exchanges.Requests)
