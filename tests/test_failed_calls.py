@@ -14,12 +14,9 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.gpu import arrays, streams
 from numba_symm.gpu.kernels import Kernel, Launch
+from tests.absence import AWAY, PATIENT, SOON
 from tests.gates import intercepted
 from tests.spawned import attempt, run_ranks
-
-AWAY = 1  # the rank whose call fails
-PATIENT = 600  # seconds; a timeout that never passes
-SOON = PATIENT / 2  # who raises before has not waited; a busy machine takes seconds
 
 
 @contextlib.contextmanager

@@ -12,9 +12,8 @@ import numpy as np
 from numba import cuda
 
 import numba_symm as ns
+from tests.absence import PATIENT
 from tests.spawned import attempt, outcomes
-
-PATIENT = 600  # seconds; a timeout that never passes
 
 
 def in_a_child(function, *args):

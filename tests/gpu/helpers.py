@@ -91,13 +91,6 @@ class Pointer:
         }
 
 
-def context_is_alive():
-    """Return whether ordinary kernels and copies work."""
-    x = to_device(np.zeros(1000, np.float32))
-    add(x, 7)
-    return bool((x.copy_to_host() == 7).all())
-
-
 @contextlib.contextmanager
 def capturing(stream, mode="relaxed"):
     """Capture what happens on ``builder.stream``; ``graphs`` gets the graph."""

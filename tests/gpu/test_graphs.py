@@ -12,12 +12,12 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.gpu import streams
+from tests.absence import context_is_alive
 from tests.coded import coded_sum
 from tests.gates import intercepted
 from tests.gpu.helpers import (
     add,
     capturing,
-    context_is_alive,
     fill,
     of_ranks,
     to_device,

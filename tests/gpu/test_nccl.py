@@ -14,10 +14,10 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.engines import nccl
 from numba_symm.gpu import streams
+from tests.absence import context_is_alive
 from tests.gpu.helpers import (
     add,
     capturing,
-    context_is_alive,
     fill,
     of_ranks,
     to_device,

@@ -1,6 +1,5 @@
 """A kernel that gives up ends: the CUDA context and its memory stay usable."""
 
-import contextlib
 import time
 
 import numpy as np
@@ -10,7 +9,8 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives.operations import ALL_REDUCE
-from tests.gpu.helpers import context_is_alive, fill, of_ranks, to_device
+from tests.absence import context_is_alive
+from tests.gpu.helpers import fill, of_ranks, to_device
 from tests.ranks.helpers import check_works
 
 ABORT = 0.1  # seconds until waiting kernels of all ranks have ended
@@ -36,24 +36,6 @@ def all_fail(world, comm, texts):
     assert context_is_alive()
     with ns.Communicator(world, timeout=60) as another:
         check_works(another)
-
-
-@pytest.mark.parametrize("count", [1000, 3_000_000])
-@pytest.mark.parametrize("algorithm", ALL_REDUCE.algorithms)
-def test_a_call_that_one_rank_does_not_make(world, away, algorithm, count):
-    comm = ns.Communicator(world, timeout=2)
-    x = to_device(np.ones(count, np.float32))
-    begin = time.monotonic()
-    if comm.rank != away:
-        comm.all_reduce(x, algorithm=algorithm)
-        with contextlib.suppress(ns.CollectiveTimeout):  # what follows leaves, too
-            for _ in range(2):
-                comm.all_reduce(x, algorithm=algorithm)
-        with pytest.raises(ns.CollectiveTimeout):
-            comm.synchronize()
-        assert 1.9 < time.monotonic() - begin < 10
-        assert (x.copy_to_host() == 1).all()
-    all_fail(world, comm, [f"waited for rank {away} in all_reduce", "timeout: 2 s"])
 
 
 def test_a_replay_that_one_rank_does_not_make(world, away):
@@ -104,18 +86,6 @@ def test_an_abort_ends_waiting_kernels(world, away, algorithm):
     comm.close()
 
 
-def test_a_signal_that_never_arrives(world, away):
-    comm = ns.Communicator(world, timeout=2)
-    memory = comm.rendezvous(comm.zeros(10))
-    world.barrier()
-    if comm.rank != away:
-        memory.wait_signal(away, channel=7)
-        with contextlib.suppress(ns.CollectiveTimeout):  # what follows leaves, too
-            comm.barrier()
-    cuda.synchronize()
-    all_fail(world, comm, [f"waited for rank {away} in wait_signal, channel 7"])
-
-
 def test_slow_work_before_a_call_is_waited_for(world):
     """The deadline counts from a kernel's own waiting, and 0 is none."""
     for timeout in (0, 10):
@@ -128,24 +98,3 @@ def test_slow_work_before_a_call_is_waited_for(world):
             comm.all_reduce(x, out=x)
             comm.synchronize()
             assert (x.copy_to_host() == of_ranks(comm)).all()
-
-
-def test_an_exception_ends_the_waits_of_the_others(world, away):
-    begin = time.monotonic()
-    told = ""
-    try:
-        with ns.Communicator(world, timeout=60) as comm:
-            check_works(comm)
-            world.barrier()
-            if comm.rank == away:
-                raise KeyError("of its own")
-            comm.barrier()
-            comm.synchronize()
-    except (KeyError, ns.RankLeft) as error:
-        told = str(error)
-    assert "of its own" in told
-    assert time.monotonic() - begin < 30
-    world.barrier()
-    assert context_is_alive()
-    with ns.Communicator(world, timeout=60) as another:
-        check_works(another)
