@@ -137,6 +137,19 @@ def test_epochs_wait_for_the_streams_of_the_owner(comm, win, monkeypatch):
     comm.Barrier()
 
 
+def test_requests_of_a_window(comm, win):
+    own, out = comm.rank, array(0, 0)
+    win.Lock(own)
+    requests = [win.Rput(array(1, 2), own), win.Raccumulate(array(1, 1), own)]
+    MPI.Request.Waitall(requests)
+    win.Rget(out, own).Wait()
+    assert out.copy_to_host().tolist() == [2, 3]
+    win.Rget_accumulate(array(1, 1), out, own).Wait()
+    win.Unlock(own)
+    assert contents(win)[:2] == [3, 4]
+    comm.Barrier()
+
+
 def test_windows_over_given_arrays(comm, world):
     mine = comm.communicator.zeros(4, np.float32)
     win = MPI.Win.Create(mine, 4, comm=comm)
