@@ -1,5 +1,8 @@
 """all_reduce: bits of NaN, what is remembered, and the algorithm that is chosen."""
 
+import itertools
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,7 +10,8 @@ import pytest
 from numba_symm.collectives.invocation import Cache
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.environment import SIMULATED
-from tests.algorithms import those
+from tests.algorithms import takes, those
+from tests.drivers import calls
 from tests.ranks.helpers import (
     array_of,
     digest,
@@ -19,6 +23,19 @@ from tests.ranks.helpers import (
 )
 
 FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
+
+
+@of_one_island
+@pytest.mark.parametrize("algorithm", ALL_REDUCE.algorithms)
+def test_calls_that_are_drawn_by_each_algorithm(comm, algorithm):
+    drawn = (calls.drawn(comm, 7, number) for number in itertools.count())
+    fit = (
+        replace(call, name="all_reduce", algorithm=algorithm)
+        for call in drawn
+        if call.operation is not None and call.operation.reduces
+        if takes("all_reduce", algorithm, calls.DTYPES[call.kind])
+    )
+    calls.run(comm, itertools.islice(fit, 8))
 
 
 def patterns(dtype):
