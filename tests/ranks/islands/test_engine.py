@@ -221,8 +221,9 @@ def test_the_deadline_counts_from_the_latest_message(world, engine, monkeypatch)
     finished = mpi._Receive._finished
 
     def slowly(move):
-        clock.now += 0.15  # the whole exchange takes longer than the deadline
-        return finished(move)
+        found = finished(move)
+        clock.now += 0.15 * found  # the whole exchange takes longer than the deadline
+        return found
 
     monkeypatch.setattr(mpi._Receive, "_finished", slowly)
     engine.exchange(
