@@ -278,11 +278,11 @@ class Requests(Round):
                 out, more = self._room(each)
                 receive = partial(comm.irecv, out, src=each.source, **more)
                 queues.setdefault(("from", each.source), []).append(receive)
-        ranks = self._ranks()
+        ranks, out = self._ranks(), self._ranks()  # allocated before a request waits
         pending = [comm.isend(ranks, dst=None)]
         while queues := {key: each for key, each in queues.items() if each}:
             pending.append(queues[self.own.choice([*queues])].pop(0)())
-        total = comm.all_reduce(ranks)
+        total = comm.all_reduce(ranks, out=out)
         self.own.shuffle(pending)
         while pending:
             how = self.own.choice(["any", "stream", "host"])

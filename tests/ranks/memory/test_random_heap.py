@@ -11,6 +11,7 @@ import pytest
 from ml_dtypes import bfloat16
 
 import numba_symm as ns
+from numba_symm.environment import SIMULATED
 from numba_symm.gpu import arrays
 from tests.drivers.sides import rng
 from tests.ranks.helpers import (
@@ -170,4 +171,6 @@ def test_memory_under_steps_that_are_drawn(world, seed):
             model.draw.choice([*steps, model.ask, model.fail])()
             model.check()
         model.allocate()  # which frees what all ranks have dropped
-        assert model.mapped() == before + len(model.arrays)
+        # On a GPU, Numba's arrays of no elements keep no memory.
+        keeping = [x for x in model.arrays.values() if x.size or SIMULATED]
+        assert model.mapped() == before + len(keeping)
