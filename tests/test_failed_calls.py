@@ -136,11 +136,11 @@ CALLS = {
         ("compiling", all_reduce, (Kernel, "bind", 0)),
         ("memory for the output", all_reduce, (arrays, "empty", 0)),
         ("a plan's launch", plan, (*LAUNCH, 0)),
-        ("the second launch of three", direct_shards, (*LAUNCH, 1)),
+        ("the last launch of two", direct_shards, (*LAUNCH, 1)),
         ("the launch of one in a group", group, (*LAUNCH, 1)),
         ("a refusal amid a group", group, (*LAUNCH, 1, ns.ArgumentError)),
     ],
-    "broadcast": [("the second launch of three", direct, (*LAUNCH, 1))],
+    "broadcast": [("the last launch of two", direct, (*LAUNCH, 1))],
     "barrier": [
         ("a launch", barrier, (*LAUNCH, 0)),
         ("compiling", barrier, (Kernel, "bind", 0)),

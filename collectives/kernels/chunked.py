@@ -486,8 +486,7 @@ def bind(
         through: whether through owners.
         end: this rank's end.
         call: the call. A broadcast's source and target are one.
-        fallback_for: after a handshake, the number in ``failures.py`` of what the ranks
-            wait for there; 0: there was none.
+        fallback_for: what ``handshake.make_is_done`` takes; 0: there was no handshake.
     """
     rank, size, output, root = end.rank, end.size, kind.output, call.root
     owners = owners_of(size, output, through)
@@ -505,4 +504,5 @@ def bind(
     sizes = call.nbytes, call.count, call.vectors, share
     arguments = (call.source, target, *sizes, number, taken, tiles, chunks)
     of_call = kernel(size, element, call.op, ragged, kind, through)
-    return binding.launch(of_call, end, grid, (*arguments, fallback_for))
+    follows = fallback_for == handshake.MOVED
+    return binding.launch(of_call, end, grid, (*arguments, fallback_for), follows)

@@ -59,8 +59,8 @@ def bind(
         seen = binding.along_ring(rank, read.seen)
         known = binding.along_ring(rank, read.sources)
         copies = _copies(kind, end, call, read)
-    offer = handshake.Offer(operation, words, seen, seen, known)
-    move = handshake.bind(bind_fallback, end, call, offer, copies)
+    offer = handshake.Offer(operation, words, seen, seen)
+    move = handshake.bind(bind_fallback, end, call, offer, known, copies)
     own = Copy(call.target + rank * call.nbytes, call.source, call.nbytes)
     if read is not None and read.output and own.source != own.target:
         return Series(own, move)

@@ -19,9 +19,9 @@ most once in a reduce or a broadcast. All arrays of other ranks that a rank acce
 must be symmetric: ``handshake.py`` explains how the ranks exchange their addresses, and
 what happens otherwise.
 
-Memory order: that of ``handshake.py``, which orders the streams' earlier work before
-this kernel, and this kernel before what follows on any rank's stream. In the kernel, no
-thread depends on another one, not even in place:
+Memory order: that of ``handshake.py``, which orders the streams' earlier work before a
+block's loads and stores, and these before what follows on any rank's stream. Between
+the two, no thread depends on another one, not even in place:
 
 - In an all-reduce or a reduce, one thread of one rank loads a vector of all inputs, and
   then stores that vector of the outputs. No other thread accesses this vector, so any
@@ -30,11 +30,12 @@ thread depends on another one, not even in place:
   rank's output is its own shard of its input, or contains its input.
 - An all-to-all in place is refused, because the others load what it would overwrite.
 
-After a refusal, the third launch may be in place, as any call through the workspace.
+After a refusal, the last launch may be in place, as any call through the workspace.
 
 Each element is reduced by one rank, by their tree, so all ranks get the same bits.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,12 +53,13 @@ from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
+from numba_symm.gpu.kernels import Kernel
 
 LOADS = 8  # vectors that a thread loads before it reduces them
 
 MOVES = 6  # those that it loads before it stores them, of all ranks
 
-BLOCKS = 64
+BLOCKS = min(64, workspace.MAX_BLOCKS)
 """Most blocks of an all-reduce. On 2 GPUs, thread blocks of 8 of them were within 2 %
 of smaller ones.
 """
@@ -79,8 +81,9 @@ def batch_of(size: int, output: Output) -> int:
 def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
     """Return a device function that moves or reduces a thread's vectors of a shard.
 
-    ``(own, rank, inputs, outputs, places, at, count, low, high)``: ``inputs`` is a
-    local array of the shard's addresses. ``places`` are ``(into, source, offset,
+    ``(sent, rank, inputs, outputs, places, at, count, low, high)``: ``sent`` is the
+    address of what the other ranks have sent. ``inputs`` is a local array of the
+    shard's addresses. ``places`` are ``(into, source, offset,
     shard_bytes, to_root)``. It stores the result at ``into``, and everywhere
     ``offset`` bytes from what each other rank has sent; but a broadcast's not in the
     root, which has the index ``to_root`` in the ring. What it gathers, it stores in the
@@ -93,12 +96,11 @@ def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
     loaded = 1 if output is Output.OF_ROOT else size
     store, total = lanes.store, order.make_total(size, lanes)
     others, batch = size - 1, batch_of(size, output)
-    where = handshake.make_where(size)
     load_batch = handshake.make_load_batch(loaded, batch, lanes.load)
     write = lanes.slices.write
 
     def move_slices(
-        own: int,
+        sent: int,
         rank: int,
         inputs: Any,
         outputs: Any,
@@ -120,13 +122,13 @@ def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
             result = lanes.fold(words) if reduces else words[0]
             write(into, mine, count, result)
             for k in range(others if everywhere else 0):
-                _, there = intrinsics.ld_v2_u64(own + where(k))
+                _, there = handshake.words_of(sent, k)
                 if reduces or k != to_root:
                     write(there + offset, mine, count, result)
 
     @intrinsics.sliced(move_slices)
     def move(
-        own: int,
+        sent: int,
         rank: int,
         inputs: Any,
         outputs: Any,
@@ -156,7 +158,7 @@ def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
             for k in range(others if everywhere else 0):
                 # Loaded again, because the registers cannot hold all addresses beside a
                 # vector of each of eight ranks.
-                _, there = intrinsics.ld_v2_u64(own + where(k))  # explore: everywhere
+                _, there = handshake.words_of(sent, k)  # explore: everywhere
                 outputs[k] = there + offset  # explore: whose
             # Along the ring, so that the ranks do not all store at the same one.
             for k in range(others if everywhere else 0):
@@ -176,7 +178,9 @@ def make_direct(
     """Return the kernel for ``size`` ranks, an element type and an operation."""
     output, others = kind.output, size - 1
     move = make_move(size, make_lanes(element, op, ragged, size), kind)
-    refused, where = handshake.make_refused(size), handshake.make_where(size)
+    refused, place_of = handshake.make_refused(size), handshake.make_place(size)
+    meet, part = handshake.make_meet(size), handshake.make_part(size)
+    epochs, operation = workspace.layout(size).direct.epochs, kind.operation
     find_inputs = handshake.make_find_inputs(size)
     gathers, of_root = output is Output.SHARDS, output is Output.OF_ROOT
     to_other = output is Output.AT_ROOT and size > 2
@@ -195,6 +199,9 @@ def make_direct(
         count: int,
         vectors: int,
         to_root: int,
+        digest: int,
+        read: Any,
+        written: Any,
     ) -> None:
         # ``source`` and ``target`` are this rank's shard of its own arrays; of the
         # other ranks' arrays, it begins after ``offset`` bytes.
@@ -202,37 +209,54 @@ def make_direct(
         if block >= grid:
             return
         workspace.follow_previous_grid(early)
-        if refused(own) or vectors == 0:  # explore: refused
-            return
-        low = cuda.local.array(held, types.int64)
-        high = cuda.local.array(held, types.int64)
-        inputs = cuda.local.array(1 if of_root else size, types.int64)
-        outputs = cuda.local.array(others, types.int64)
-        into = target
-        if to_other:
-            _, there = intrinsics.ld_v2_u64(own + where(to_root))  # explore: into
-            into = there + offset
-        if of_root:
-            there, _ = intrinsics.ld_v2_u64(own + where(to_root))
-            inputs[0] = there + offset
-        elif gathers:
-            for k in range(others):
-                there, _ = intrinsics.ld_v2_u64(own + where(k))
-                inputs[k] = there + offset
-            inputs[others] = source
-        else:
-            find_inputs(own, guard.rank, source, offset, inputs)  # explore: shard
-        places = into, source, offset, shard_bytes, to_root
-        at = block * THREADS + cuda.threadIdx.x, grid * THREADS, vectors
-        move(own, guard.rank, inputs, outputs, places, at, count, low, high)
+        before, failed = workspace.resume(own, epochs, block)
+        epoch = (before + 1) & 0xFFFFFFFF
+        failed = meet(
+            *(guard, operation, ring, own, block, epoch),
+            *(digest, read, written, failed != 0),
+        )
+        sent = place_of(own, block)
+        found = refused(sent)
+        if vectors > 0 and not found and not failed:  # explore: refused
+            low = cuda.local.array(held, types.int64)
+            high = cuda.local.array(held, types.int64)
+            inputs = cuda.local.array(1 if of_root else size, types.int64)
+            outputs = cuda.local.array(others, types.int64)
+            into = target
+            if to_other:
+                _, there = handshake.words_of(sent, to_root)  # explore: into
+                into = there + offset
+            if of_root:
+                there, _ = handshake.words_of(sent, to_root)
+                inputs[0] = there + offset
+            elif gathers:
+                for k in range(others):
+                    there, _ = handshake.words_of(sent, k)
+                    inputs[k] = there + offset
+                inputs[others] = source
+            else:
+                find_inputs(sent, guard.rank, source, offset, inputs)  # explore: shard
+            places = into, source, offset, shard_bytes, to_root
+            at = block * THREADS + cuda.threadIdx.x, grid * THREADS, vectors
+            move(sent, guard.rank, inputs, outputs, places, at, count, low, high)
+        part(guard, operation, ring, own, block, found, failed)
+        # No block waits for a rank now, so the last launch may have any size.
+        intrinsics.griddepcontrol_launch_dependents()
 
     return direct
 
 
-kernel = binding.kernels_of(
-    make_direct, binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,)
-)
-"""Returns a kernel, compiled when first bound."""
+@functools.cache
+def kernel(size: int, element: Element, op: Op, ragged: bool, kind: Exchange) -> Kernel:
+    """Return the kernel, compiled when first bound.
+
+    Beside its vectors, a thread holds an address for each rank. So those of many ranks
+    need more registers.
+    """
+    constants = size, element, op, ragged, kind
+    arguments = *2 * (binding.ADDRESS,), *6 * (types.int64,), *2 * (binding.RING,)
+    weight = 1 if size <= 4 else 2
+    return binding.make_kernel(make_direct, constants, arguments, weight)
 
 
 def bind(
@@ -277,13 +301,14 @@ def bind(
         if outputs[0] == handshake.REFUSED:  # explore: both
             inputs = outputs
     most = BLOCKS if is_everywhere(kind) and output.reduces else handshake.BLOCKS
-    grid = min(workspace.divide_up(share, THREADS), end.max_blocks, most)
     ragged = partition.is_ragged(call)
     element = call.element if output.reduces else partition.moved_as(call, ragged)
     sizes = call.nbytes, count, vectors, (root - rank - 1) % size
     of_call = kernel(size, element, call.op, ragged, kind)
-    arguments = (source + offset, target, offset, *sizes)
-    move = binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)
+    room = of_call.held * end.multiprocessors
+    grid = min(workspace.divide_up(share, THREADS), room, most)
     words = f"{kind} of {call.count} {call.element.name} by {call.op!r} at {root}"
     offer = handshake.Offer(kind.operation, words, inputs, outputs)
-    return handshake.bind(bind_fallback, end, call, offer, move)
+    arguments = (source + offset, target, offset, *sizes, *offer.sent)
+    move = binding.launch(of_call, end, grid, arguments)
+    return binding.Series(move, bind_fallback(end, call, handshake.MOVED))

@@ -21,6 +21,9 @@ P = ParamSpec("P")
 
 ADDRESS = types.int64
 
+RING = types.UniTuple
+"""Stands for an address for each rank of the ring in ``make_kernel``."""
+
 Enqueue = Callable[[int], None]
 """Enqueues a packed call on the stream of that handle."""
 
@@ -180,7 +183,8 @@ def make_kernel(
     size = constants[0]
     ring = types.UniTuple(ADDRESS, max(1, size - 1))
     common = (GUARD, types.boolean, ring, ADDRESS, types.int64)
-    signature = *common, *arguments
+    own = (ring if each is RING else each for each in arguments)
+    signature = *common, *own
     held, registers = max(1, HELD // weight), weight * REGISTERS
     return Kernel(factory, constants, signature, THREADS, held, registers)
 
@@ -198,13 +202,6 @@ def kernels_of(factory: Callable[P, Any], *arguments: Any) -> Callable[P, Kernel
 
     return cast(Callable[P, Kernel], kernel)
 
-
-SLOW = 5
-"""Blocks in a thread block of the second launch of a call with a handshake.
-
-It then took 64 µs for 16 MiB on 4 ranks, and 49 to 51 with 3, 4 or 6. The cause is not
-known (``bench/README.md``).
-"""
 
 SMALL = 2
 """Blocks in a thread block, up to which an early launch of a kernel that does not wait
@@ -236,7 +233,7 @@ def launch(
     end: Endpoint,
     grid: int,
     arguments: tuple[Any, ...] = (),
-    behind: int | None = None,
+    follows: bool = False,
     waits: bool = True,
 ) -> Launch:
     """Pack a launch: guard, whether it is early, ring, own workspace, grid, arguments.
@@ -244,9 +241,9 @@ def launch(
     The ring is the other ranks' workspaces, from the next rank on, so that the ranks
     do not all access the same one first.
 
-    An early grid is launched while the one before it still runs, so both together must
-    not exceed the endpoint's multiprocessors. A thread block holds as few blocks as
-    that allows; if it cannot hold enough, the grid is not early.
+    An early grid is launched while the one before it still runs, so each takes at most
+    half of the endpoint's multiprocessors. A thread block holds as few blocks as that
+    allows; if it cannot hold enough, the grid is not early.
 
     A kernel that waits for no rank may take all multiprocessors, unless it is early:
     then it waits for the grid before it. It is early if it is small.
@@ -256,21 +253,20 @@ def launch(
         end: this rank's end.
         grid: the number of blocks.
         arguments: the kernel's own arguments.
-        behind: the multiprocessors of the launch before it, if that is known. Otherwise
-            each of the two takes at most half.
+        follows: whether it is launched by the end of a grid of the same call, whose
+            blocks wait for no rank any more. Then it may be early and take all.
         waits: whether it waits for other ranks.
     """
-    most = end.multiprocessors // 2 if behind is None else end.multiprocessors - behind
+    most = end.multiprocessors // 2
     early = grid <= (kernel.held if waits else min(kernel.held, SMALL)) * most
     held = divide_up(grid, most if early else end.multiprocessors)
     if not waits and not early:
         held = 1
-    if behind is not None and held == SLOW:
-        held += 1
     own = end.workspaces[end.rank]
     ring = along_ring(end.rank, end.workspaces) or (own,)
     args = (end.guard, early, ring, own, grid, *arguments)
-    return kernel.bind(grid, *args, held=min(held, kernel.held), early=early)
+    held = min(held, kernel.held)
+    return kernel.bind(grid, *args, held=held, early=early or follows)
 
 
 def along_ring(rank: int, by_rank: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,34 +1,34 @@
 """The handshake, after which kernels work on the ranks' own arrays, without slots.
 
-A call has three launches:
+Each rank sends every other rank the addresses at which that rank sees its arrays, in
+packets of mailboxes (``packets.py``) with the call's epoch. A rank whose array is not
+symmetric, or not on a 16-byte boundary, sends 0 instead, which refuses the call.
 
-1. The handshake, which one block executes. Each rank sends every other rank the
-   addresses at which that rank sees its arrays, in packets of mailboxes
-   (``mailboxes.py``) with the call's epoch. A rank whose array is not symmetric, or not
-   on a 16-byte boundary, sends 0 instead, which refuses the call.
-2. The kernel ``direct.py``, or copies, which work on the arrays. After a refusal, the
-   kernel does nothing, and the copies' results are discarded.
-3. After a refusal, the call through the workspace. Otherwise, the ranks only wait for
-   each other.
+A call by ``direct.py`` has two launches. In the first one, each block *meets* the
+blocks of its index on the other ranks, works on the arrays unless a rank refused, and
+*parts*: it waits until the others have done so. The second launch makes the call
+through the workspace after a refusal; otherwise it ends at once. A call by copies has
+three launches. Before them, one block meets the others. After them, the first block of
+the last launch parts. After a refusal, what the copies have stored is overwritten.
 
 Memory order. The start of the first launch makes all earlier work of the rank's stream
-visible to its threads. A fence orders that work before the packets. A fence after the
-packets have been received orders them before the second launch, which begins when the
-first one has ended. So no rank reads an array before its stream has written it, or
-writes one that is in use. The flags of the third launch (``flags.py``) begin with a
-fence, so they follow all loads and stores of the second one. Later work of a rank's
-stream thus follows the second launches of all ranks.
+visible to its threads. A fence orders that work before the packets, and an acquire of a
+packet orders it before what the receiving block does. So no rank reads an array before
+its stream has written it, or writes one that is in use. The flags (``flags.py``) begin
+with a fence, so they follow all loads and stores of the block. Later work of a rank's
+stream thus follows what all ranks' blocks have done.
 
 A digest of the call is sent with the addresses, because a call writes other ranks'
 arrays. So ranks whose calls differ fail together, before any array is written. After
-others have given up, a late rank writes nothing either, nor does a rank that waited for
-it: each rank reads the board after it has sent its packets, and again after a long
-wait. A failure while the last rank's packets are in transit is found too late. After a
-failure, the third launch does nothing, either.
+others have given up, a late block writes nothing either, nor does one that waited for
+it. For this purpose, a block that has failed marks all ranks as failed. Each block
+loads its rank's mark after it has sent its packets, and reads the board after a long
+wait. A failure while the last packets are in transit is found too late. After a
+failure, the last launch does nothing, either.
 
-A mailbox is used again in the next call. A rank begins that call only after all others
-have read the mailbox. The third launch ends with a wait for all of them, with its own
-flags or those of the kernel that executes the call.
+A mailbox is used again in the next call. A block begins that call only after all others
+have read the mailbox: they have parted, or are in the last launch's wait for each other
+(after a refusal).
 """
 
 import functools
@@ -39,7 +39,6 @@ from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import (
-    ADDRESS,
     BindFallback,
     Call,
     Endpoint,
@@ -50,18 +49,21 @@ from numba_symm.collectives.protocols.binding import (
 )
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import (
+    MAX_BLOCKS,
     THREADS,
     VECTOR,
     follow_previous_grid,
     keep,
     keep_failure,
     layout,
+    load_failure,
     resume,
+    sync_block_or,
 )
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
-    ld_relaxed_sys_u64,
+    ld_acquire_sys_u64,
     ld_v2_u64,
     st_v2_u64,
     thread_index_x,
@@ -78,19 +80,16 @@ from numba_symm.device.polling import (
     since,
     wait_record,
 )
-from numba_symm.gpu.kernels import Kernel
 from numba_symm.launch.failures import CALL_MISMATCH
 
-BLOCKS = 120
+BLOCKS = min(120, MAX_BLOCKS)
 """The most blocks of the second launch.
 
 More simultaneous loads only congest the links.
 """
 
-MULTIPROCESSORS = 1
-"""Those of the first launch. The second one may take all others and be early. The third
-one may be early, too; it waits for the second one, which waits for no rank.
-"""
+MOVED = -1
+"""Tells the last launch that the one before has done all but a refused call."""
 
 _BOX = 4 * VECTOR  # two vectors as packets
 
@@ -109,24 +108,32 @@ class Offer(NamedTuple):
         words: the call in words, equal on all ranks.
         read: what ``offered`` returned for the array that is read.
         written: the same for the one that is written.
-        known: for each rank of the ring, the address at which this rank assumes what it
-            reads; it refuses any other offer. Empty: it accepts every offered address.
     """
 
     operation: int
     words: str
     read: tuple[int, ...]
     written: tuple[int, ...]
-    known: tuple[int, ...] = ()
+
+    @property
+    def sent(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """The digest and the words, as kernels take them."""
+        return digest_of(self.words), self.read, self.written
 
 
-def make_handshake(size: int) -> Any:
-    """Return the kernel of the handshake of ``size`` ranks, at least two."""
-    region = layout(size).direct
-    epochs, slots = region.epochs, region.slots
+@functools.cache
+def make_meet(size: int) -> Callable[..., bool]:
+    """Return a device function for ``size`` ranks, which a whole block calls.
+
+    ``(guard, operation, ring, own, block, epoch, digest, first, second, failed)`` sends
+    the words ``first[k]`` and ``second[k]`` to the block of the k-th neighbour, and
+    stores what that one has sent in the block's places. Returns whether a thread of the
+    block has found a failure, or passes ``failed``.
+    """
+    slots = layout(size).direct.slots
     others = size - 1
     mirror = make_mirror(size)
-    where = make_where(size)
+    place_of = make_place(size)
 
     @device_function
     def received(guard: Any, mail: int, epoch: int, record: int) -> Any:
@@ -146,7 +153,100 @@ def make_handshake(size: int) -> Any:
         # explore: late
         if started != 0 and must_give_up(guard, started, record):
             return 0, 0, 0, False
+        # Acquires what the sender's fence orders before this packet.
+        ld_acquire_sys_u64(mail)  # explore: acquire
         return first, second, digest, True
+
+    @device_function
+    def meet(
+        guard: Any,
+        operation: int,
+        ring: Any,
+        own: int,
+        block: int,
+        epoch: int,
+        digest: int,
+        first: Any,
+        second: Any,
+        failed: bool,
+    ) -> bool:
+        thread = thread_index_x()
+        boxes = slots + block * others * _BOX
+        if thread < others:
+            fence_acq_rel_sys()  # explore: fence
+        for k in range(others):
+            if thread == k % THREADS and not failed:
+                mail = ring[k] + boxes + mirror(k) * _BOX
+                post_packets(mail, VECTOR, first[k], second[k], epoch)
+                post_packets(mail + 2 * VECTOR, VECTOR, digest, 0, epoch)
+        # If others sent theirs long ago and gave up since, it shows that. So would the
+        # board, but blocks would read that one after another, across PCIe.
+        failed |= load_failure(own, block) != 0  # explore: given-up
+        k = thread
+        while k < others:
+            peer = (guard.rank + 1 + k) % size
+            record = wait_record(operation, guard.rank, peer, block, epoch)
+            theirs, output = REFUSED, REFUSED
+            if not failed:
+                mail = own + boxes + k * _BOX
+                theirs, output, call, arrived = received(guard, mail, epoch, record)
+                failed = not arrived or call != digest  # explore: digest
+                if arrived and failed:
+                    record = wait_record(CALL_MISMATCH, guard.rank, peer, block, epoch)
+                    fail(guard, record)
+            if failed or first[0] == REFUSED:  # explore: refuses
+                # A rank that refuses treats all ranks as refusing.
+                theirs = REFUSED
+            st_v2_u64(place_of(own, block) + k * VECTOR, (theirs, output))
+            k += THREADS
+        return sync_block_or(failed)  # explore: agree
+
+    return meet
+
+
+@functools.cache
+def make_part(size: int) -> Callable[..., None]:
+    """Return a device function for ``size`` ranks, which a whole block calls.
+
+    ``(guard, operation, ring, own, block, found, failed)`` waits until all
+    ranks' blocks of that index have called it, unless a rank refused the call, which is
+    ``found``. Then it keeps the epoch.
+    """
+    region = layout(size).direct
+    epochs, flags = region.epochs, region.flags
+    raise_flags, await_flags = make_flags(size)
+
+    @device_function
+    def part(
+        guard: Any,
+        operation: int,
+        ring: Any,
+        own: int,
+        block: int,
+        found: bool,
+        failed: bool,
+    ) -> None:
+        # Loaded again, because the registers are needed for what is moved.
+        before, marked = resume(own, epochs, block)
+        epoch, flag = (before + 1) & 0xFFFFFFFF, flags + 4 * size * block
+        # Also after a refusal, because flags must not be 2**31 calls old.
+        # explore: signal
+        failed = raise_flags(ring, flag, guard.rank, epoch, failed or marked != 0)
+        if not found:
+            # explore: wait
+            failed = await_flags(guard, operation, own + flag, block, epoch, failed)
+        for k in range(size - 1):
+            keep_failure(ring[k], failed)  # explore: tell
+        # All threads have resumed before they raised flags.
+        keep(own, epochs, block, epoch, failed)
+
+    return part
+
+
+def make_handshake(size: int) -> Any:
+    """Return the kernel of the handshake before copies, of ``size`` ranks."""
+    epochs, others = layout(size).direct.epochs, size - 1
+    meet, place_of = make_meet(size), make_place(size)
 
     def handshake(
         guard: Any,
@@ -161,85 +261,68 @@ def make_handshake(size: int) -> Any:
         known: Any,
     ) -> None:
         follow_previous_grid(early)
-        thread = thread_index_x()
         before, failed = resume(own, epochs, 0)
         epoch = (before + 1) & 0xFFFFFFFF
-        if thread < others:
-            fence_acq_rel_sys()  # explore: fence-before
-        for k in range(others):
-            if thread == k % THREADS and not failed:
-                mail = ring[k] + slots + mirror(k) * _BOX
-                post_packets(mail, VECTOR, first[k], second[k], epoch)
-                post_packets(mail + 2 * VECTOR, VECTOR, digest, 0, epoch)
-        # A read of the board crosses PCIe, so it is made while the packets are in
-        # transit. If others sent theirs long ago and gave up since, it shows that.
-        if thread < others and not failed:
-            # explore: board
-            failed = ld_relaxed_sys_u64(guard.board + 8 * guard.rank) != 0
-        k = thread
-        while k < others:
-            peer = (guard.rank + 1 + k) % size
-            record = wait_record(operation, guard.rank, peer, 0, epoch)
-            mail = own + slots + k * _BOX
-            theirs, output = REFUSED, REFUSED
-            if not failed:
-                theirs, output, call, arrived = received(guard, mail, epoch, record)
-                failed = not arrived or call != digest  # explore: digest
-                if arrived and failed:
-                    record = wait_record(CALL_MISMATCH, guard.rank, peer, 0, epoch)
-                    fail(guard, record)
-            if failed or first[0] == REFUSED:  # explore: refuses
-                # A rank that refuses treats all ranks as refusing.
-                theirs = REFUSED
-            st_v2_u64(own + where(k), (theirs, output))
-            k += THREADS
+        failed = meet(
+            guard, operation, ring, own, 0, epoch, digest, first, second, failed != 0
+        )
         for k in range(others):
             # The same thread stored them.
-            if thread == k % THREADS and known[k] != 0:
-                theirs, output = ld_v2_u64(own + where(k))
+            if thread_index_x() == k % THREADS:
+                place = place_of(own, 0) + k * VECTOR
+                theirs, output = ld_v2_u64(place)
                 if theirs != known[k]:  # explore: elsewhere
-                    st_v2_u64(own + where(k), (REFUSED, output))
-        if thread < others:
-            fence_acq_rel_sys()  # explore: fence-after
-        keep_failure(own, failed)  # the third launch counts the epoch
+                    st_v2_u64(place, (REFUSED, output))
+        for k in range(others):
+            keep_failure(ring[k], failed)
+        keep_failure(own, failed)  # the last launch counts the epoch
 
     return handshake
 
 
 @functools.cache
-def make_where(size: int) -> Callable[[int], int]:
+def make_place(size: int) -> Callable[[int, int], int]:
     """Return a device function for ``size`` ranks.
 
-    ``(k)`` returns the offset in the workspace of the two addresses that the k-th
-    neighbour has sent; the first is ``REFUSED`` if there is none.
+    ``(own, block)`` returns the address of the block's places: for each neighbour, the
+    two addresses that it has sent; the first is ``REFUSED`` if there is none.
     """
-    places = layout(size).direct.slots + (size - 1) * _BOX
+    others = size - 1
+    places = layout(size).direct.slots + MAX_BLOCKS * others * _BOX
 
     @device_function
-    def where(k: int) -> int:
-        return places + k * VECTOR
+    def place_of(own: int, block: int) -> int:
+        return own + places + block * others * VECTOR
 
-    return where
+    return place_of
+
+
+@device_function
+def words_of(place: int, k: int) -> Any:
+    """Return what the k-th neighbour has sent, from the address of a block's places."""
+    return ld_v2_u64(place + k * VECTOR)
 
 
 @functools.cache
 def make_find_inputs(size: int) -> Callable[[int, int, int, int, Any], None]:
     """Return a device function for ``size`` ranks, for the second launch.
 
-    ``(own, rank, source, offset, inputs)`` fills the local array ``inputs`` with the
+    ``(place, rank, source, offset, inputs)`` fills the local array ``inputs`` with the
     addresses that are read, by rank, because reductions are in this order: ``source``
-    of this rank, and ``offset`` bytes from what each other rank has sent.
+    of this rank, and ``offset`` bytes from what each other rank has sent. ``place`` is
+    the address of the block's places.
     """
     others = size - 1
-    where = make_where(size)
 
     @device_function
-    def find_inputs(own: int, rank: int, source: int, offset: int, inputs: Any) -> None:
+    def find_inputs(
+        place: int, rank: int, source: int, offset: int, inputs: Any
+    ) -> None:
         for r in range(size):
             k = (r + others - rank) % size
             inputs[r] = source
             if k < others:
-                there, _ = ld_v2_u64(own + where(k))
+                there, _ = words_of(place, k)
                 inputs[r] = there + offset
 
     return find_inputs
@@ -271,17 +354,16 @@ def make_load_batch(size: int, batch: int, load: Load) -> Callable[..., None]:
 def make_refused(size: int) -> Callable[[int], bool]:
     """Return a device function for ``size`` ranks.
 
-    ``(own)`` returns whether a rank refused, or this one has found a failure: then the
-    second launch must do nothing. Unless one has failed, all ranks find the same.
+    ``(place)`` returns whether a rank refused, or this one has found a failure: then
+    nothing may be moved. Unless one has failed, all ranks find the same.
     """
     others = size - 1
-    where = make_where(size)
 
     @device_function
-    def refused(own: int) -> bool:
+    def refused(place: int) -> bool:
         found = False
         for k in range(others):
-            first, _ = ld_v2_u64(own + where(k))
+            first, _ = words_of(place, k)
             found |= first == REFUSED  # explore: found
         return found
 
@@ -290,50 +372,33 @@ def make_refused(size: int) -> Callable[[int], bool]:
 
 @functools.cache
 def make_is_done(size: int) -> Callable[[Any, Any, int, int, int], bool]:
-    """Return a device function for ``size`` ranks, for the third launch.
+    """Return a device function for ``size`` ranks, for the last launch.
 
-    ``(guard, ring, own, block, fallback_for)`` returns whether the second launch has
-    done the call, because no rank refused. Then the ranks' first blocks have waited for
-    each other; ``fallback_for`` is the number in ``failures.py`` for a wait that is
-    given up. If it is 0, this launch is the only one, and has to do the call. After a
-    failure, no block waits here, and the launch stores nothing (``workspace.resume``).
-    The whole block calls it.
+    ``(guard, ring, own, block, fallback_for)`` returns whether an earlier launch has
+    done the call, because no rank refused. If ``fallback_for`` is the number in
+    ``failures.py`` of a wait, the ranks' first blocks then have waited for each other.
+    ``MOVED``: the earlier launch has waited. 0: this launch is the only one, and has to
+    do the call. After a failure, the launch stores nothing (``workspace.resume``). The
+    whole block calls it.
     """
-    region = layout(size).direct
-    epochs, flags = region.epochs, region.flags
-    refused = make_refused(size)
-    raise_flags, await_flags = make_flags(size)
+    refused, place_of, part = make_refused(size), make_place(size), make_part(size)
 
     @device_function
     def is_done(guard: Any, ring: Any, own: int, block: int, fallback_for: int) -> bool:
         if fallback_for == 0:
             return False
-        found = refused(own)
-        if block == 0:
-            epoch, failed = resume(own, epochs, block)
-            epoch = (epoch + 1) & 0xFFFFFFFF
-            # Also after a refusal, because flags must not be 2**31 calls old.
-            # explore: signal
-            failed = raise_flags(ring, flags, guard.rank, epoch, failed)
-            if not found:
-                # explore: wait
-                failed = await_flags(
-                    guard, fallback_for, own + flags, block, epoch, failed
-                )
-            # All threads have resumed before they raise flags.
-            keep(own, epochs, block, epoch, failed)
+        found = refused(place_of(own, 0))
+        if fallback_for != MOVED and block == 0:
+            part(guard, fallback_for, ring, own, block, found, False)
         return not found
 
     return is_done
 
 
-@functools.cache
-def handshake_kernel(size: int) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    seen = types.UniTuple(ADDRESS, size - 1)
-    return binding.make_kernel(
-        make_handshake, (size,), (types.int64, types.int64, *3 * (seen,))
-    )
+handshake_kernel = binding.kernels_of(
+    make_handshake, types.int64, types.int64, *3 * (binding.RING,)
+)
+"""Returns the kernel, compiled when first bound."""
 
 
 def bind(
@@ -341,9 +406,10 @@ def bind(
     end: Endpoint,
     call: Call,
     offer: Offer,
-    move: Enqueue,
+    known: tuple[int, ...],
+    copies: Enqueue,
 ) -> Enqueue:
-    """Return the three launches, of which the second one is given.
+    """Return the three launches of a call by copies.
 
     Args:
         bind_fallback: binds the third one, which does the call if a rank refused. It
@@ -351,13 +417,13 @@ def bind(
         end: this rank's end.
         call: the call.
         offer: what the ranks exchange first.
-        move: works on the arrays, unless a rank refused.
+        known: for each rank of the ring, the address at which this rank assumes what it
+            reads; it refuses any other offer.
+        copies: those of the call.
     """
-    known = offer.known or refusal(end.size)  # zeros: nothing is known
-    digest = digest_of(offer.words)
-    args = (offer.operation, digest, offer.read, offer.written, known)
-    offering = binding.launch(handshake_kernel(end.size), end, 1, args)
-    return Series(offering, move, bind_fallback(end, call, offer.operation))
+    kernel = handshake_kernel(end.size)
+    offering = binding.launch(kernel, end, 1, (offer.operation, *offer.sent, known))
+    return Series(offering, copies, bind_fallback(end, call, offer.operation))
 
 
 def offered(end: Endpoint, address: int, nbytes: int) -> tuple[int, ...]:

@@ -297,7 +297,7 @@ def layout(size: int) -> Layout:
 
     slots = {
         "barrier": 0,
-        "direct": 5 * VECTOR * (size - 1),
+        "direct": MAX_BLOCKS * 5 * VECTOR * (size - 1),
         **{f"one_shot_{name}": taken(each, 1) for name, each in ONE_SHOT.items()},
         **{f"two_shot_{name}": taken(each, 2) for name, each in TWO_SHOT.items()},
         "chunked": taken(CHUNKED, 2),

@@ -17,7 +17,9 @@ class Copies:
 
     def __init__(self, code, size, workspace=0):
         self.refused = code.handshake.make_refused(size)
-        self.kernel, self.workspace = code.programs.copy, workspace
+        place_of = code.handshake.make_place(size)
+        self.kernel = code.programs.copy
+        self.place = place_of(workspace, 0) if workspace else 0
         self.mine = []  # the rank's arrays, first and last byte
 
     def on(self, stream):
@@ -25,8 +27,8 @@ class Copies:
 
         def copy(target, source, nbytes):
             here = any(first <= source <= last for first, last in self.mine)
-            own = 0 if here else self.workspace
-            args = (self.refused, own, target, source, nbytes // 8)
+            place = 0 if here else self.place
+            args = (self.refused, place, target, source, nbytes // 8)
             stream.append(Launch(self.kernel, 1, args, is_copy=True))
 
         stream.copy = copy

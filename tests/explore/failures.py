@@ -14,11 +14,12 @@ class NoStoreAfterFailure:
     found it if one before it marked that the rank has failed. Copies find nothing.
 
     The ranks' own arrays have a second rule, because after a failure their ranks may
-    use them again. No later kernel of a stream stores in them
+    use them again. A block with a handshake, and later kernels of a stream after a
+    kernel that is one, store nothing in them
 
-    - once a handshake there has sent a packet when its rank already had a record; or
-    - once a thread of a handshake that had looked at the clock polled when its rank
-      already had a record.
+    - once a thread there has sent a packet when its rank was already marked; or
+    - once a thread there that had looked at the clock polled when its rank already had
+      a record.
 
     Args:
         board: the addresses of all records.
@@ -27,6 +28,7 @@ class NoStoreAfterFailure:
         arrays: the numbers of the regions of the ranks' own arrays.
         recorded: ``(lane)`` returns whether a record has reached the board of the rank
             of that stream.
+        marked: ``(lane, block)`` returns the same of the mark that the block loads.
     """
 
     def __init__(
@@ -36,14 +38,15 @@ class NoStoreAfterFailure:
         marks: set[int],
         arrays: set[int],
         recorded: Callable[[int], bool],
+        marked: Callable[[int, int], bool],
     ):
         self._board = board
         self._kept = kept
         self._marks = marks
         self._arrays = arrays
-        self._recorded = recorded
+        self._recorded, self._marked = recorded, marked
         self._failed: set[int] = set()  # lanes
-        self._late: set[int] = set()  # lanes
+        self._late: set[Any] = set()  # lanes, and blocks of a grid
 
     def starts(self, grid: Any) -> None:
         """Record whether a launch before this one has marked a failure.
@@ -57,13 +60,14 @@ class NoStoreAfterFailure:
     def polls(self, thread: Any) -> None:
         """Record whether a thread that waits has to find a failure."""
         if thread.has_looked_at_the_clock:
-            self._has_to_find(thread)
+            self._has_to_find(thread, self._recorded(thread.lane))
 
-    def _has_to_find(self, thread: Any) -> None:
-        kernel = thread.grid.launch.kernel
-        handshake = kernel.__qualname__.startswith("make_handshake")
-        if handshake and self._recorded(thread.lane):
+    def _has_to_find(self, thread: Any, failure: bool) -> None:
+        kernel = thread.grid.launch.kernel.__qualname__
+        if kernel.startswith("make_handshake") and failure:
             self._late.add(thread.lane)
+        if kernel.startswith("make_direct") and failure:
+            self._late.add((thread.grid, thread.block))
 
     def loaded(self, thread: Any, address: int, value: int) -> None:
         """Record whether a thread has loaded a record."""
@@ -79,8 +83,9 @@ class NoStoreAfterFailure:
         elif thread.failed and address not in self._kept:
             text = f"{thread.observer.name} stores to {address:#x} after a failure"
             raise Finding("failure", text)
-        elif address not in self._kept:
-            self._has_to_find(thread)
-        if thread.lane in self._late and address // REGION in self._arrays:
+        elif address // REGION not in self._arrays:
+            if address not in self._kept:
+                self._has_to_find(thread, self._marked(thread.lane, thread.block))
+        elif self._late & {thread.lane, (thread.grid, thread.block)}:
             text = f"{thread.observer.name} stores too late at {address:#x}"
             raise Finding("failure", text)

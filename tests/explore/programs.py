@@ -127,12 +127,12 @@ def write(target: int, inputs: int, words: int) -> None:
 
 
 @device_function
-def copy(refused: Any, own: int, target: int, source: int, words: int) -> None:
+def copy(refused: Any, place: int, target: int, source: int, words: int) -> None:
     """Copy words as a copy engine does.
 
-    After a refusal at ``own``, unless that is 0, the data is undefined: zeros here.
+    After a refusal at ``place``, unless that is 0, the data is undefined: zeros here.
     """
-    void = own != 0 and refused(own)
+    void = place != 0 and refused(place)
     for i in range(cuda.threadIdx.x, words, THREADS):
         word = 0
         if not void:

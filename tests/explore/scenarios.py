@@ -118,13 +118,14 @@ def calls_on_own_arrays(code, epochs=0, lag=0, names=None):
         if epochs:
             world.plant_epochs(region, epochs, epochs - lag)
         for workspace in world.workspaces if epochs else ():
-            packets = 8 * (world.size - 1)
+            packets = 8 * (world.size - 1) * world.blocks
             for at in range(region.slots, region.slots + 8 * packets, 8):
                 world.memory.plant(workspace + at, 8, epochs << 32 | 77)
         count = a_count(world)
         arrays = world.map("array", 8 * count + 8)
         if machine.random.random() < 0.1:
             arrays[0] += 8  # not aligned to 16 bytes
+        refusals = arrays[0] % 16
         words = [[an_integer(machine.random) for _ in range(count)] for _ in arrays]
         for array, mine in zip(arrays, words, strict=True):
             for i, word in enumerate(mine):
@@ -132,6 +133,7 @@ def calls_on_own_arrays(code, epochs=0, lag=0, names=None):
         for _ in range(4):
             name = machine.random.choice(on_own_arrays(world.size, count, names))
             refusing = machine.random.choice([None, None, None, *range(world.size)])
+            refusals += refusing is not None
             words = world.on_own_arrays(name, arrays, words, refusing)
             if machine.haste:
                 # A rank that gave up may use its array again while a rank that did not
@@ -149,6 +151,10 @@ def calls_on_own_arrays(code, epochs=0, lag=0, names=None):
                 world.launch(rank, code.programs.write, 1, array, inputs[rank], count)
             words = new
         world.run()
+        marked = {world.is_marked(rank) for rank in range(world.size)}
+        # After a refusal, a call through the workspace may fail, which marks one rank.
+        if len(marked) > 1 and not refusals:
+            raise Finding("result", "a rank is not marked as failed")
 
     return scenario
 

@@ -188,8 +188,8 @@ BROKEN = {
     "exchanges_mailed": removed("mailboxes", "fence"),
     "exchanges_chunked": removed("flags", "fence"),
     "everything": removed("flags", "synchronize"),
-    "own_arrays": removed("handshake", "fence-before"),
-    "own_arrays_at_the_wrap": removed("handshake", "fence-after"),
+    "own_arrays": removed("handshake", "fence"),
+    "own_arrays_at_the_wrap": removed("handshake", "acquire"),
     "messages": removed("credit", "credit-synchronize"),
     "groups": removed("credit", "flag-synchronize"),
 }

@@ -346,7 +346,6 @@ class World(Messages):
         regions = [
             each for each in vars(self.layout).values() if hasattr(each, "slots")
         ]
-        where = self.code.handshake.make_where(self.size)
         marks = self.marks | {
             base + at
             for base in self.workspaces
@@ -354,7 +353,7 @@ class World(Messages):
         }
         places = [
             *(at for each in regions for at in range(each.epochs, each.flags, 4)),
-            *(where(k) + word for k in range(self.size - 1) for word in (0, 8)),
+            *self.handshake_places(),
         ]
         kept = self.kept | {base + at for base in self.workspaces for at in places}
         kept |= marks
@@ -366,7 +365,20 @@ class World(Messages):
         self.machine.rule = NoStoreAfterFailure(
             *(board, kept, marks, self.shared),
             lambda lane: lane < self.size and self.record(lane) != 0,
+            lambda lane, block: lane < self.size and self.is_marked(lane, block),
         )
+
+    def is_marked(self, rank, block=0):
+        """Return whether a rank's mark, which the block loads, shows a failure."""
+        workspace = self.code.workspace
+        at = workspace._LINE * (block & workspace._MARKS - 1)
+        return self.memory.final(self.workspaces[rank] + at, 4) != 0
+
+    def handshake_places(self):
+        """Return where in a workspace the words are that others have sent."""
+        place_of = self.code.handshake.make_place(self.size)
+        words = 2 * (self.size - 1)
+        return range(place_of(0, 0), place_of(0, 0) + 8 * words * self.blocks, 8)
 
     def let_a_rank_leave(self):
         """Let a rank leave before any of its calls; return it, or None."""

@@ -24,7 +24,7 @@ from numba_symm.collectives.kernel_set import (
     SIGNALS,
     endpoint,
 )
-from numba_symm.collectives.kernels import barrier, pack, transfer
+from numba_symm.collectives.kernels import barrier, direct, pack, transfer
 from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.collectives.protocols.credit import Message, Span
@@ -303,7 +303,8 @@ def test_a_handshake_is_followed_by_the_kernel_of_calls_without_one(size):
     for operation in OPERATIONS.values():
         for algorithm, made in operation.algorithms.items():
             found = bound(operation, algorithm)
-            shakes = any(kernel.factory is make_handshake for kernel in found)
+            shaking = make_handshake, direct.make_direct
+            shakes = any(kernel.factory in shaking for kernel in found)
             assert shakes == (made.handshake and made.suits(size))
             if shakes:
                 assert bound(operation, GENERAL) < found

@@ -19,6 +19,7 @@ from tests.kernel_cases import (
     CODED,
     COLLECTIVE,
     DIGEST,
+    DIRECT,
     EVERY,
     EXACT,
     EXPERTS,
@@ -100,9 +101,12 @@ def test_a_collective_waits_for_the_grid_before_it_accesses_memory(case, cc):
         assert not waits
         assert not starts
     else:
-        assert len(waits) == len(starts) == 1
+        assert len(waits) == 1
         assert waits[0] < min(code.find(r"(LDG|STG)\b.*"))
         assert waits[0] < starts[0]
+        # A call between the ranks' own arrays starts its last launch at its end.
+        assert len(starts) < 3
+        assert all(start > max(code.find(r"BAR\..*")) for start in starts[1:])
 
 
 @on(EVERY)
@@ -294,28 +298,27 @@ def test_few_tokens_are_posted_and_received_without_a_fence(case, cc):
     assert posts[case[1] - 2] < polls[0]  # a vector to each other rank
 
 
-@on(HANDSHAKES)
-def test_addresses_are_sent_after_a_fence_and_used_after_another(case, cc):
+@on([*HANDSHAKES, *DIRECT])
+def test_addresses_are_sent_after_a_fence_and_used_after_an_acquire(case, cc):
     code = compiled(case, cc)
     packets = code.find(r"STG\.E\.128\.STRONG\.SYS")
     assert len(packets) == 4 * (case[1] - 1)  # two vectors to each other rank
     polls = code.find(r"LDG\.E\.128\.STRONG\.SYS")
-    first, last = code.find(r"MEMBAR\.(ALL|SC)\.SYS")
-    assert first < packets[0]
+    fence = code.find(r"MEMBAR\.(ALL|SC)\.SYS")[0]
+    assert fence < packets[0]
     assert packets[-1] < polls[0]
-    assert polls[-1] < last
-    # The addresses, kept for the next launch; again where they are not the known ones.
+    # The addresses, kept for the block; again where they are not the known ones.
     kept = code.find(r"STG\.E\.128")
-    assert len(kept) == case[1]
-    assert polls[-1] < kept[0]
-    assert kept[-1] < last
+    acquires = [at for at in code.find(r"CCTL\.IVALL") if at > fence + 8]
+    assert polls[-1] < acquires[0] < kept[0]
 
 
 @on(SHARDS)
 def test_a_shard_of_all_ranks_is_loaded_before_any_is_reduced(case, cc):
     name, size = case[:2]
     code = compiled(case, cc)
-    loads, stores = code.find(r"LDG\.E\.128"), code.find(r"STG\.E\.128")
+    loads, (kept, *stores) = code.find(r"LDG\.E\.128"), code.find(r"STG\.E\.128")
+    assert kept < loads[0]  # the addresses
     batch = direct.LOADS // size
     assert len(loads) == batch * size
     assert not branches(code.between(loads[0], loads[-1]))
@@ -327,7 +330,8 @@ def test_a_shard_of_all_ranks_is_loaded_before_any_is_reduced(case, cc):
 @on(GATHERS)
 def test_a_batch_of_all_inputs_is_loaded_before_any_is_stored(case, cc):
     code = compiled(case, cc)
-    loads, stores = code.find(r"LDG\.E\.128"), code.find(r"STG\.E\.128")
+    loads, (kept, *stores) = code.find(r"LDG\.E\.128"), code.find(r"STG\.E\.128")
+    assert kept < loads[0]  # the addresses
     batch = {2: 3, 4: 1, 8: 1}[case[1]]
     assert len(loads) == len(stores) == batch * case[1]
     assert not branches(code.between(loads[0], loads[-1]))

@@ -4,13 +4,10 @@ import itertools
 
 import pytest
 
-from numba_symm import dtypes
 from numba_symm.collectives.kernel_set import endpoint
-from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.protocols import partition, workspace
-from numba_symm.collectives.protocols.binding import EARLY_VECTORS, Call
+from numba_symm.collectives.protocols.binding import EARLY_VECTORS
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS, mailed_grid
-from numba_symm.gpu.kernels import bound
 
 
 @pytest.mark.parametrize("size", range(1, 65))
@@ -55,17 +52,3 @@ def test_calls_are_early_while_a_thread_sends_few_vectors(size, multiprocessors)
                 assert of_a_thread <= EARLY_VECTORS
             if tiles > EARLY_VECTORS * early and tiles % most == 0:
                 assert grid == most  # it takes all multiprocessors
-
-
-@pytest.mark.parametrize(
-    ("multiprocessors", "blocks"), [(12, 11), (16, 11), (17, 16), (32, 22)]
-)
-def test_no_second_launch_has_five_blocks_in_a_thread_block(multiprocessors, blocks):
-    end = endpoint(4, multiprocessors)
-    float32 = dtypes.element("float32", "test")
-    call = Call(1 << 30, 1 << 40, 1 << 22, float32, "sum")
-    named = ALL_REDUCE.algorithms.items()
-    meeting = next(name for name, made in named if made.handshake)
-    with bound() as launches:
-        ALL_REDUCE.bind(meeting, end, call)
-    assert launches[0].blocks == blocks

@@ -411,17 +411,14 @@ _MUTANTS = [
     Mutant(
         "handshake.2",
         "collectives/protocols/handshake.py",
-        (
-            "if thread < others:\n"
-            "            fence_acq_rel_sys()  # explore: fence-after"
-        ),
-        ("if False:\n            fence_acq_rel_sys()"),
+        "ld_acquire_sys_u64(mail)",
+        "ld_relaxed_sys_u64(mail)",
     ),
     Mutant(
         "handshake.3",
         "collectives/protocols/handshake.py",
-        ("if not found:\n                # explore: wait"),
-        ("if found:\n                # explore: wait"),
+        ("if not found:\n            # explore: wait"),
+        ("if found:\n            # explore: wait"),
     ),
     Mutant(
         "mailboxes.1",

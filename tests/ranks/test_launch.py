@@ -60,24 +60,24 @@ def test_what_is_wrong_with_the_environment_is_warned_of_once(world, monkeypatch
 def bound(monkeypatch):
     """Names of kernels and their thread blocks, with those of an early neighbour.
 
-    The second launch of a call between the ranks' own arrays is early beside its
-    handshake, of one thread block. While it works, it waits for no rank.
+    The last launch of a call between the ranks' own arrays is early, too, beside one
+    whose blocks wait for no rank any more.
     """
-    found, before = [], [None]
+    found, after = [], [False]
     bind, launch = Kernel.bind, binding.launch
 
     def noted(self, grid, *args, held=1, early=False):
         blocks = -(-grid // held)
-        beside = blocks if before[-1] is None else before[-1]
-        found.append((self.factory.__name__, blocks + (beside if early else 0)))
+        beside = blocks if early and not after[-1] else 0
+        found.append((self.factory.__name__, blocks + beside))
         return bind(self, grid, *args, held=held, early=early)
 
-    def launched(kernel, end, grid, arguments=(), behind=None):
-        before.append(behind)
+    def launched(kernel, end, grid, arguments=(), follows=False):
+        after.append(follows)
         try:
-            return launch(kernel, end, grid, arguments, behind)
+            return launch(kernel, end, grid, arguments, follows)
         finally:
-            before.pop()
+            after.pop()
 
     monkeypatch.setattr(Kernel, "bind", noted)
     monkeypatch.setattr(binding, "launch", launched)
