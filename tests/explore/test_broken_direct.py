@@ -147,7 +147,7 @@ def test_late_ranks_change_no_arrays(ranks):
     holds(calls_on_own_arrays(device_code(POLLS)), ranks, 120 // ranks, haste=OFTEN)
 
 
-# With three ranks, a thousand schedules seldom have a late rank beside two that gave up.
+# Of three ranks, one is seldom late after both others have given up.
 @pytest.mark.parametrize(
     ("what", "ranks"),
     [
