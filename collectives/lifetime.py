@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 from numba_symm import arguments, environment, process
 from numba_symm.collectives import enqueueing, kernel_set
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.kernels import copied_reductions
 from numba_symm.collectives.protocols.binding import Endpoint
 from numba_symm.collectives.protocols.workspace import (
     HELD,
@@ -154,7 +153,7 @@ def joined(
 
     island = heap.island
     size, rank = island.world.size, island.world.rank
-    order = StreamOrder(copied_reductions.EVENTS)
+    order = StreamOrder()
     undo.callback(order.close)
     memory, workspace = heap.allocate(layout(size).nbytes + more, "workspace")
     with island.exchange.agreed("preparing the workspace"):

@@ -27,10 +27,8 @@ from numba_symm.collectives.invocation import (
     check_shards,
 )
 from numba_symm.collectives.kernels import (
-    barrier,
     chunked,
     copied_exchange,
-    copied_reductions,
     direct,
     one_shot,
     two_shot,
@@ -47,7 +45,7 @@ from numba_symm.collectives.protocols.binding import (
 from numba_symm.collectives.protocols.exchanges import Exchange, Output
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.collectives.protocols.partition import chunks_of
-from numba_symm.collectives.protocols.workspace import COPYING, TWO_SHOT
+from numba_symm.collectives.protocols.workspace import TWO_SHOT
 from numba_symm.collectives.select import GENERAL, Algorithm, Arrays, Choices, fill_in
 from numba_symm.device.arithmetic import CODECS
 from numba_symm.device.intrinsics import bits_of_f64, device_function, word_of
@@ -519,13 +517,6 @@ ALL_REDUCE = _operation(
     {
         **_TWO_SHOT,
         GENERAL: Algorithm(_all_reduce_in_chunks, (failures.CHUNKED,), "chunked"),
-        "copy_engine": Algorithm(
-            partial(copied_reductions.bind_all_reduce, barrier.bind),
-            (failures.ALL_REDUCE_COPIES,),
-            "copied",
-            most=COPYING,
-            copies=True,
-        ),
     },
     words="all_reduce (one_shot)",
 )
@@ -555,14 +546,6 @@ REDUCE = _operation(
                 failures.of_operation("reduce"),
             ),
             "chunked",
-        ),
-        # More ranks would all copy to the root, over one link.
-        "copy_engine": Algorithm(
-            partial(copied_reductions.bind_reduce, barrier.bind),
-            (failures.REDUCE_COPIES,),
-            "copied",
-            most=2,
-            copies=True,
         ),
     },
 )

@@ -16,7 +16,6 @@ from numba_symm.collectives.kernels import (
     barrier,
     chunked,
     coded_sum,
-    copied_reductions,
     direct,
     epilogue,
     exact_sum,
@@ -97,7 +96,6 @@ ALGORITHMS = {
         *(n, "sum", *EPILOGUES[op](e), False, False, "ll", 1),
         SCATTER if n == 4 else ALL,
     ),
-    "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
     "combine": lambda n, e, op: expert_combine.kernel(n, e),
     "stage": lambda n, e, op: expert_combine.stage_kernel(n, e, False),
     "stage_weighted": lambda n, e, op: expert_combine.stage_kernel(n, e, True),
@@ -106,7 +104,6 @@ ALGORITHMS = {
     "add_exactly": lambda n, e, op: exact_sum.reduce_kernel(n, op, e, True, True),
     "add_whole": lambda n, e, op: exact_sum.reduce_kernel(n, op, e, False, True),
     "round": lambda n, e, op: exact_sum.round_kernel(n, op, 8 * e.itemsize),
-    "store_copied": lambda n, e, op: copied_reductions.store_kernel(n, e, False),
 }
 
 
@@ -217,9 +214,6 @@ DIRECT = [("broadcast_direct", *case) for case in FLOATS if case[0] > 2]
 DIRECT += SHARDS
 GATHERS = cases("gather_direct")
 DIRECT += GATHERS
-COPIED = [
-    (name, *case) for name in ("reduce_copied", "store_copied") for case in FLOATS
-]
 HANDSHAKES = [("handshake", 2), ("handshake", 8)]
 TRANSFERS = "transfer", "transfer_counted", "transfer_asked", "transfer_alone"
 MESSAGES = [(name, n) for name in TRANSFERS for n in (2, 8)]
@@ -230,7 +224,7 @@ MAILED = [("mailed_dispatch", 2), ("mailed_dispatch", 8)]
 MAILED += [("mailed", 2, "float16", "sum"), ("mailed", 8, "bfloat16", "sum")]
 FLAGGED = [*BLOCK_FLAGS, *DISPATCHES, *COMBINES, *PADS, *MESSAGES]
 EXPERTS = [*DISPATCHES, *COMBINES, *STAGES, *MAILED]
-COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *HANDSHAKES, *MESSAGES]
+COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *HANDSHAKES, *MESSAGES]
 CODED = [(name, 4, "float32", "int8") for name in ("encode", "add", "decode")]
 CODED += [(name, 8, "bfloat16", "fp8") for name in ("encode", "add", "decode")]
 CODED += [("decode_rows", 8, "bfloat16", "fp8")]

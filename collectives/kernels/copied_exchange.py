@@ -107,8 +107,8 @@ def _copies(
     def of(r: int) -> Copy:
         return Copy(target + r * shard_bytes, read.sources[r] + mine, shard_bytes)
 
-    others = [of((rank + 1 + k) % size) for k in range(size - 1)]
+    others = Series(*(of((rank + 1 + k) % size) for k in range(size - 1)))
     own = Copy(target + rank * shard_bytes, call.source + mine, shard_bytes)
     if read.output or own.source == own.target:
-        return Series(*others)
-    return Beside(end.order, others, [own])
+        return others
+    return Beside(end.order, others, own)

@@ -2,10 +2,8 @@
 
 Copy engines use more of the links' bandwidth than kernels do, and leave the
 multiprocessors free. Nothing can stop a copy that has been enqueued, so no copy may
-write another rank's array. An all-reduce copies into the other ranks' workspaces
-(``copied_reductions.py``). In an exchange, each rank copies from the other ranks'
-arrays into its own. So after a failure, a late rank changes only its own output, and
-its next call raises.
+write another rank's array: each rank copies from the other ranks' arrays into its own.
+So after a failure, a late rank changes only its own output, and its next call raises.
 
 An exchange with copy engines is a call between the ranks' own arrays (``handshake.py``)
 whose second launch is a series of copies. The host enqueues them, so it must know
@@ -21,7 +19,6 @@ another rank copies from it. Copies follow one another on the call's stream, fro
 next rank on, because several simultaneous ones share the links badly.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from numba_symm.collectives.protocols.binding import (
@@ -33,22 +30,16 @@ from numba_symm.collectives.protocols.binding import (
 from numba_symm.gpu.streams import Copy
 
 
-def enqueue(copies: Sequence[Copy], stream: int) -> None:
-    """Enqueue copies, one after another."""
-    for copy in copies:
-        copy(stream)
-
-
 class Beside:
-    """Copies one after another, and others beside them on the side stream.
+    """Copies, and others beside them on the side stream.
 
     Args:
         order: the communicator's ``StreamOrder``.
-        copies: those of the call's stream.
-        beside: those of the side stream.
+        copies: enqueues those of the call's stream.
+        beside: enqueues those of the side stream.
     """
 
-    def __init__(self, order: Any, copies: list[Copy], beside: list[Copy]):
+    def __init__(self, order: Any, copies: Enqueue, beside: Enqueue):
         self._order = order
         self._copies = copies
         self._beside = beside
@@ -58,10 +49,10 @@ class Beside:
         side = self._order.side
         with side.joined(stream):
             side.follow(stream, 0)
-            enqueue(self._beside, side.stream)
-            side.mark(1)
-            enqueue(self._copies, stream)
-            side.lead(stream, 1)
+            self._beside(side.stream)
+            side.mark(0)
+            self._copies(stream)
+            side.lead(stream, 0)
 
 
 def bind_alone(end: Endpoint, call: Call) -> Enqueue:

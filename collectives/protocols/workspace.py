@@ -1,6 +1,6 @@
 """The symmetric memory that a communicator's kernels work in.
 
-Each rank has one allocation of at most 192 MiB, with separate state for each protocol.
+Each rank has one allocation of at most 64 MiB, with separate state for each protocol.
 So calls of any size and algorithm may follow one another, eager or replayed. A slot's
 address follows from (protocol, block, parity, source, tile, thread) and never from a
 message's size or alignment.
@@ -101,7 +101,6 @@ class Layout:
     lengths: Region
     partials: Region
     transfer: Region
-    copied: Region
     nbytes: int
 
     @property
@@ -170,14 +169,8 @@ LOADS = 4
 """Vectors that a thread of a chunked kernel loads before it stores them."""
 
 
-COPIED = 16 << 20 if SIMULATED else 128 << 20
-"""Bytes of the slots for copies. The larger, the less time their beginnings take."""
-
-COPYING = 4
-"""Most ranks of a call that uses them. With more, its copies would be short."""
-
 LIMIT = 64 << 20
-"""Most bytes of a workspace, besides the slots for copies."""
+"""Most bytes of a workspace."""
 
 DEPTH = 2
 """Slots of a channel of ``transfer.py``."""
@@ -315,9 +308,7 @@ def layout(size: int) -> Layout:
     fitting = max(1, left // max(1, tile_bytes))
     tiles = min(_MOST_TILES, 1 << fitting.bit_length() - 1)
     regions["transfer"] = _region(end, size, tiles * tile_bytes)
-    copied = COPIED if 1 < size <= COPYING else 0
-    regions["copied"] = _region(regions["transfer"].end, size, copied)
-    return Layout(size=size, nbytes=regions["copied"].end, **regions)
+    return Layout(size=size, nbytes=regions["transfer"].end, **regions)
 
 
 def _region(start: int, size: int, nbytes: int) -> Region:

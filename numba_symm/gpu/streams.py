@@ -119,16 +119,12 @@ class StreamOrder:
     call in a capture follows the latest call of that capture. The caller orders a
     graph's replays against other calls.
 
-    Args:
-        events: the number of events that a call's side stream needs.
-
     Attributes:
         gate: what the compiled function knows of the communicator.
     """
 
-    def __init__(self, events: int) -> None:
-        self._events = events
-        self._eager = _Trail(events)
+    def __init__(self) -> None:
+        self._eager = _Trail()
         self._captured: OrderedDict[int, _Trail] = OrderedDict()
         self._latest = self._eager
         self.gate = entry.new_gate()
@@ -180,11 +176,11 @@ class StreamOrder:
 
     @functools.cached_property
     def _apart(self) -> "_Trail":
-        return _Trail(self._events)
+        return _Trail()
 
     def _of_capture(self, capture: int) -> "_Trail":
         if capture not in self._captured:
-            self._captured[capture] = _Trail(self._events)
+            self._captured[capture] = _Trail()
             if len(self._captured) > _CAPTURES:  # their ends are not reported
                 self._captured.popitem(last=False)[1].close()
         self._captured.move_to_end(capture)
@@ -213,15 +209,11 @@ class _Trail:
     Its event is recorded immediately after it. Later, its stream may have been
     destroyed, or have other work.
 
-    Args:
-        events: the number of events that a call's side stream needs.
-
     Attributes:
         place: in a capture, where its stream was after the latest call.
     """
 
-    def __init__(self, events: int) -> None:
-        self._events = events
+    def __init__(self) -> None:
         self.place: frozenset[int] | None = None
 
     @functools.cached_property
@@ -232,7 +224,7 @@ class _Trail:
     @functools.cached_property
     def side(self) -> "SideStream":
         """The second stream of these calls."""
-        return SideStream(self._events)
+        return SideStream(1)
 
     @functools.cached_property
     def across(self) -> "SideStream":

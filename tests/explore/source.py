@@ -338,7 +338,6 @@ def _shrink(workspace: ModuleType, shape: Shape) -> None:
     small = workspace.Protocol(blocks, vectors)
     workspace.CHUNKED = small
     workspace._MOST_TILES = vectors
-    workspace.COPIED = 128
     tile = workspace.TILE_BYTES
     tile_bytes = {
         "sentinel": tile,

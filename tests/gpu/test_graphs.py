@@ -61,7 +61,7 @@ def test_several_calls_in_a_graph_and_others_between_replays(comm, stream):
         (5001, np.int32, "two_shot_marked"),
         (77, np.float64, "two_shot_sentinel"),
         (300_000, np.float32, "chunked"),
-        (8192, np.float32, "copy_engine"),
+        (8192, np.float32, "direct"),
         (64 << 10, np.float32, None),
     ]
     inputs = [to_device(np.full(n, comm.rank, dtype)) for n, dtype, _ in kinds]
@@ -212,10 +212,7 @@ def test_exchanges_by_copy_engines_in_a_graph(comm, stream):
             assert (spread.copy_to_host() == replay).all()
 
 
-@pytest.mark.parametrize("reducing", ["direct", "copy_engine"])
-def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(
-    comm, stream, reducing
-):
+def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(comm, stream):
     """The first arrays are symmetric. Calls from ordinary ones use the workspace."""
     count, direct = 300_001, {"algorithm": "direct"}
     last = comm.size - 1
@@ -227,7 +224,7 @@ def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(
             on = builder.stream
             add(x, comm.rank + 1, on)
             comm.broadcast(x, root=0, stream=on, **direct)
-            comm.reduce(x, root=last, out=out, stream=on, algorithm=reducing)
+            comm.reduce(x, root=last, out=out, stream=on, **direct)
         for replay in range(1, 31):
             graphs[0].launch(stream)
             if replay in (1, 2, 30):
@@ -332,7 +329,7 @@ def test_calls_on_the_branches_of_a_capture_are_ordered(comm, stream):
     assert all((y.copy_to_host() == wanted).all() for y in outputs)
 
 
-@pytest.mark.parametrize("algorithm", ["copy_engine", "chunked"])
+@pytest.mark.parametrize("algorithm", ["direct", "chunked"])
 def test_captures_may_take_turns_with_each_other_and_with_eager_calls(comm, algorithm):
     """Each capture orders its own calls, on streams that no other work uses."""
     count = 4096 * comm.size

@@ -36,21 +36,23 @@ def test_a_quarter_of_a_gibibyte(comm, algorithm):
 
 
 @pytest.mark.parametrize("count", [64 << 20, (16 << 20) + 5, 8, 4])
-def test_copies_of_any_arrays(comm, count):
-    x, y = comm.empty(count), cuda.device_array(count, np.float32)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_between_own_arrays_of_any_kind(comm, count, symmetric):
+    x = comm.empty(count)
+    y = comm.empty(count) if symmetric else cuda.device_array(count, np.float32)
     write_pattern(x, comm.rank)
     for _ in range(3):
-        comm.all_reduce(x, out=y, algorithm="copy_engine")
+        comm.all_reduce(x, out=y, algorithm="direct")
     comm.synchronize()
     check(comm, y, 0, count)
     assert (x[:4].copy_to_host() == pattern(np.arange(4), comm.rank)).all()
     for root in range(comm.size):
-        y = comm.reduce(x, root=root, algorithm="copy_engine")
+        y = comm.reduce(x, root=root, algorithm="direct")
         comm.synchronize()
         assert y is None or comm.rank == root
         if y is not None:
             check(comm, y, 0, count)
-    comm.all_reduce(x, out=x, algorithm="copy_engine")
+    comm.all_reduce(x, out=x, algorithm="direct")
     comm.synchronize()
     check(comm, x, 0, count)
 

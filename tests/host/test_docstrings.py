@@ -90,13 +90,13 @@ def test_conditions_in_words():
     words = {
         name: operations.OPERATIONS[name].algorithms[algorithm].conditions
         for name, algorithm in (
-            *(("scan", "one_shot_sentinel"), ("all_reduce", "copy_engine")),
+            *(("scan", "one_shot_sentinel"), ("all_reduce", "direct")),
             *(("all_gather", "copy_engine"), ("broadcast", "direct")),
         )
     }
     assert words == {
         "scan": "floats",
-        "all_reduce": "2 to 4 ranks",
+        "all_reduce": "symmetric ``x`` and ``out``",
         "all_gather": "symmetric ``x`` or ``out``, at the same place",
         "broadcast": "symmetric ``x``, 3 ranks or more",
     }

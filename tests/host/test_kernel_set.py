@@ -331,8 +331,7 @@ def test_a_users_operator_is_listed():
 
 def reduces(kernel):
     """Return whether a kernel of an all-reduce has an operator."""
-    others = "make_handshake", "make_store_copied"
-    return len(kernel.constants) > 2 and kernel.factory.__name__ not in others
+    return len(kernel.constants) > 2
 
 
 def test_listed_kernels_are_not_loaded_and_cannot_be_launched():

@@ -22,7 +22,6 @@ from numba_symm import dtypes
 from numba_symm.collectives.kernels import (
     barrier,
     chunked,
-    copied_reductions,
     direct,
     one_shot,
     two_shot,
@@ -49,7 +48,6 @@ KERNELS = {
     "one_shot_marked": one_shot.kernel(4, FLOAT32, "min", True, "marked", 2, ALL),
     "two_shot_marked": two_shot.kernel(4, BFLOAT16, "sum", False, "marked", 1),
     "chunked": chunked.kernel(4, FLOAT32, "sum", False, ALL, True),
-    "copy_engine": copied_reductions.reduce_kernel(4, FLOAT32, "sum", False),
     "handshake": handshake.handshake_kernel(3),
     "broadcast_direct": direct.kernel(4, FLOAT32, "sum", True, BROADCAST),
     "reduce_direct": direct.kernel(4, BFLOAT16, "sum", True, REDUCE),

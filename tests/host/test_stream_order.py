@@ -44,7 +44,7 @@ class Program:
     def __init__(self, streams, cuda, patch):
         self.cuda = cuda
         made = gate(patch, **cuda.table())
-        self.order, self.board = streams.StreamOrder(4), made.board
+        self.order, self.board = streams.StreamOrder(), made.board
         self.board.open(self.order.gate)
         self.work = streams.Copy(WORKSPACE, X, 8)
         about = Description("a call")

@@ -4,7 +4,6 @@ from tests.mutants.mutant import Mutant
 
 NEAREST = {
     "coded_sum": ("tests/explore/test_coding.py",),
-    "copied_reductions": ("tests/explore/test_copies.py",),
     "expert_combine": (
         "tests/explore/test_expert_calls.py",
         "tests/explore/test_failures.py::test_calls_that_fail[experts-2]",
@@ -122,24 +121,6 @@ _MUTANTS = [
         "collectives/kernels/coded_sum.py",
         "number *= intrinsics.ld_u64(counts + 8 * r)",
         "number *= intrinsics.ld_u64(counts)",
-    ),
-    Mutant(
-        "copied_reductions.1",
-        "collectives/kernels/copied_reductions.py",
-        "self._barrier(stream)  # explore: free",
-        "pass  # explore: free",
-    ),
-    Mutant(
-        "copied_reductions.2",
-        "collectives/kernels/copied_reductions.py",
-        "slot = self._slots(which) + (end.size - 2 - k)",
-        "slot = self._slots(which) + k",
-    ),
-    Mutant(
-        "copied_reductions.3",
-        "collectives/kernels/copied_reductions.py",
-        "move(i % SETS) for i, move in enumerate(order)",
-        "move(0) for i, move in enumerate(order)",
     ),
     Mutant(
         "expert_combine.1",

@@ -175,7 +175,7 @@ def check_works(comm):
     mine = comm.empty(3, np.int64)
     put(mine, np.arange(3) + comm.rank)
     wanted = np.arange(3) * comm.size + comm.size * (comm.size - 1) // 2
-    for algorithm in (None, "one_shot_ll", "chunked", "copy_engine"):
+    for algorithm in (None, "one_shot_ll", "chunked", "direct"):
         assert get(comm.all_reduce(mine, algorithm=algorithm)).tolist() == [*wanted]
     comm.barrier()
     comm.synchronize()

@@ -130,7 +130,7 @@ def check_messages(comm, count):
 @on_few_numbers
 @pytest.mark.parametrize("most", [1, 3])
 def test_every_call_keeps_to_the_multiprocessors(world, bound, most):
-    # Of several rounds; copy engines take it. More blocks run in other tests, too.
+    # Of several rounds. More blocks run in other tests, too.
     run = most == 1 or not SIMULATED
     count = most * (3 << (8 if SIMULATED else 18))
     with ns.Communicator(world, timeout=60, multiprocessors=most) as comm:
@@ -148,7 +148,7 @@ def test_every_call_keeps_to_the_multiprocessors(world, bound, most):
             limit = max(most, messages) if name == "make_transfer" else most
             assert blocks <= limit, name
         names = {name for name, _ in bound}
-        assert "make_reduce_copied" in names or comm.size == 1
+        assert "make_direct" in names or comm.size == 1
         assert max(blocks for _, blocks in bound) >= most - 1
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from numba_symm.collectives.protocols.workspace import VECTOR, layout
+from numba_symm.collectives.protocols.workspace import MAX_BLOCKS, VECTOR, layout
 from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import (
@@ -27,7 +27,7 @@ each_operation = pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"
 def refused(comm):
     """Return whether the last call went through the workspace, as a rank refused."""
     comm.synchronize()
-    words = layout(comm.size).direct.slots + 4 * VECTOR * (comm.size - 1)
+    words = layout(comm.size).direct.slots + 4 * VECTOR * (comm.size - 1) * MAX_BLOCKS
     place = comm._calls.end.workspaces[comm.rank] + words
     kept = comm._calls.members.backend.read(place, VECTOR * (comm.size - 1))
     return bool((np.frombuffer(kept, np.int64)[::2] == 0).any())
