@@ -33,7 +33,7 @@ def test_graphs_of_calls_are_made_while_a_kernel_waits(comm):
                 comm.recv(y[first : first + 8], src=left, stream=stream)
 
     calls = [(reduce, range(32, 2048, 32))]
-    calls += [(gather_by_copies, range(64, 4096, 256)), (exchange, range(8, 64, 8))]
+    calls += [(gather_by_copies, range(64, 4096, 128)), (exchange, range(8, 64, 8))]
     fill(x, 3)
     fill(away, 0, waiting)
     for call, counts in calls:  # so that no kernel is loaded later
