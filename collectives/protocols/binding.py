@@ -235,6 +235,7 @@ def launch(
     arguments: tuple[Any, ...] = (),
     follows: bool = False,
     waits: bool = True,
+    long: bool = False,
 ) -> Launch:
     """Pack a launch: guard, whether it is early, ring, own workspace, grid, arguments.
 
@@ -256,9 +257,12 @@ def launch(
         follows: whether it is launched by the end of a grid of the same call, whose
             blocks wait for no rank any more. Then it may be early and take all.
         waits: whether it waits for other ranks.
+        long: whether it gains more from all multiprocessors than from an early start.
     """
     most = end.multiprocessors // 2
-    early = grid <= (kernel.held if waits else min(kernel.held, SMALL)) * most
+    early = (
+        not long and grid <= (kernel.held if waits else min(kernel.held, SMALL)) * most
+    )
     held = divide_up(grid, most if early else end.multiprocessors)
     if not waits and not early:
         held = 1

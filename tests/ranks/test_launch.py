@@ -72,10 +72,10 @@ def bound(monkeypatch):
         found.append((self.factory.__name__, blocks + beside))
         return bind(self, grid, *args, held=held, early=early)
 
-    def launched(kernel, end, grid, arguments=(), follows=False):
+    def launched(kernel, end, grid, arguments=(), follows=False, **more):
         after.append(follows)
         try:
-            return launch(kernel, end, grid, arguments, follows)
+            return launch(kernel, end, grid, arguments, follows, **more)
         finally:
             after.pop()
 
