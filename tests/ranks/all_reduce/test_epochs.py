@@ -92,7 +92,7 @@ class Workspace:
         self.memory.write(box + TILE_BYTES, nothing.tobytes())
 
 
-@pytest.mark.parametrize("algorithm", those("all_reduce", lambda made: not made.copies))
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_epochs_wrap_around(comm, world, algorithm):
     if not ALGORITHMS[algorithm].suits(comm.size):
         pytest.skip("for other numbers of ranks")
