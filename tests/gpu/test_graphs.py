@@ -143,6 +143,7 @@ def test_a_sum_by_codes_in_a_graph(comm, stream):
             comm.all_reduce(large, out=large, wire="int8", stream=builder.stream)
     for replay in range(1, 4):
         x.copy_to_device(inputs(replay)[comm.rank])
+        cuda.default_stream().synchronize()  # the copy may end after the call
         graphs[0].launch(stream)
         comm.all_reduce(large, out=large, wire="int8", stream=stream)  # more memory
         comm.synchronize(stream)
