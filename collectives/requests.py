@@ -46,7 +46,7 @@ class Done(Protocol):
     def query(self) -> bool:
         """Return whether the work is done."""
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: int) -> None:
         """Make later work of a stream follow the work."""
 
     def synchronize(self) -> None:
@@ -238,7 +238,7 @@ class Requests:
             failed: is called if the launch fails.
         """
         with self._settling:
-            self.settle()
+            all(lane.idle() for lane in self._lanes.values())
             if not (self._busy or SIMULATED):
                 self._unfreed.enter_context(cuda.defer_cleanup())
             self._busy = True
@@ -312,10 +312,12 @@ class _Direction:
         point, own = Point(self._idle, stream), self._side.stream
         self.gate.event, self.gate.latest = point.handle, entry.LEGACY
         try:
-            with self._side.joined(stream):
-                call.resume(call.enqueue(own, entry.CHECKED), own)
-                if call.python:  # the function has not reached the end
-                    point.move(own)
+            call.resume(call.enqueue(own, entry.CHECKED), own)
+            if call.python:  # the function has not reached the end
+                point.move(own)
+        except BaseException:
+            self._side.join(stream)
+            raise
         finally:
             self.gate.thread = 0  # a step of Python leaves it claimed
         return point

@@ -273,7 +273,7 @@ class Record(Records):
         self.book = entry.Book(
             calls=_address(self._calls), others=_address(self._others)
         )
-        self._note = entry.compiled("note")
+        self._note = entry.compiled("noted")
         self.own = self.heads[rank]
         self.own.pid, self.own.name = os.getpid(), name
         self.own.node = node.encode()[:63]

@@ -17,12 +17,13 @@ waited for.
 
 import atexit
 import functools
+import operator
 import pickle
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -55,16 +56,18 @@ _DTYPES = {
     for dtype in dtypes.DTYPES
     if hasattr(torch, dtype.name)
 }
-_OPERATORS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "avg",
-    dist.ReduceOp.PRODUCT: "prod",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.BAND: "band",
-    dist.ReduceOp.BOR: "bor",
-    dist.ReduceOp.BXOR: "bxor",
+_NAMES = {
+    "SUM": "sum",
+    "AVG": "avg",
+    "PRODUCT": "prod",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": "band",
+    "BOR": "bor",
+    "BXOR": "bxor",
 }
+# By number: torch's constants take a microsecond to be found.
+_OPERATORS = {getattr(dist.ReduceOp, each).value: _NAMES[each] for each in _NAMES}
 
 
 class StoreComm:
@@ -119,13 +122,15 @@ class _Buffers:
 
     Args:
         own: the stream of the call; None: torch's current one.
+        stream: its handle, or None.
+
+    Attributes:
+        stream: the same.
     """
 
-    def __init__(self, own: Any) -> None:
+    def __init__(self, own: Any, stream: int | None) -> None:
         self._copies: list[tuple[Any, Any]] = []
-        self._own = own
-        self.stream = None if own is None else own.cuda_stream
-        """The stream of the call, as an argument."""
+        self._own, self.stream = own, stream
 
     def of(self, tensor: Any, *, written: bool = False) -> Any:
         """Return the elements of a tensor along one axis, as an array."""
@@ -159,6 +164,10 @@ class _Buffers:
 Body = Callable[[Communicator, _Buffers], Any]
 
 
+def _nothing(comm: Communicator, buffers: _Buffers) -> None:
+    """Do nothing, in place of a body."""
+
+
 class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
     """One call of a group, or several that start together.
 
@@ -166,6 +175,10 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         group: the group.
         tensors: those that the call reads or writes.
         outputs: what the future of the call has.
+        body: makes the calls of the communicator.
+
+    Attributes:
+        tensors, body: the same.
     """
 
     stream: Any = None  # torch's of the call; None: the current one
@@ -173,9 +186,11 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
     ready: Any = None  # the point that it follows
     postponed = False  # to the end of a coalescing block
 
-    def __init__(self, group: "SymmGroup", tensors: Sequence[Any], outputs: Any):
+    def __init__(
+        self, group: "SymmGroup", tensors: Sequence[Any], outputs: Any, body: Body
+    ):
         super().__init__()
-        self.tensors = tensors
+        self.tensors, self.body = tensors, body
         self._group, self._outputs = group, outputs
 
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
@@ -230,20 +245,33 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         self._group.check()
         devices = [] if SIMULATED else list({each.device for each in self.tensors})
         future = torch.futures.Future(devices=devices)
-        with torch.cuda.stream(self.stream):  # None: the current one stays
+        if self.stream is None:
             future.set_result(self._outputs)
+            return future
+        # torch.cuda.stream takes longer than the call.
+        number = self.stream.device_index
+        with on_device(number):
+            before = torch._C._cuda_getCurrentStream(number)
+            torch.cuda.set_stream(self.stream)
+            try:
+                future.set_result(self._outputs)
+            finally:
+                torch._C._cuda_setStream(**dict(zip(_STREAM, before, strict=True)))
         return future
+
+
+_STREAM = "stream_id", "device_index", "device_type"
 
 
 def current_stream() -> int:
     """Return the handle of torch's current stream of the current GPU."""
     # torch.cuda.current_stream makes an object, in several microseconds.
-    return int(torch._C._cuda_getCurrentRawStream(torch.cuda.current_device()))
+    return int(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
 
 
-def on_device(number: int | None) -> AbstractContextManager[object]:
-    """Make a GPU the current one; None: it stays. Handle 0 is a stream of that GPU."""
-    if SIMULATED or number in (None, torch.cuda.current_device()):
+def on_device(number: int) -> AbstractContextManager[object]:
+    """Make a GPU the current one; -1: it stays. Handle 0 is a stream of that GPU."""
+    if SIMULATED or number < 0 or number == torch._C._cuda_getDevice():
         return _STAYS
     return cast(AbstractContextManager[object], torch.cuda.device(number))
 
@@ -258,8 +286,7 @@ class _Message(SymmWork):
 
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Let torch's current stream follow; with a timeout, the host waits as well."""
-        self._group.check()
-        with on_device(self.tensors[0].device.index):
+        with on_device(self.tensors[0].get_device()):
             for request in self.requests:
                 request.wait(None if SIMULATED else current_stream())
         return super().wait(timeout)
@@ -288,11 +315,11 @@ def _collective(method: Callable[..., SymmWork]) -> Callable[..., SymmWork]:
 
     @functools.wraps(method)
     def call(self: "SymmGroup", *args: Any) -> SymmWork:
-        others, place = False, None
+        others, place = False, -1
         for tensor in _tensors(args):
-            others |= tensor.device.type != DEVICE
-            place = tensor.device.index
-            if tensor.layout is not torch.strided or tensor.is_conj():
+            others |= not _is_own(tensor)
+            place = tensor.get_device()
+            if tensor.layout is not _STRIDED or tensor.is_conj():
                 raise ArgumentError(
                     f"{name}: expected dense tensors that are not conjugate views, got "
                     f"a tensor of layout {tensor.layout}; pass x.to_dense() or "
@@ -314,20 +341,29 @@ def _collective(method: Callable[..., SymmWork]) -> Callable[..., SymmWork]:
     return call
 
 
-def _tensors(args: Sequence[Any]) -> Iterator[Any]:
+_STRIDED = torch.strided
+_is_own = operator.attrgetter(f"is_{DEVICE}")
+
+
+def _tensors(args: Sequence[Any]) -> list[Any]:
+    found = []
     for each in args:
         if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _tensors(each)
+            found.append(each)
+        elif isinstance(each, _LISTS):
+            found += _tensors(each)
+    return found
+
+
+_LISTS = list, tuple
 
 
 def _operator(op: Any, tensors: Sequence[Any], what: str) -> str:
     """Return the name of an operator, or refuse it, or the type of a tensor."""
     kind = getattr(op, "op", op)
-    found = _OPERATORS.get(kind)
+    found = _OPERATORS.get(kind.value)
     if found is None:
-        known = ", ".join(each.name for each in _OPERATORS)
+        known = ", ".join(_NAMES)
         raise ArgumentError(f"{what}: expected one of {known}, got {kind}")
     for tensor in tensors:
         if tensor.dtype not in _DTYPES:
@@ -364,8 +400,9 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         self._lock = threading.RLock()  # autograd calls from threads of its own
         self._gloo: Any = None
         self._stream: Any = None  # for calls that the program does not wait for
+        self._handle = 0  # that stream's
         self._idle: list[Event] = []  # of points that are no more
-        self._later: list[tuple[SymmWork, Body]] = []
+        self._later: list[SymmWork] = []
         self.coalesces = self._closed = False
         self._name = ""
         _groups.add(self)
@@ -448,30 +485,32 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
 
     # How calls start.
 
-    def _communicator(self, tensors: Sequence[Any]) -> Communicator:
+    def _communicator(self, works: Sequence[SymmWork]) -> Communicator:
         if self._closed:
             raise ArgumentError("the process group was destroyed; make another one")
         if self._comm is None:
             device = None
             if not SIMULATED:
                 device = torch.cuda.current_device()
-                for tensor in tensors:
-                    device = tensor.device.index
+                for work in works:
+                    for tensor in work.tensors:
+                        device = tensor.device.index
             seconds = self._timeout.total_seconds()
             self._comm = Communicator(
                 self._meeting, device, timeout=seconds, requests=True
             )
         return self._comm
 
-    def _following(self, works: Sequence[SymmWork], tensors: Sequence[Any]) -> Any:
-        """Return the group's own stream, which follows what the works follow."""
+    def _followed(self, works: Sequence[SymmWork]) -> _Buffers:
+        """Let the group's own stream follow what the works follow."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()
+            self._handle = self._stream.cuda_stream
         for work in works:
-            work.ready.wait(self._stream.cuda_stream)
-        for tensor in tensors:  # if it is dropped, its memory waits for this stream
-            tensor.record_stream(self._stream)
-        return self._stream
+            work.ready.wait(self._handle)
+            for tensor in work.tensors:  # its memory waits for this stream if dropped
+                tensor.record_stream(self._stream)
+        return _Buffers(self._stream, self._handle)
 
     def _run(
         self,
@@ -493,7 +532,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             messages: whether ``body`` makes messages, which start together.
             kind: the class of the work.
         """
-        work = kind(self, tensors, list(tensors) if outputs is None else outputs)
+        work = kind(self, tensors, tensors if outputs is None else outputs, body)
         own = self.coalesces or getattr(opts, "asyncOp", True)
         with self._lock:
             if own and not SIMULATED:
@@ -501,28 +540,23 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             if self.coalesces:
                 # torch awaits any other call at once, within the block.
                 work.postponed = getattr(opts, "asyncOp", True)
-                self._later.append((work, body))
+                self._later.append(work)
             else:
-                self._start([(work, body)], own, messages)
+                self._start([work], own, messages)
         return work
 
-    def _start(
-        self, calls: list[tuple[SymmWork, Body]], own: bool, together: bool
-    ) -> None:
-        works = [work for work, _ in calls]
-        tensors = [tensor for work in works for tensor in work.tensors]
-        comm = self._communicator(tensors)
-        stream = self._following(works, tensors) if own and not SIMULATED else None
-        buffers = _Buffers(stream)
+    def _start(self, works: Sequence[SymmWork], own: bool, together: bool) -> None:
+        own, comm = own and not SIMULATED, self._communicator(works)
+        buffers = self._followed(works) if own else _Buffers(None, None)
         with comm.group() if together else _STAYS:
-            for work, body in calls:
-                body(comm, buffers)
+            for work in works:
+                work.body(comm, buffers)
                 work.postponed = False
         buffers.finish()
-        if stream is not None:
-            done = Point(self._idle, stream.cuda_stream)
+        if own:
+            done = Point(self._idle, self._handle)
             for work in works:
-                work.stream, work.done = stream, done
+                work.stream, work.done = self._stream, done
 
     def _start_coalescing(self, device: Any) -> None:
         self._later.clear()  # of a block that ended with an exception
@@ -530,13 +564,13 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
 
     def _end_coalescing(self, device: Any) -> SymmWork:
         self.coalesces = False
-        calls, self._later = self._later, []
-        tensors = [tensor for work, _ in calls for tensor in work.tensors]
-        whole = SymmWork(self, tensors, tensors)
-        if calls:
+        works, self._later = self._later, []
+        tensors = [tensor for work in works for tensor in work.tensors]
+        whole = SymmWork(self, tensors, tensors, _nothing)
+        if works:
             with self._lock:
-                self._start(calls, own=True, together=True)
-            whole.stream, whole.done = calls[-1][0].stream, calls[-1][0].done
+                self._start(works, own=True, together=True)
+            whole.stream, whole.done = works[-1].stream, works[-1].done
         return whole
 
     def _messages(
@@ -775,10 +809,10 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         return self._request(tensors, peer, sends=False)
 
     def _request(self, tensors: list[Any], peer: int, *, sends: bool) -> SymmWork:
-        work, buffers = _Message(self, tensors, tensors), _Buffers(None)
-        stream = None if SIMULATED else current_stream()
+        work = _Message(self, tensors, tensors, _nothing)
+        stream, buffers = None if SIMULATED else current_stream(), _Buffers(None, None)
         with self._lock:
-            comm, dense = self._communicator(tensors), map(buffers.of, tensors)
+            comm, dense = self._communicator([work]), map(buffers.of, tensors)
             work.requests = [
                 comm.isend(x, dst=peer, stream=stream)
                 if sends
@@ -800,7 +834,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             own = SIMULATED or buffers.stream is not None
             comm.barrier(buffers.stream if own else current_stream())
 
-        with on_device(None if self._comm is None else self._comm.device.ordinal):
+        with on_device(-1 if self._comm is None else self._comm.device.ordinal):
             return self._run(body, [], opts, kind=_Barrier)
 
     # From torch 2.13 on, it calls these names.

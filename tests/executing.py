@@ -18,7 +18,7 @@ from collections import defaultdict
 from functools import partial
 
 from numba_symm.errors import DriverError
-from numba_symm.gpu import driver
+from numba_symm.gpu import compiled, driver, entry
 from numba_symm.gpu.compiled import Config
 from numba_symm.gpu.streams import PER_THREAD
 
@@ -34,6 +34,7 @@ OUTPUTS = {  # of the functions that compiled code calls, the place of an output
     "cuLaunchKernelEx": None,
     "cuMemcpyDtoDAsync": None,
     "cuMemsetD32Async": None,
+    "cuEventQuery": None,
 }
 
 
@@ -94,6 +95,7 @@ class ExecutingDriver:
         """Take the driver's place; modules take the branches of a GPU."""
         monkeypatch.setattr(driver, "call", self.call)
         monkeypatch.setattr(driver, "function", self.function)
+        monkeypatch.setattr(entry, "driver_function", self.driver_function)
         for module in modules:
             monkeypatch.setattr(module, "SIMULATED", False)
         return self
@@ -109,6 +111,18 @@ class ExecutingDriver:
                 return (1,)
             found = getattr(self, name)(*args)
             return found if isinstance(found, tuple) else (found or 0,)
+
+        return called
+
+    def driver_function(self, name):
+        """Return one that compiled code calls for Python, with three integers."""
+        count = compiled.ARGUMENTS[compiled.WHERE.index(name)]
+
+        def called(*args):
+            status = self._in_c(name, *args[:count])
+            if self.unordered is not None:
+                raise self.unordered
+            return status
 
         return called
 

@@ -541,10 +541,10 @@ class Stream:
     name, cuda_stream, device_index = "own", 2, 0
 
 
-class Event:
-    """A stand-in for an event of the library's, which logs its calls."""
+class Point:
+    """A stand-in for a point in a stream's work, which logs its calls."""
 
-    def record(self, stream):
+    def __init__(self, idle, stream):
         self.name = f"event {len(LOG)}"
         LOG.append(f"{NAMES[stream]} records {self.name}")
 
@@ -574,8 +574,9 @@ def in_order(comm, folder):
         patch.setattr(torch.cuda, "Stream", Stream)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(torch.cuda, "current_stream", lambda: None)
+        patch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
         patch.setattr(backend, "current_stream", lambda: 1)
-        patch.setattr("numba_symm.gpu.events.Event", Event)
+        patch.setattr(backend, "Point", Point)
         used = lambda tensor, stream: log.append(f"{stream.name} uses it")  # noqa: E731
         patch.setattr(torch.Tensor, "record_stream", used)
         dist.all_reduce(x, group=group)

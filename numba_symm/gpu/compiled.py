@@ -22,6 +22,7 @@ from numba_symm.gpu import driver
 WHERE = (
     *("cuStreamIsCapturing", "cuStreamGetId", "cuStreamWaitEvent", "cuLaunchKernelEx"),
     *("cuMemcpyDtoDAsync", "cuMemsetD32Async", "cuGraphLaunch", "cuEventRecord"),
+    "cuEventQuery",
 )
 """The functions of the driver that are called, in the order of ``Gate.driver``."""
 
@@ -108,7 +109,7 @@ def _simulate_nothing(*args: int) -> None:
     pass
 
 
-ARGUMENTS = (2, 2, 3, 4, 4, 4, 2, 2)  # of the functions in WHERE
+ARGUMENTS = (2, 2, 3, 4, 4, 4, 2, 2, 1)  # of the functions in WHERE
 
 _SIMULATED = {
     "cuLaunchKernelEx": _simulate_launch,
@@ -209,6 +210,34 @@ class Emitter:
         return found
 
 
+class Builtin(Emitter):
+    """Emits a function for Python that takes integers, and returns an integer.
+
+    Args:
+        module: the module.
+        name: the function's name.
+        numbers: how many integers it takes.
+        block: whether a bytearray is before them, whose address is ``block``.
+    """
+
+    def __init__(self, module: ir.Module, name: str, numbers: int, block: bool = False):
+        super().__init__(module, name, ANY, ANY, ANY.as_pointer(), I64)
+        _, self.given, _ = self.function.args
+        if block:
+            memory = self.python("PyByteArray_AsString", ANY, self.object(0))
+            self.block = self.b.ptrtoint(memory, I64)
+        places = range(block, block + numbers)
+        self.args = [self.number(self.object(n)) for n in places]
+
+    def object(self, n: int) -> Any:
+        """Return an argument."""
+        return self.b.load(self.b.gep(self.given, [I64(n)]))
+
+    def leave(self, result: Any) -> None:
+        """Return an integer."""
+        self.b.ret(self.python("PyLong_FromLong", ANY, result))
+
+
 _PYTHON = (
     *("PyByteArray_AsString", "PyLong_AsUnsignedLongLong", "PyLong_FromLong"),
     *("PyThreadState_Get", "PyThreadState_GetID", "PyErr_Occurred"),
@@ -257,3 +286,16 @@ def definition(engine: Any, name: str) -> Any:
 new_function = ctypes.pythonapi.PyCFunction_NewEx
 new_function.restype = ctypes.py_object
 new_function.argtypes = ctypes.c_void_p, ctypes.py_object, ctypes.py_object
+
+
+@functools.cache
+def builtin(engine: Callable[[], Any], name: str) -> Callable[..., int]:
+    """Return a function that a :class:`Builtin` has emitted.
+
+    Args:
+        engine: returns its engine, always the same one.
+        name: its name.
+    """
+    found = definition(engine(), name)
+    made: Callable[..., int] = new_function(ctypes.addressof(found), None, found)
+    return made

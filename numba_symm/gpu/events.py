@@ -20,7 +20,7 @@ from typing import Any, Self
 from numba_symm import arguments
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, DeviceError, DriverError
-from numba_symm.gpu import driver, streams
+from numba_symm.gpu import driver, entry, streams
 from numba_symm.launch import devices
 
 HANDLE_BYTES = 64
@@ -91,7 +91,7 @@ class Event:
         flags = blocking * _BLOCKING | (not timing) * _NO_TIMING
         flags |= interprocess * _INTERPROCESS
         self._owned = _Owned(driver.call("cuEventCreate", flags))
-        self._handle = self._owned.handle
+        self._handle = int(self._owned.handle)
 
     @classmethod
     def from_ipc_handle(cls, handle: bytes) -> Self:
@@ -118,7 +118,7 @@ class Event:
         event._recorded = None
         if not SIMULATED:
             event._owned = _Owned(_opened(handle))
-            event._handle = event._owned.handle
+            event._handle = int(event._owned.handle)
         return event
 
     def __repr__(self) -> str:
@@ -137,17 +137,20 @@ class Event:
         if SIMULATED:
             self._recorded = time.perf_counter()
             return
-        driver.call("cuEventRecord", self._handle, handle)
+        streams.quick("cuEventRecord", self._handle, handle)
 
     def wait(self, stream: Any = None) -> None:
         """Make later work of ``stream`` wait for the latest ``record``."""
         handle = streams.handle_or_default(stream)
         if not SIMULATED:
-            driver.call("cuStreamWaitEvent", handle, self._handle, 0)
+            streams.quick("cuStreamWaitEvent", handle, self._handle)
 
     def query(self) -> bool:
         """Return whether all work before the latest ``record`` is done."""
-        return SIMULATED or streams.is_done(self._handle, "cuEventQuery")
+        if SIMULATED:
+            return True
+        status = entry.driver_function("cuEventQuery")(self._handle, 0, 0)
+        return streams.is_ready("cuEventQuery", status)
 
     def synchronize(self) -> None:
         """Wait on the host until all work before the latest ``record`` is done."""
@@ -237,20 +240,22 @@ class Point:
     def __init__(self, idle: list[Event], stream: int):
         self._idle = idle
         self._event = idle.pop() if idle else Event()
-        self._event.record(stream)
+        self.move(stream)
 
     @property
     def handle(self) -> int:
         """The event's handle, with which compiled code moves the point."""
-        return int(self._event._handle)
+        return self._event._handle
 
     def move(self, stream: int) -> None:
         """Be a later point, of this or another stream."""
-        self._event.record(stream)
+        if not SIMULATED:
+            streams.quick("cuEventRecord", self._event._handle, stream)
 
-    def wait(self, stream: Any = None) -> None:
+    def wait(self, stream: int) -> None:
         """Make later work of a stream follow the point."""
-        self._event.wait(stream)
+        if not SIMULATED:
+            streams.quick("cuStreamWaitEvent", stream, self._event._handle)
 
     def query(self) -> bool:
         """Return whether the work before the point has ended."""

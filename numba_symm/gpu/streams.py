@@ -260,10 +260,16 @@ def is_capturing(stream: int) -> bool:
     """Return whether the stream is being captured into a graph."""
     if stream in _LEGACY_DEFAULTS:
         return False
-    status, found = driver.function("cuStreamIsCapturing")(stream)
-    if status:
-        raise driver.failure("cuStreamIsCapturing", status)
+    found = ctypes.c_int()
+    quick("cuStreamIsCapturing", stream, ctypes.addressof(found))
     return bool(found)  # CU_STREAM_CAPTURE_STATUS_NONE is 0
+
+
+def quick(name: str, first: int, second: int) -> None:
+    """Call a function of the driver that calls often need; see ``driver_function``."""
+    status = entry.driver_function(name)(first, second, 0)
+    if status:
+        raise driver.failure(name, status)
 
 
 @contextmanager
@@ -434,10 +440,14 @@ class SideStream:
         try:
             yield
         except BaseException:
-            with suppress(DriverError):  # in a capture, which is invalidated anyway
-                self.mark(-1)
-                self.lead(stream, -1)
+            self.join(stream)
             raise
+
+    def join(self, stream: int) -> None:
+        """Make ``stream`` follow all work of this one after a failure."""
+        with suppress(DriverError):  # in a capture, which is invalidated anyway
+            self.mark(-1)
+            self.lead(stream, -1)
 
     def close(self) -> None:
         """Destroy the stream and the events when their work is done."""
@@ -453,9 +463,13 @@ def synchronize(stream: int) -> None:
     driver.call("cuStreamSynchronize", stream)
 
 
-def is_done(handle: Any, query: str = "cuStreamQuery") -> bool:
-    """Return whether a stream's work, or what a query asks, is done. Never waits."""
-    status = driver.function(query)(handle)[0]
+def is_done(handle: Any) -> bool:
+    """Return whether a stream's work is done. Never waits."""
+    return is_ready("cuStreamQuery", driver.function("cuStreamQuery")(handle)[0])
+
+
+def is_ready(query: str, status: int) -> bool:
+    """Return the answer of a query of the driver from its status."""
     if status not in (0, _NOT_READY):
         raise driver.failure(query, status)
     return bool(status == 0)

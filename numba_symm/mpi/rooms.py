@@ -47,11 +47,11 @@ from numba_symm.gpu.compiled import I32 as _I32
 from numba_symm.gpu.compiled import I64 as _I64
 from numba_symm.gpu.compiled import (
     WORD,
+    Builtin,
     Config,
     Emitter,
-    definition,
+    builtin,
     engine_of,
-    new_function,
     struct,
 )
 from numba_symm.gpu.events import Event
@@ -280,32 +280,8 @@ class _Stepper(Emitter):
         b.position_at_end(end)
 
 
-class _Fast(_Stepper):
-    """Emits a function that takes integers, and returns an integer.
-
-    Args:
-        module: the module.
-        name: the function's name.
-        numbers: how many integers it takes.
-        block: whether a bytearray is before them, whose address is ``block``.
-    """
-
-    def __init__(self, module: ir.Module, name: str, numbers: int, block: bool = False):
-        super().__init__(module, name, _ANY, _ANY, _ANY.as_pointer(), _I64)
-        _, self.given, _ = self.function.args
-        if block:
-            memory = self.python("PyByteArray_AsString", _ANY, self.object(0))
-            self.block = self.b.ptrtoint(memory, _I64)
-        places = range(block, block + numbers)
-        self.args = [self.number(self.object(n)) for n in places]
-
-    def object(self, n: int) -> Any:
-        """Return an argument."""
-        return self.b.load(self.b.gep(self.given, [_I64(n)]))
-
-    def leave(self, result: Any) -> None:
-        """Return an integer."""
-        self.b.ret(self.python("PyLong_FromLong", _ANY, result))
+class _Fast(Builtin, _Stepper):
+    """Emits a function for Python that takes these steps."""
 
 
 def _emit_launch(module: ir.Module) -> None:
@@ -724,18 +700,9 @@ def _engine() -> Any:
     )
 
 
-@functools.cache
-def _definition(name: str) -> Any:
-    return definition(_engine(), name)
-
-
-@functools.cache
 def compiled(name: str) -> Callable[..., int]:
     """Return ``publish``, ``take`` and so on; see what emits it."""
-    made: Callable[..., int] = new_function(
-        ctypes.addressof(_definition(name)), None, None
-    )
-    return made
+    return builtin(_engine, name)
 
 
 LEAST = 1 << 12

@@ -120,6 +120,22 @@ def test_events(gpu):
         gpu.reads("read")()
 
 
+@orders("gpu.events.Point.move", "gpu.events.Point.wait")
+def test_points(gpu):
+    events_of_others = [an_event(gpu)]
+    gpu.work()
+    point = events.Point(events_of_others, STREAM)
+    point.wait(OTHER)
+    gpu.launch("after", OTHER, DATA)
+    gpu.launch("more", STREAM, (), MORE)
+    point.move(STREAM)
+    point.wait(OTHER)
+    gpu.launch("after", OTHER, MORE)
+    event = point.handle
+    del point
+    assert [each._handle for each in events_of_others] == [event]
+
+
 @orders(
     "gpu.events.Stream.query",
     "gpu.events.Stream.synchronize",
