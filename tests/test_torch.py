@@ -8,8 +8,11 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from numba_symm import dtypes
+from numba_symm.gpu import exchange
 from tests.spawned import Ranks, attempt, outcomes
 
 torch = pytest.importorskip("torch")
@@ -610,6 +613,57 @@ def in_order(comm, folder):
 
 def test_streams_follow_each_other(ranks):
     ranks(in_order)
+
+
+def tensors():
+    """Return tensors that are read at once, with NumPy's types, and others."""
+    known = [each for each in dtypes.DTYPES if hasattr(torch, each.name)]
+    by_torch = {getattr(torch, each.name): each for each in known if each.kind != "c"}
+    x = torch.arange(24.0).reshape(4, 6)
+    plain = [torch.zeros(3).to(kind) for kind in by_torch]
+    plain += [x, x[1:], x.view(-1)[3:], x[:, :1][:1], torch.tensor(3.0)]
+    plain += [torch.empty(0, 3), torch.ones(3, 1, 4).expand(3, 1, 4)]
+    others = [x.t(), x[:, 1:], torch.ones(3, 1).expand(3, 5), torch.ones(1).to("meta")]
+    others += [torch._neg_view(x), torch.ones(3, requires_grad=True), x.to_sparse()]
+    others += [torch.ones(3, dtype=torch.complex64).conj()]
+    return [(each, by_torch[each.dtype]) for each in plain], others
+
+
+def test_a_tensor_is_read_at_once():
+    plain, others = tensors()
+    samples, left = [(dtype, x) for x, dtype in plain], []
+
+    def otherwise(tensor, what):
+        left.append((tensor, what))
+        return len(left)
+
+    read = exchange.reader(torch.Tensor, samples, otherwise, exchange.CPU)
+    for x, dtype in plain:
+        assert read(x, "") == (x.data_ptr(), tuple(x.shape), dtype, "C", False)
+    assert not left
+    for number, x in enumerate(others, 1):
+        assert read(x, "call") == number
+        assert left[-1][0] is x
+        assert left[-1][1] == "call"
+    torch.func.vmap(lambda x: (read(x, ""), x)[1])(torch.ones(2, 3))
+    assert len(left) == len(others) + 1  # it has no address
+    on_a_gpu = exchange.reader(torch.Tensor, samples, otherwise)
+    assert all(on_a_gpu(x, "") == len(left) for x, _ in plain)
+    assert exchange.reader(object, samples, otherwise) is otherwise
+
+
+def test_reading_a_tensor_keeps_no_reference():
+    x, dtype = torch.ones(2, 300), np.dtype("float32")
+    read = exchange.reader(torch.Tensor, [(dtype, x)], print, exchange.CPU)
+    kept = read(x, "")
+
+    def counts():
+        return [sys.getrefcount(each) for each in (x, dtype, kept[3], kept[4], read)]
+
+    before = counts()
+    for _ in range(1000):
+        read(x, "")
+    assert np.abs(np.subtract(counts(), before)).max() < 100  # others may use them
 
 
 def test_the_example_learns_under_torchrun():

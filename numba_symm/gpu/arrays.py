@@ -39,7 +39,7 @@ from numba_symm import dtypes
 from numba_symm.arguments import is_integer, shown
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError, GapsError
-from numba_symm.gpu import loads, streams
+from numba_symm.gpu import exchange, loads, streams
 
 
 class DeviceArray(Protocol):
@@ -248,7 +248,13 @@ def _torch_classes(torch: Any) -> tuple[_ArrayClass, _ArrayClass]:
     def strides(tensor: Any) -> tuple[int, ...]:
         return tuple(stride * tensor.element_size() for stride in tensor.stride())
 
-    found = _ArrayClass(read, stream, strides, library=_torch_library(torch))
+    samples = (
+        (dtype, torch.empty(0, dtype=kind))
+        for kind, dtype in by_torch.items()
+        if dtype.kind != "c"  # compiled code does not ask for the conjugate bit
+    )
+    plain = exchange.reader(torch.Tensor, samples, read)
+    found = _ArrayClass(plain, stream, strides, library=_torch_library(torch))
     return found, found._replace(read=_read_exported)
 
 

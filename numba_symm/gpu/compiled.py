@@ -243,7 +243,9 @@ _PYTHON = (
     *("PyThreadState_Get", "PyThreadState_GetID", "PyErr_Occurred"),
     *("PyEval_SaveThread", "PyEval_RestoreThread"),
     *("PyBytes_FromStringAndSize", "PyList_Append", "PyList_Size"),
-    "Py_DecRef",
+    *("PyTuple_New", "PyTuple_SetItem", "PyDict_GetItemWithError", "PyObject_GetAttr"),
+    *("PyObject_Vectorcall", "PyObject_VectorcallMethod", "PyErr_Clear"),
+    *("Py_IncRef", "Py_DecRef"),
 )
 
 

@@ -12,7 +12,7 @@ from numba.cuda.cudadrv.driver import MemoryPointer, OwnedPointer
 
 from numba_symm import arguments
 from numba_symm.errors import ArgumentError
-from numba_symm.gpu import arrays, streams
+from numba_symm.gpu import arrays, entry, streams
 
 HOST, CUDA, ROCM = (1, 0), (2, 1), (10, 0)  # DLPack's devices
 BFLOAT16, FLOAT8 = 4, 10  # DLPack's type codes
@@ -331,13 +331,13 @@ def test_an_object_that_is_not_a_stream_is_refused(rubbish):
 @pytest.mark.parametrize("stream", [*DEFAULT_STREAMS, 7])
 def test_the_default_stream_is_never_queried_for_a_capture(stream, monkeypatch):
     asked = []
-    active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 
-    def is_capturing(handle):
+    def is_capturing(handle, found, nothing):
         asked.append(handle)
-        return driver.CUresult.CUDA_SUCCESS, active
+        ctypes.c_int.from_address(found).value = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+        return 0
 
-    monkeypatch.setattr(streams.driver, "function", lambda name: is_capturing)
+    monkeypatch.setattr(entry, "driver_function", lambda name: is_capturing)
     ordinary = stream not in DEFAULT_STREAMS
     assert streams.is_capturing(stream) is ordinary
     assert asked == [stream] * ordinary
