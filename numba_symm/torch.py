@@ -269,9 +269,13 @@ def current_stream() -> int:
     return int(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
 
 
+def _is_current(number: int) -> bool:
+    return SIMULATED or number < 0 or number == torch._C._cuda_getDevice()
+
+
 def on_device(number: int) -> AbstractContextManager[object]:
     """Make a GPU the current one; -1: it stays. Handle 0 is a stream of that GPU."""
-    if SIMULATED or number < 0 or number == torch._C._cuda_getDevice():
+    if _is_current(number):
         return _STAYS
     return cast(AbstractContextManager[object], torch.cuda.device(number))
 
@@ -335,6 +339,8 @@ def _collective(method: Callable[..., SymmWork]) -> Callable[..., SymmWork]:
             if self.coalesces:  # what torch returns of the block waits for ours only
                 work.wait()
             return cast(SymmWork, work)
+        if _is_current(place):
+            return method(self, *args)
         with on_device(place):
             return method(self, *args)
 

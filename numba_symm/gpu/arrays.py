@@ -243,7 +243,8 @@ def _torch_classes(torch: Any) -> tuple[_ArrayClass, _ArrayClass]:
 
     def stream(tensor: Any) -> int:
         # As Triton does; torch.cuda.current_stream makes an object, in 2 µs.
-        return int(torch._C._cuda_getCurrentRawStream(tensor.get_device()))
+        found: int = torch._C._cuda_getCurrentRawStream(tensor.get_device())
+        return found
 
     def strides(tensor: Any) -> tuple[int, ...]:
         return tuple(stride * tensor.element_size() for stride in tensor.stride())

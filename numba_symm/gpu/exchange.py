@@ -81,7 +81,7 @@ def reader(
             fill(sample, ctypes.addressof(found))
             types[found.type] = dtype
     kept = types, "C", "requires_grad", "is_neg"
-    engine = engine_of(lambda module: _Read(module, table.fill, kind, *kept))
+    engine = engine_of(lambda module: _Reader(module, table.fill, kind, *kept))
     method = definition(engine, "read")
     owned = engine, method, kept
     made: Callable[..., Any] = new_function(ctypes.addressof(method), otherwise, owned)
@@ -93,7 +93,7 @@ _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = ctypes.py_object, ctypes.c_char_p
 
 
-class _Read(Emitter):
+class _Reader(Emitter):
     """Emits ``read(tensor, what)``, with ``otherwise`` as self.
 
     Objects are constants, which the function owns.
