@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from numba_symm.gpu import compiled, entry
-from tests.gates import answered, gate
+from tests.gates import Table, answered, gate
 
 CALLS = 20_000
 FAILED = 700  # a status of the driver
@@ -250,6 +250,32 @@ def test_a_thread_whose_identifier_recurs_is_new(monkeypatch):
         thread.start()
         thread.join()
     assert found == [entry.SLOW] * 3
+
+
+def test_python_calls_the_driver_without_its_lock(monkeypatch):
+    found, inside, leave = [], threading.Event(), threading.Event()
+
+    def record(event, stream):
+        found.append((event, stream))
+        inside.set()
+        return 7 if leave.wait(30) else 8
+
+    table = Table(cuEventRecord=record)
+    place = table.addresses[compiled.WHERE.index("cuEventRecord")]
+    monkeypatch.setattr(entry, "address", lambda name: place)
+    function = entry.driver_function.__wrapped__("cuEventRecord")
+    thread = threading.Thread(
+        target=lambda: found.append(function((1 << 63) - 1, 5, 0))
+    )
+    thread.start()
+    assert inside.wait(30)
+    leave.set()
+    thread.join()
+    assert found == [((1 << 63) - 1, 5), 7]
+    for wrong in (-1, 1 << 64, "0", None):
+        with pytest.raises((TypeError, OverflowError)):
+            function(wrong, 5, 0)
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize("stream", [-1, 1 << 64, "0", None])
