@@ -210,7 +210,8 @@ def started(
         keep: objects that must live until it is done.
         result: that of its ``wait``.
     """
-    about, requests = made.call.about, requests_of(calls, made.call.about.what)
+    about, requests = made.call.about, calls.requests
+    assert requests is not None
     _refuse_capture(about.what, stream)
     if calls.enqueuer.record is not None:
         calls.enqueuer.record.note(about, stream)

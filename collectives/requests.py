@@ -238,7 +238,8 @@ class Requests:
             failed: is called if the launch fails.
         """
         with self._settling:
-            all(lane.idle() for lane in self._lanes.values())
+            for lane in self._lanes.values():  # whose arrays may end
+                lane.idle()
             if not (self._busy or SIMULATED):
                 self._unfreed.enter_context(cuda.defer_cleanup())
             self._busy = True
@@ -292,7 +293,6 @@ class _Direction:
         keep: Any,
         failed: Callable[[BaseException], None],
     ) -> Done:
-        self.idle()
         begun = _StartedRequest(keep)
         self._entries.append(begun)  # first: a signal may interrupt what follows
         if self._worker is not None:
@@ -351,7 +351,7 @@ class RequestCall(NamedTuple):
     call: PackedCall
 
 
-@dataclass
+@dataclass(slots=True)
 class _StartedRequest:
     """A request of a lane.
 

@@ -293,7 +293,7 @@ class _Message(SymmWork):
         with on_device(self.tensors[0].get_device()):
             for request in self.requests:
                 request.wait(None if SIMULATED else current_stream())
-        return super().wait(timeout)
+        return timeout <= _AT_ONCE or super().wait(timeout)
 
     def is_completed(self) -> bool:
         """Return whether the messages have ended."""
