@@ -293,6 +293,46 @@ def test_calls_start_together(ranks):
     ranks(coalesced)
 
 
+def counted(comm, folder):
+    """Make calls whose functions of the backend are few, because each takes time."""
+    import numba_symm.torch as backend
+
+    group = next(iter(begin(comm, folder)))
+    x, out = torch.ones(8), torch.ones(8 * comm.size)
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def messages():
+        sent = dist.P2POp(dist.isend, x, after, group)
+        received = dist.P2POp(dist.irecv, out[:8], before, group)
+        for work in dist.batch_isend_irecv([sent, received]):
+            work.wait()
+
+    for most, call in (
+        (16, lambda: dist.all_reduce(x, group=group)),
+        (16, lambda: dist.all_reduce(x, group=group, async_op=True).wait()),
+        (16, lambda: dist.all_gather_into_tensor(out, x, group=group)),
+        (30, messages),
+    ):
+        found = []
+
+        def note(frame, event, argument):
+            if event == "call" and frame.f_code.co_filename == backend.__file__:
+                found.append(frame.f_code.co_qualname)  # noqa: B023
+
+        for _ in range(3):
+            call()
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        assert 1 <= len(found) <= most, found
+
+
+def test_a_repeated_call_passes_few_functions(ranks):
+    ranks(counted)
+
+
 def crossing(comm, folder):
     """No call waits for a message that the program has not waited for."""
     group = next(iter(begin(comm, folder)))
