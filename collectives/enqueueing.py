@@ -370,18 +370,17 @@ class ThreadGuard:
     Attributes:
         held: whether a group is open, so that the thread is in a call between calls.
         claim: the compiled function that admits a thread.
+        open, close: those that admit it to a group, and let other threads in again.
     """
 
     def __init__(self, ordinal: int, gate: Any):
         self.held = False
         self._ordinal = ordinal
         self._gate = gate
-        claim, ready, address = (
-            entry.compiled("claim"),
-            entry.compiled("ready"),
-            addressof(gate),
-        )
-        self.claim, self._ready = partial(claim, address), partial(ready, address)
+        claim, address = entry.compiled("claim"), addressof(gate)
+        self.claim, self.open = (partial(claim, address, n) for n in (0, entry.GROUPED))
+        self.close = partial(entry.compiled("leave"), address, entry.GROUPED)
+        self._ready = partial(entry.compiled("ready"), address)
 
     def begin(self, what: str) -> None:
         """Begin a call. Calls of other threads are refused until :meth:`finish`.

@@ -280,7 +280,7 @@ class Group:
 
     def __enter__(self) -> None:
         calls = self._calls
-        if calls.thread.claim() != entry.DONE:
+        if calls.thread.open() != entry.DONE:
             calls.thread.begin(self._what)
             try:
                 calls.members.check()
@@ -288,6 +288,7 @@ class Group:
             except BaseException:
                 calls.thread.finish()
                 raise
+            calls.enqueuer.gate.slow |= entry.GROUPED
         self.node: _Node | None = _NO_CALLS
         self.handle: int | None = None
         self.arrays: list[Any] = []
@@ -297,7 +298,6 @@ class Group:
         calls.staging.used = 0
         calls.thread.held = True
         calls.enqueuer.group = self
-        calls.enqueuer.gate.slow |= entry.GROUPED
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         calls, node = self._calls, self.node
@@ -307,8 +307,7 @@ class Group:
                 found = self.pending
         finally:
             enqueuer.group, calls.thread.held = None, False
-            enqueuer.gate.slow &= ~entry.GROUPED
-            enqueuer.gate.thread = 0
+            calls.thread.close()
         if kind is not None:
             return
         if node is not None and node.call is not None and not self._done:

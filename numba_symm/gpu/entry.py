@@ -173,31 +173,41 @@ class _Builtin(Builtin, _Emitter):
 
 
 def _emit_claim(module: ir.Module) -> None:
-    """Emit ``claim(gate)``: admit this thread.
+    """Emit ``claim(gate, bits)``: admit this thread.
 
-    It returns DONE, or BUSY if another thread is in a call. Otherwise SLOW: the thread
-    is admitted, but calls are not plain.
+    It returns DONE, and sets these bits of ``Gate.slow``, or BUSY if another thread is
+    in a call. Otherwise SLOW: the thread is admitted, but calls are not plain.
     """
-    e = _Builtin(module, "claim", 1)
-    b, (gate,) = e.b, e.args
+    e = _Builtin(module, "claim", 2)
+    b, (gate, bits) = e.b, e.args
     me, word = e.me(), e.at(gate, Gate.thread.offset)
     found = b.cmpxchg(word, _I64(0), me, "acquire", "monotonic")
     old = b.extract_value(found, 0)
     other = b.and_(e.is_("!=", old, 0), b.icmp_signed("!=", old, me))
     plain = e.is_("==", e.reasons(gate, me), 0)
     admitted = b.select(plain, _I64(DONE), _I64(SLOW))
-    e.leave(b.select(other, _I64(BUSY), admitted))
+    status = b.select(other, _I64(BUSY), admitted)
+    with b.if_then(e.is_("==", status, DONE)):
+        e.store(bits, gate, Gate.slow.offset)  # which was 0
+    e.leave(status)
 
 
 def _emit_others(module: ir.Module) -> None:
     """Emit functions that only Python calls, and of which only the last has a result.
 
-    ``ready(gate)`` notes that the GPU is current in this thread. ``noted`` calls
-    ``note``. ``call(address, a, b, c)`` calls a function of the driver, which has not
+    ``ready(gate)`` notes that the GPU is current in this thread. ``leave(gate, bits)``
+    clears bits of ``Gate.slow``, and lets other threads in. ``noted`` calls ``note``.
+    ``call(address, a, b, c)`` calls a function of the driver, which has not
     more arguments, and returns its status.
     """
     e = _Builtin(module, "ready", 1)
     e.store(e.me(), e.args[0], Gate.ready.offset)
+    e.leave(_I64(DONE))
+    e = _Builtin(module, "leave", 2)
+    gate, bits = e.args
+    rest = e.b.and_(e.load(gate, Gate.slow.offset), e.b.not_(bits))
+    e.store(rest, gate, Gate.slow.offset)
+    e.b.store_atomic(_I64(0), e.at(gate, Gate.thread.offset), "release", 8)
     e.leave(_I64(DONE))
     e = _Builtin(module, "noted", 4)
     e.python("note", ir.VoidType(), *e.args)
@@ -400,7 +410,7 @@ def _engine() -> Any:
 
 
 def compiled(name: str) -> Callable[..., int]:
-    """Return ``noted``, ``claim``, ``ready`` or ``call``; see what emits it."""
+    """Return ``claim``, ``leave``, ``ready``, ``noted`` or ``call``."""
     return builtin(_engine, name)
 
 

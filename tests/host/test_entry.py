@@ -229,7 +229,7 @@ def test_a_thread_is_refused_while_another_one_is_in_the_driver(monkeypatch):
     thread.start()
     assert inside.wait(30)
     assert enqueue(0, entry.CHECKED) == entry.BUSY
-    assert entry.compiled("claim")(ctypes.addressof(made.gate)) == entry.BUSY
+    assert entry.compiled("claim")(ctypes.addressof(made.gate), 0) == entry.BUSY
     leave.set()
     thread.join()
     assert found == [entry.DONE]
@@ -241,7 +241,7 @@ def test_a_thread_whose_identifier_recurs_is_new(monkeypatch):
     address = ctypes.addressof(made.gate)
 
     def claim():
-        found.append(entry.compiled("claim")(address))
+        found.append(entry.compiled("claim")(address, 0))
         entry.compiled("ready")(address)
         made.gate.thread = 0
 
