@@ -238,8 +238,9 @@ class Requests:
             failed: is called if the launch fails.
         """
         with self._settling:
-            for lane in self._lanes.values():  # whose arrays may end
-                lane.idle()
+            if made.lane.idle():  # asking takes time; others may keep arrays, too
+                for lane in self._lanes.values():
+                    lane.idle()
             if not (self._busy or SIMULATED):
                 self._unfreed.enter_context(cuda.defer_cleanup())
             self._busy = True
