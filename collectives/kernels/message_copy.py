@@ -1,13 +1,20 @@
 """A copy of a message between memory of two ranks, whose end a word of the host tells.
 
-The kernel waits for no rank. A sender's host launches it to copy a message into memory
-that its peers map. When the receiver's host sees the word, it launches a copy from
-there, after whose word the sender uses that memory again. So a kernel must see what its
-host has seen, as it sees what its stream did before.
+A sender's host launches it to copy a message into memory that its peers map. The
+receiver's host launches a copy from there, after whose word the sender uses that memory
+again. So a kernel must see what its host has seen, as it sees what its stream did
+before.
 
-Memory order. All threads of a block meet after their loads and stores. Then thread 0
-adds to the count with release, or if it is the only block, its fence orders them before
-the word. The thread that counts the last block has read what all others released.
+If the receiver's host has not seen the sender's word, its kernel looks for that a few
+times, because the sender's kernel runs at about the same time. A block that does not
+find it copies nothing. If there is one, the last block stores another word, after which
+the host waits itself, and launches the kernel again. So no kernel waits for a rank that
+is late.
+
+Memory order. Thread 0 loads the sender's word with acquire, and then all threads of a
+block meet. They meet again after their loads and stores. Then thread 0 adds to the
+count with release, or if it is the only block, its fence orders them before the word.
+The thread that counts the last block has read what all others released.
 """
 
 import functools
@@ -25,8 +32,15 @@ MOST_BLOCKS = 2 if SIMULATED else 32
 MOST = 512 if SIMULATED else 1 << 20
 """Bytes that the kernel copies at most. Copy engines copy more in the same time."""
 
+LOOKS = 16
+"""For the sender's word; on PCI Express, in some 20 microseconds."""
+
+ARGUMENTS = 9
+
 VECTOR = 16
 """Bytes that a thread copies at a time, where addresses permit it."""
+
+_LATE = 1 << 32  # what a block that copies nothing adds to the count, besides 1
 
 
 def make_message_copy() -> Any:
@@ -40,10 +54,22 @@ def make_message_copy() -> Any:
         width: int,
         grid: int,
         count_at: int,
+        looks: int,
         word_at: int,
         word: int,
     ) -> None:
         thread = intrinsics.thread_index_x()
+        late = 0
+        if looks > 0:
+            if thread == 0:
+                # The sender's word is before this copy's.
+                # explore: await
+                while looks > 0 and intrinsics.ld_acquire_sys_u64(word_at - 8) < word:
+                    looks -= 1
+            # After thread 0's loads, and before all other ones.
+            # explore: meet
+            if intrinsics.syncthreads_or(thread == 0 and looks == 0):
+                late, nbytes = 1, 0
         first, step = intrinsics.block_index() * THREADS + thread, grid * THREADS
         i, count = first, 0
         if width == VECTOR:
@@ -77,13 +103,15 @@ def make_message_copy() -> Any:
         if thread != 0:
             return
         if grid > 1:
+            mine = 1 + late * _LATE  # explore: late
             # explore: count
-            others = intrinsics.atom_add_release_sys_u64(count_at, 1)
-            if others != grid - 1:
+            blocks = mine + intrinsics.atom_add_release_sys_u64(count_at, mine)
+            if blocks % _LATE != grid:
                 return
+            late = min(1, blocks // _LATE)
             intrinsics.st_relaxed_sys_u64(count_at, 0)  # for the next copy
         intrinsics.fence_acq_rel_sys()  # explore: fence
-        intrinsics.st_relaxed_sys_u64(word_at, word)
+        intrinsics.st_relaxed_sys_u64(word_at + 8 * late, word)
 
     return message_copy
 
@@ -91,7 +119,7 @@ def make_message_copy() -> Any:
 @functools.cache
 def kernel() -> Kernel:
     """Return the kernel, compiled when first bound."""
-    return Kernel(make_message_copy, (), (types.int64,) * 8, THREADS)
+    return Kernel(make_message_copy, (), (types.int64,) * ARGUMENTS, THREADS)
 
 
 class Simulated:

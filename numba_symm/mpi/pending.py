@@ -28,6 +28,7 @@ from numba_symm.mpi.rooms import (
     CANCELLED,
     ENDED,
     FOUND,
+    LATE,
     LINE,
     NO_SLOT,
     POSTED,
@@ -246,13 +247,16 @@ class Receiving(Own):
                 if order[0] == FOUND:
                     self._begin(found)
                 if order[0] == BEGUN:
-                    at = LINE * found.slot + READ
+                    slot, number = found.slot, found.number
                     if (
-                        post.words.values[at] >= found.number
+                        post.words.holds(slot, READ, number)
                         if self._done is None
                         else self._done.query()
                     ):
                         order[0] = ENDED
+                    elif self._done is None and post.words.holds(slot, LATE, number):
+                        post.words.store(slot, LATE, 0)  # no kernel stores it now
+                        post.words.port.rest, order[0] = MOST, FOUND
             except Exception as error:  # for its own request, whoever calls this
                 self._error, order[0] = error, ENDED
                 if found is not None and found.slot != NO_SLOT:

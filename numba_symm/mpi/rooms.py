@@ -83,7 +83,7 @@ ROOMS = 1 << 14
 LINE = 8
 """Words of a slot: a cache line."""
 
-READY, READ, MATCHED, BLOCK, OFFSET, ONCE = range(6)
+READY, READ, LATE, MATCHED, BLOCK, OFFSET, ONCE = range(7)
 """The words of a slot; see ``words.py``."""
 
 Ring = struct(
@@ -110,7 +110,7 @@ Port = struct(
     config=WORD,  # addresses of what a launch reads
     kernel=WORD,
     parameters=WORD,
-    values=WORD * 8,  # the kernel's arguments
+    values=WORD * message_copy.ARGUMENTS,
     busy=WORD,  # whether a thread launches
     host=WORD,  # addresses of the words for this process, and for GPUs
     words=WORD,
@@ -123,6 +123,7 @@ Port = struct(
     never=WORD,  # 0
     opened=WORD,  # address of the numbers and addresses of the peers' blocks
     number=WORD,  # of this process' last message
+    rest=WORD,  # starts of copies after a late one, whose kernels do not look
     free=WORD,  # how many slots are free
     slots=WORD * SLOTS,  # these slots
     rooms=WORD * (5 * ROOMS),  # of each: address, what the slot has, and its stack
@@ -216,7 +217,10 @@ class _Stepper(Emitter):
         b.atomic_rmw("or", self.at(bell, 0), _I64(1), "release")
 
     def launch(self, *args: Any) -> Any:
-        """Launch a copy, whose arguments are those of ``copy``; return the status."""
+        """Launch a copy; return the status.
+
+        The arguments are those of ``copy``, and how often it looks for the READY.
+        """
         return self.python("launch_copy", _I64, *args)
 
     def look(self, *args: Any) -> Any:
@@ -286,9 +290,9 @@ class _Fast(Builtin, _Stepper):
 
 def _emit_launch(module: ir.Module) -> None:
     """Emit the launch of a copy, for the functions here."""
-    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 8)
+    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 9)
     b = e.b
-    port, target, source, nbytes, stream, slot, word, number = e.function.args
+    port, target, source, nbytes, stream, slot, word, number, looks = e.function.args
     names = "another", "yield", "mine"
     another, yields, mine = map(e.function.append_basic_block, names)
     b.branch(another)
@@ -312,7 +316,7 @@ def _emit_launch(module: ir.Module) -> None:
     count = b.add(e.load(port, Port.counts.offset), b.shl(slot, _I64(3)))
     index = b.add(b.mul(slot, _I64(LINE)), word)
     place = b.add(e.load(port, Port.words.offset), b.shl(index, _I64(3)))
-    given = target, source, nbytes, width, blocks, count, place, number
+    given = target, source, nbytes, width, blocks, count, looks, place, number
     for n, value in enumerate(given):
         e.store(value, port, Port.values.offset + 8 * n)
     config = e.load(port, Port.config.offset)
@@ -455,7 +459,7 @@ def _emit_send(module: ir.Module) -> None:
     for n, word in enumerate((BLOCK, OFFSET, ONCE)):
         e.store(e.load(where, 8 * (n + 1)), line, 8 * word)
     with b.if_then(e.is_("==", held, 0)):
-        words = slot, _I64(READY), number
+        words = slot, _I64(READY), number, _I64(0)
         status = e.launch(port, e.load(where), source, nbytes, stream, *words)
         with b.if_then(e.is_("!=", status, 0), likely=False):
             e.push(slots, slot)
@@ -465,6 +469,7 @@ def _emit_send(module: ir.Module) -> None:
     e.store(slot, b.add(port, b.shl(lent, _I64(3))), Port.unread.offset)
     e.store(b.add(lent, _I64(1)), port, Port.lent.offset)
     e.count(unread, nbytes)
+    asks = b.or_(asks, b.shl(held, _I64(1)))
     e.publish(ring, bell, (context, place, tag, nbytes, slot, number, asks))
     sent = b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot)
     e.store(sent, parcel, Parcel.sent.offset)
@@ -565,7 +570,15 @@ def _emit_begin(module: ir.Module) -> None:
     with b.if_then(e.is_("==", slot, NO_SLOT), likely=False):
         b.ret(_I64(0))
     line, bell = e.line(port, slot), e.load(port, Port.bell.offset)
-    fine = e.is_("==", e.look(bell, b.add(line, _I64(8 * READY)), number, looks), THERE)
+    ready = b.add(line, _I64(8 * READY))
+    # The kernel looks for a copy that its sender has launched, which does not fail.
+    rest = e.load(port, Port.rest.offset)
+    e.store(b.sub(rest, b.zext(e.is_(">", rest, 0), _I64)), port, Port.rest.offset)
+    awaits = b.or_(e.is_(">", rest, 0), e.is_(">", e.load(order, Order.asks.offset), 1))
+    awaited = b.select(awaits, number, _I64(0))
+    fine = e.is_("==", e.look(bell, ready, awaited, looks), THERE)
+    is_ready = b.icmp_signed(">=", e.acquire(e.at(ready, 0)), number)
+    looks = b.select(is_ready, _I64(0), _I64(message_copy.LOOKS))
     block = e.load(line, 8 * BLOCK)
     index = b.and_(block, _I64(BLOCKS - 1))
     index = b.add(b.mul(b.udiv(slot, _I64(SLOTS)), _I64(BLOCKS)), index)
@@ -587,7 +600,7 @@ def _emit_begin(module: ir.Module) -> None:
         b.store(e.driver(port, "wait", on, event, _I64(0)), status)
     with b.if_then(e.is_("==", b.load(status), 0)):
         source = b.add(e.load(known, 8), e.load(line, 8 * OFFSET))
-        words = slot, _I64(READ), number
+        words = slot, _I64(READ), number, looks
         b.store(e.launch(port, address, source, nbytes, on, *words), status)
     with b.if_then(e.is_("!=", b.load(status), 0), likely=False):
         e.store(_I64(FOUND), order)
@@ -633,7 +646,7 @@ def _emit_arrive(module: ir.Module) -> None:
     names = Order.port, Order.on, Order.slot, Order.number
     port, on, slot, number = (e.load(order, n.offset) for n in names)
     nothing = 3 * [_I64(0)]
-    status = e.launch(port, *nothing, on, slot, _I64(READ), number)
+    status = e.launch(port, *nothing, on, slot, _I64(READ), number, _I64(0))
     with b.if_then(e.is_("==", status, 0)):
         e.store(_I64(BEGUN), order)
     e.leave(status)
@@ -683,12 +696,12 @@ def _emit_parts(module: ir.Module) -> None:
     value, RINGS if the bell rings, and NOTHING after so many looks. ``reclaim(port)``
     and ``silence(port)`` return nothing of use.
     """
-    for name, numbers, inner in (
-        *(("copy", 8, "launch_copy"), ("wait", 4, "look")),
+    for name, numbers, inner, *more in (
+        *(("copy", 8, "launch_copy", _I64(0)), ("wait", 4, "look")),
         *(("reclaim", 1, "reclaim_all"), ("silence", 1, "quiet")),
     ):
         e = _Fast(module, name, numbers)
-        e.leave(e.python(inner, _I64, *e.args))
+        e.leave(e.python(inner, _I64, *e.args, *more))
 
 
 @functools.cache

@@ -13,13 +13,15 @@ there does not matter:
 
 - ``READY``: the sender's GPU has copied the message into its block.
 - ``READ``: the receiver's GPU has copied it from there, or its host has refused it.
+- ``LATE``: the receiver's GPU has not found ``READY`` soon, and copied nothing. Its
+  host resets it, and launches the copy again when ``READY`` is there.
 - ``MATCHED``: a receive has matched it; stored only if the sender asks for that.
 - ``BLOCK``, ``OFFSET``, ``ONCE``: not a number, but where the message is, and whether
   the block is for it alone; valid with ``READY``.
 
-Memory order. The host reads ``READY`` before it launches the receiver's copy, and
-``READ`` before it uses slot and room again. The sender stores ``BLOCK`` and ``OFFSET``
-before it launches the copy whose end is ``READY``.
+Memory order. The receiver's host or kernel reads ``READY`` before it copies, and the
+sender's host ``READ`` before it uses slot and room again. The sender stores ``BLOCK``,
+``OFFSET`` and ``ONCE`` before the envelope.
 """
 
 import ctypes
@@ -77,7 +79,8 @@ class Envelope(NamedTuple):
         nbytes: its size.
         slot: of its words, or ``NO_SLOT``.
         number: the message's number among those of the sender's process.
-        asks: 1 if the sender waits until a receive has matched it, else 0.
+        asks: 1 if the sender waits until a receive has matched it, and 2 more if the
+            copy to the room may fail after the envelope was sent.
     """
 
     source: int
@@ -197,10 +200,13 @@ class Words:
 
     def _bound(self) -> Any:
         """Bind the kernel of copies to the port's arguments; return what it needs."""
-        port, launch = self.port, message_copy.kernel().bind(1, *8 * [0])
+        port, launch = (
+            self.port,
+            message_copy.kernel().bind(1, *message_copy.ARGUMENTS * [0]),
+        )
         _, port.config, port.kernel, _ = launch.steps[0]
-        first = self.port_at + Port.values.offset
-        pointers = (WORD * 8)(*range(first, first + 64, 8))
+        first, number = self.port_at + Port.values.offset, message_copy.ARGUMENTS
+        pointers = (WORD * number)(*range(first, first + 8 * number, 8))
         port.parameters = ctypes.addressof(pointers)
         for name, function in (
             *(("launch", "cuLaunchKernelEx"), ("capturing", "cuStreamIsCapturing")),

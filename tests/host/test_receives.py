@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from numba_symm.collectives.kernels import message_copy
 from numba_symm.gpu import compiled, streams
 from numba_symm.gpu.compiled import WHERE, WORD, Config
 from numba_symm.mpi import rooms
@@ -120,8 +121,6 @@ def test_a_receive_comes_from_stage_to_stage(memory):
     assert memory.words[LINE * 2 + MATCHED] == 9  # a synchronous send ends
     assert not memory.bell.value
     memory.store(BLOCK, number=0)
-    assert memory.receive() == FOUND  # its data is not there
-    memory.store(READY)
     assert memory.receive(BEGUN) == BEGUN
     assert memory.receive() == BEGUN
     memory.store(READ)
@@ -129,6 +128,27 @@ def test_a_receive_comes_from_stage_to_stage(memory):
     assert len(memory.driver.works) == 1
     assert memory.port.values[:3] == [OUT, ROOM, 8]
     assert not memory.left()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_kernel_looks_for_data_that_is_not_there_yet(memory, there):
+    memory.publish()
+    if there:
+        memory.store(READY)
+    assert memory.receive() == BEGUN
+    assert memory.port.values[6] == (0 if there else message_copy.LOOKS)
+
+
+@pytest.mark.parametrize(("asks", "rest"), [(0, 3), (2, 0)])
+def test_a_host_waits_after_a_late_copy_or_for_one_that_may_fail(memory, asks, rest):
+    memory.port.rest = rest
+    memory.publish(asks=asks)
+    for _ in range(2):
+        assert memory.receive() == FOUND
+    memory.store(READY)
+    assert memory.receive() == BEGUN
+    assert memory.port.values[6] == 0
+    assert memory.port.rest == 0
 
 
 @pytest.mark.parametrize(
@@ -238,6 +258,7 @@ def test_what_lacks_is_told_before_a_message_is_announced(memory):
     memory.rings[0].sent = 0
     assert send(*given) == parcel.sent == SLOTS_OF_ALL
     assert send(*given) == NONE
+    assert memory.rings[0].entries[8 + 7] == 3  # it is synchronous, and may fail
     assert (memory.left(), memory.unread.value, port.lent) == (1, 8, 1)
     assert memory.words[BLOCK : BLOCK + 2] == [7, 256]
     assert not memory.driver.works
