@@ -200,6 +200,14 @@ class Device(Messages):
         self._life.wraps += 1
         return True
 
+    def __repr__(self) -> str:
+        found = vars(self)  # and not MPI, which may be finalized
+        name, ranks = f"numba_symm.mpi.{type(self).__name__}", ""
+        if "post" in found:
+            ranks = f": rank {self.post.rank} of {len(self.post.islands)}"
+            ranks += ", which was freed" * self._life.freed
+        return f"<{name}{ranks}>"
+
     def __copy__(self) -> Self:
         return self
 

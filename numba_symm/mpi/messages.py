@@ -182,22 +182,25 @@ class Post:
         """
         wait = Wait("Free", self.rank, environment.chosen_setup_timeout())
 
-        def check() -> None:
+        def check(step: str) -> None:
             self._check()
             if wait.look(()):
-                raise wait.error(())
+                error = wait.error(())
+                error.add_note(f"It waited for {step}.")
+                raise error
 
         def copied() -> bool:
             self.reap()
             return not self.arriving
 
-        waited(copied, check)
+        waited(copied, partial(check, "this rank's receives to end"))
         self._settle()
         sent = np.array(self.mpi.sent)
         wanted = np.empty_like(sent)
         request = self._own.Ialltoall(sent, wanted)
         self.mpi.keep([request], (sent, wanted))
-        waited(request.Test, check)  # the peers send nothing after this
+        # The peers send nothing after this.
+        waited(request.Test, partial(check, "all ranks to call it"))
         with self.words.lock:
             self.posted.clear()  # from now on, all messages are refused
 
@@ -214,9 +217,10 @@ class Post:
             self.reap()
             return self.mpi.has_ended and self.mpi.taken >= wanted.sum()
 
-        waited(taken, check)
+        waited(taken, partial(check, "messages that MPI has to bring or to send"))
         progress.matching.pop(self.fetch, None)
-        waited(self._own.Ibarrier().Test, check)  # all have refused what is left
+        last = partial(check, "all ranks to refuse what is left")
+        waited(self._own.Ibarrier().Test, last)
         self.take_back()
         self.words.counted.remove(self.unread)
         _posts.discard(self)

@@ -6,7 +6,8 @@ through it. These have a communicator of their own.
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mpi4py import MPI
@@ -86,16 +87,24 @@ class Channel:
 
     Attributes:
         comm: the same.
-        sent: how many messages this rank has sent to each rank.
         taken: how many it has matched.
     """
 
     def __init__(self, comm: Any, unread: Any):
         self.comm, self._unread = comm, unread
-        self.sent = [0] * comm.size
+        self._sent = [0] * comm.size
+        self._last: tuple[int, int, list[MPI.Request]] = 0, 0, []
         self.taken = 0
         self._kept: dict[int, tuple[list[MPI.Request], Any, int, int]] = {}
         self._looks = MOST
+
+    @property
+    def sent(self) -> list[int]:
+        """How many messages this rank has sent to each rank."""
+        # The last one is counted here, so that no interrupt comes before that.
+        dest, before, requests = self._last
+        self._sent[dest] = before + len(requests)
+        return self._sent
 
     @property
     def has_ended(self) -> bool:
@@ -120,18 +129,18 @@ class Channel:
             requests: a list that gets the request, also if an interrupt follows.
         """
         self.keep(requests, data, dest, data.size)
+        self._last = dest, self.sent[dest], requests
         start = self.comm.Issend if matched else self.comm.Isend
-        try:
-            begin(requests, start, _spec(data), dest, tag)
-        finally:  # counted even if an interrupt follows the start
-            self.sent[dest] += len(requests)
+        with _spec(data) as spec:
+            begin(requests, start, spec, dest, tag)
 
     def receive(
         self, message: MPI.Message, data: Any, requests: list[MPI.Request]
     ) -> None:
         """Start to receive a message, and keep the room for it until it has arrived."""
         self.keep(requests, data)
-        begin(requests, message.Irecv, _spec(data))
+        with _spec(data) as spec:
+            begin(requests, message.Irecv, spec)
 
     def keep(
         self, requests: list[MPI.Request], data: Any, dest: int = 0, nbytes: int = 0
@@ -162,13 +171,18 @@ class Channel:
 _MOST = (1 << 31) - 1  # items in one message of MPI, whose counts are C's int
 
 
-def _spec(data: Any) -> Any:
-    """Return what mpi4py takes to send or receive bytes, also very many."""
+@contextmanager
+def _spec(data: Any) -> Iterator[Any]:
+    """Yield what mpi4py takes to start to send or receive bytes, also very many."""
     if data.size <= _MOST:
-        return [data, MPI.BYTE]
+        yield [data, MPI.BYTE]
+        return
     parts, rest = divmod(data.size, _MOST)
     part = MPI.BYTE.Create_contiguous(_MOST)
     places = [0, parts * _MOST]
     made = MPI.Datatype.Create_struct([parts, rest], places, [part, MPI.BYTE])
     part.Free()
-    return [data, 1, made.Commit()]
+    try:
+        yield [data, 1, made.Commit()]
+    finally:
+        made.Free()  # when the calls that were started have ended

@@ -19,6 +19,7 @@ from numba_symm.engines import mpi as engine_of_mpi
 from numba_symm.engines.protocol import Parcel
 from numba_symm.launch import locks, ranks, waiting
 from numba_symm.launch.waiting import Wait
+from numba_symm.mpi import progress
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.progress import Channel
 
@@ -75,14 +76,19 @@ def test_a_probe_of_a_message():
 
 @pytest.mark.parametrize("matched", [False, True])
 def test_a_send_is_counted_and_its_data_kept(matched):
-    unread, data, requests = [0, 0], np.empty(5, np.uint8), []
+    unread, data, lists = [0, 0], np.empty(5, np.uint8), [[], [], []]
     channel = Channel(Host(), unread)
-    interrupted(channel.send, data, 1, 0, matched, requests)
-    assert [*channel._kept.values()] == [([0], data, 1, 5)]
-    assert (channel.sent, unread, requests) == ([0, 1], [0, 5], [0])
+    for dest, requests in zip((1, 0, 1), lists, strict=True):
+        interrupted(channel.send, data, dest, 0, matched, requests)
+    kept = [([0], data, dest, 5) for dest in (1, 0, 1)]
+    assert [*channel._kept.values()] == kept
+    for _ in range(2):  # it may be asked again
+        assert (channel.sent, unread, lists) == ([1, 2], [5, 10], 3 * [[0]])
 
 
-def test_data_is_kept_until_its_request_has_ended():
+@pytest.mark.parametrize("most", [4, 5])
+def test_data_is_kept_until_its_request_has_ended(monkeypatch, most):
+    monkeypatch.setattr(progress, "_MOST", most)
     comm, unread, requests = MPI.COMM_SELF.Dup(), [0], []
     channel, data = Channel(comm, unread), np.arange(5, dtype=np.uint8)
     channel.send(data, 0, 3, True, requests)
@@ -94,6 +100,13 @@ def test_data_is_kept_until_its_request_has_ended():
     channel.reap()
     assert (unread, channel.has_ended, out.tolist()) == ([0], True, [*range(5)])
     comm.Free()
+
+
+def test_the_type_of_very_many_bytes_is_freed(monkeypatch):
+    monkeypatch.setattr(progress, "_MOST", 2)
+    with progress._spec(np.empty(5, np.uint8)) as (_, number, kind):
+        assert (number, kind.size) == (1, 5)
+    assert kind == MPI.DATATYPE_NULL
 
 
 @pytest.mark.parametrize("kind", [engine_of_mpi._Send, engine_of_mpi._Receive])

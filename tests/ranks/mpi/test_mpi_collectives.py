@@ -233,7 +233,11 @@ def test_communicators_of_some_ranks(comm, world):
     half.Allreduce(IN_PLACE, x)
     assert x.copy_to_host()[0] == sum(wanted)
     assert half.rank == wanted[::-1].index(comm.rank)
+    what = f"<numba_symm.mpi.Intracomm: rank {half.rank} of {half.size}"
+    assert repr(half) == f"{what}>"
     half.Free()
+    assert repr(half) == f"{what}, which was freed>"
+    assert repr(ns.mpi.Intracomm()) == "<numba_symm.mpi.Intracomm>"
     assert half == MPI.COMM_NULL
     none = comm.Split(MPI.UNDEFINED if comm.rank else 0)
     assert bool(none) == (comm.rank == 0)

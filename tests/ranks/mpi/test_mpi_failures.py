@@ -402,6 +402,8 @@ def test_free_waits_for_no_rank_that_has_left(world, apart, comm, monkeypatch):
         with pytest.raises(MPI.Exception, match=late) as found:
             other.Free()
         assert isinstance(found.value.__cause__, CollectiveTimeout)
+        step = "this rank's receives to end" if other.rank == 0 else "all ranks to call"
+        assert step in str(found.value.__cause__.__notes__)
     world.Barrier()
     if not stays:
         made.Free()
