@@ -6,15 +6,17 @@ again. So a kernel must see what its host has seen, as it sees what its stream d
 before.
 
 If the receiver's host has not seen the sender's word, its kernel looks for that a few
-times, because the sender's kernel runs at about the same time. A block that does not
-find it copies nothing. If there is one, the last block stores another word, after which
-the host waits itself, and launches the kernel again. So no kernel waits for a rank that
-is late.
+times, because the sender's kernel runs at about the same time. Block 0 looks, and tells
+the others through the count: a GPU makes such loads of the host's memory one after
+another. A block that is not told in time copies nothing. If there is one, the last
+block stores another word, after which the host waits itself, and launches the kernel
+again. So no kernel waits for a rank that is late.
 
-Memory order. Thread 0 loads the sender's word with acquire, and then all threads of a
-block meet. They meet again after their loads and stores. Then thread 0 adds to the
-count with release, or if it is the only block, its fence orders them before the word.
-The thread that counts the last block has read what all others released.
+Memory order. Thread 0 loads the sender's word with acquire, or what block 0 has
+released after that, and then all threads of a block meet. They meet again after their
+loads and stores. Then thread 0 adds to the count with release, or if it is the only
+block, its fence orders them before the word. The thread that counts the last block has
+read what all others released.
 """
 
 import functools
@@ -28,19 +30,21 @@ from numba_symm.gpu.compiled import Config
 from numba_symm.gpu.kernels import Kernel, simulate
 
 THREADS = 8 if SIMULATED else 512
-MOST_BLOCKS = 2 if SIMULATED else 32
-MOST = 512 if SIMULATED else 1 << 20
-"""Bytes that the kernel copies at most. Copy engines copy more in the same time."""
+MOST_BLOCKS = 2 if SIMULATED else 64
+MOST = 512 if SIMULATED else 1 << 26
+"""Bytes that the kernel copies at most. Copy engines leave larger copies' SMs free."""
 
 LOOKS = 16
 """For the sender's word; on PCI Express, in some 20 microseconds."""
+
+_TIMES = 4  # as often do other blocks look for block 0
 
 ARGUMENTS = 9
 
 VECTOR = 16
 """Bytes that a thread copies at a time, where addresses permit it."""
 
-_LATE = 1 << 32  # what a block that copies nothing adds to the count, besides 1
+_LATE, _FOUND = 1 << 16, 1 << 32  # what blocks add to the count, besides 1
 
 
 def make_message_copy() -> Any:
@@ -58,19 +62,28 @@ def make_message_copy() -> Any:
         word_at: int,
         word: int,
     ) -> None:
-        thread = intrinsics.thread_index_x()
+        thread, block = intrinsics.thread_index_x(), intrinsics.block_index()
         late = 0
         if looks > 0:
-            if thread == 0:
+            if thread == 0 and block == 0:
                 # The sender's word is before this copy's.
                 # explore: await
                 while looks > 0 and intrinsics.ld_acquire_sys_u64(word_at - 8) < word:
                     looks -= 1
+                told = _FOUND if looks > 0 else _LATE
+                if grid > 1:
+                    intrinsics.atom_add_release_sys_u64(count_at, told)  # explore: tell
+            elif thread == 0:
+                told, looks = 0, looks * _TIMES
+                while looks > 0 and told < _LATE:
+                    told = intrinsics.ld_acquire_sys_u64(count_at)  # explore: listen
+                    looks -= 1
+                looks = told // _FOUND
             # After thread 0's loads, and before all other ones.
             # explore: meet
             if intrinsics.syncthreads_or(thread == 0 and looks == 0):
                 late, nbytes = 1, 0
-        first, step = intrinsics.block_index() * THREADS + thread, grid * THREADS
+        first, step = block * THREADS + thread, grid * THREADS
         i, count = first, 0
         if width == VECTOR:
             count = nbytes // VECTOR
@@ -108,7 +121,7 @@ def make_message_copy() -> Any:
             blocks = mine + intrinsics.atom_add_release_sys_u64(count_at, mine)
             if blocks % _LATE != grid:
                 return
-            late = min(1, blocks // _LATE)
+            late = min(1, blocks % _FOUND // _LATE)
             intrinsics.st_relaxed_sys_u64(count_at, 0)  # for the next copy
         intrinsics.fence_acq_rel_sys()  # explore: fence
         intrinsics.st_relaxed_sys_u64(word_at + 8 * late, word)

@@ -37,7 +37,9 @@ from numba_symm.mpi.calls import BUSY, PAUSE, waited
 from numba_symm.mpi.errors import FREED, MPIError, refusal, unsupported
 from numba_symm.mpi.progress import Channel, after_messages, apart
 from numba_symm.mpi.rooms import (
+    BEGUN,
     CANCELLED,
+    FOUND,
     LINE,
     MATCHED,
     NO_SLOT,
@@ -240,7 +242,8 @@ class Post:
         """Wait for this rank's copies."""
         self.copies.settle()
         for slot, number in self.words.lent(self.unread):
-            waited(partial(self.words.holds, slot, READY, number), self._check)
+            if not self.words.is_nowhere(slot):
+                waited(partial(self.words.holds, slot, READY, number), self._check)
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
@@ -316,6 +319,18 @@ class Post:
         while words.look(bell, at, number, LOOKS) != THERE:
             progress.advance()
             looks = self.pause(looks)
+
+    def begin_first(self) -> None:
+        """Start the copy of the first receive, if its message has arrived.
+
+        Two ranks often send to each other. So a rank that has sent need not wait until
+        the program waits for its receive.
+        """
+        with self._lock:
+            first = next(iter(self.posted), None)
+            if first is not None and self.receive(first._order, BEGUN, 1, True) > FOUND:
+                self.arriving[first] = None  # also if its request is dropped
+                self.posted.pop(first, None)
 
     def pause(self, looks: int) -> int:
         """Let others run between two looks; return how many there were."""

@@ -35,11 +35,13 @@ from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import Incoming, Message, receiving
 from numba_symm.mpi.requests import Own, Prequest, Started
 from numba_symm.mpi.rooms import (
+    BLOCK,
     FULL,
     LINE,
     MATCHED,
     NO_SLOT,
     NONE,
+    NOWHERE,
     READY,
     SLOTS_OF_ALL,
     Parcel,
@@ -126,6 +128,8 @@ def send(
             found = post._send(outgoing.parcel_at, stream, tag, matched, limit, False)
         if 0 <= found < FULL:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
+            if post.posted:
+                post.begin_first()
             return made
         if found < 0:
             raise failure_of(-1 - found)
@@ -196,7 +200,7 @@ class Sending(Own):
                     with suppress(DriverError):  # after which nothing writes
                         if not SIMULATED:
                             streams.synchronize(stream)  # a copy may write the room
-                    post.words.end(self.slot, self.number)
+                    post.words.store(self.slot, BLOCK, NOWHERE)
                 elif not ended:  # no word tells yet that the room is full
                     self._fill(stream, ended)
             raise
@@ -386,7 +390,7 @@ class Messages:
             self.host.Recv(None if source == NOBODY else buf, source, tag, status)
         else:
             given = self.post, into, array, source, tag, True, None, stream
-            _complete(receiving(*given), status)
+            _complete(status, receiving(*given))
 
     @translated
     def Irecv(
@@ -416,7 +420,7 @@ class Messages:
     ) -> None:
         """Send a message and receive one."""
         given = sendbuf, dest, sendtag, recvbuf, source, recvtag
-        _complete(self._exchanged(*given, waits=True), status)
+        _complete(status, *self._exchanged(*given, waits=True))
 
     @translated
     def Isendrecv(
@@ -430,7 +434,7 @@ class Messages:
     ) -> Any:
         """Send a message and receive one; return a request."""
         given = sendbuf, dest, sendtag, recvbuf, source, recvtag
-        return self._exchanged(*given)
+        return Together(*self._exchanged(*given))
 
     def _exchanged(
         self,
@@ -441,8 +445,11 @@ class Messages:
         source: int,
         recvtag: int,
         waits: bool = False,
-    ) -> "Together":
-        """Start to send a message, and to receive one as ``receiving`` does."""
+    ) -> tuple[Any, Any]:
+        """Start to receive a message as ``receiving`` does, and to send one.
+
+        It returns the requests, of either kind.
+        """
         into, array, on = self._items(recvbuf, source, Incoming)
         sent, of_sent, stream = self._items(sendbuf, dest, Outgoing)
         if into is None or sent is None:
@@ -450,7 +457,7 @@ class Messages:
                 on_device(sendbuf, recvbuf)  # refuses one of each kind
             receives = self.Irecv(recvbuf, source, recvtag)
             try:
-                return Together(receives, self.Isend(sendbuf, dest, sendtag))
+                return receives, self.Isend(sendbuf, dest, sendtag)
             except BaseException:
                 if isinstance(receives, StartedCall):
                     receives._withdraw()
@@ -466,9 +473,7 @@ class Messages:
         except BaseException:
             sends._withdraw()
             raise
-        both = object.__new__(Together)  # Together(...) takes longer
-        both._receives, both._sends = receives, sends
-        return both
+        return receives, sends
 
     @translated
     def Sendrecv_replace(
@@ -483,7 +488,7 @@ class Messages:
         """Send an array's message, and receive another one into the array."""
         if on_device(buf):
             given = buf, dest, sendtag, buf, source, recvtag
-            _complete(self._exchanged(*given), status)
+            _complete(status, *self._exchanged(*given))
         else:
             self.host.Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
 
@@ -500,7 +505,7 @@ class Messages:
         if not on_device(buf):
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
         given = buf, dest, sendtag, buf, source, recvtag
-        return self._exchanged(*given)
+        return Together(*self._exchanged(*given))
 
     # Persistent ones.
 
@@ -596,7 +601,7 @@ def _sends(kind: str, *how: bool) -> None:
     name = f"{kind}send"
 
     def blocking(self: Messages, buf: Any, dest: int, tag: int) -> None:
-        _complete(self._sent(name.capitalize(), buf, dest, tag, *how))
+        _complete(None, self._sent(name.capitalize(), buf, dest, tag, *how))
 
     def nonblocking(self: Messages, buf: Any, dest: int, tag: int) -> Any:
         return self._sent(f"I{name}", buf, dest, tag, *how)
@@ -613,15 +618,27 @@ for _kind, *_how in (("",), ("r",), ("s", True), ("b", False, False)):
     _sends(_kind, *_how)
 
 
-def _complete(request: Any, status: MPI.Status | None = None) -> None:
-    """Wait for a request that the program does not get, so it cannot wait again."""
-    if request is None:  # mpi4py has waited
-        return
+def _complete(status: MPI.Status | None, *requests: Any) -> None:
+    """Wait for requests that the program does not get, so it cannot wait again.
+
+    The status is that of the first one. None is a call that mpi4py has made.
+    """
     try:
-        request._finish(status)
+        for request in requests:
+            if isinstance(request, StartedCall):
+                request._finish(status)
+            elif request is not None:
+                request.Wait(status)
+            status = None
     except BaseException:
-        request._withdraw()
+        _withdraw(*requests)
         raise
+
+
+def _withdraw(*requests: Any) -> None:
+    for each in requests:
+        if isinstance(each, StartedCall):
+            each._withdraw()
 
 
 class Together(Own):
@@ -637,9 +654,7 @@ class Together(Own):
             self._receives._await_start()
 
     def _withdraw(self) -> None:
-        for each in (self._receives, self._sends):
-            if isinstance(each, StartedCall):
-                each._withdraw()
+        _withdraw(self._receives, self._sends)
 
     def _finish(self, status: MPI.Status | None) -> None:
         for each, found in ((self._receives, status), (self._sends, None)):

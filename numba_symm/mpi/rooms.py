@@ -182,6 +182,9 @@ Stack = struct("Stack", free=WORD, rooms=WORD * ROOMS)
 NOTHING, THERE, RINGS = range(3)
 """What ``wait`` has found."""
 
+NOWHERE = -1
+"""The block of a message that its sender could not copy."""
+
 SLOTS_OF_ALL = 1 << 24
 """More than there are slots of all ranks of an island."""
 
@@ -394,9 +397,10 @@ def _emit_reclaim(module: ir.Module) -> None:
         slot = e.load(b.add(unread, b.shl(n, _I64(3))))
         loan, line = e.loan(port, slot), e.line(port, slot)
         number, room, count, nbytes = (e.load(loan, 8 * field) for field in range(4))
-        # A message may be refused before it was copied.
+        # A message may be refused before it was copied, or could not be copied.
         done = [e.acquire(e.at(line, 8 * word)) for word in (READ, READY)]
         read, ready = (b.icmp_signed(">=", each, number) for each in done)
+        ready = b.or_(ready, e.is_("==", e.load(line, 8 * BLOCK), NOWHERE))
         with b.if_else(b.and_(read, ready)) as (is_read, is_not):
             with is_read:
                 e.push(b.add(port, _I64(_FREE)), slot)
@@ -420,8 +424,9 @@ def _emit_send(module: ir.Module) -> None:
     The parcel's address comes first. It returns NONE if the stream may be captured,
     there is no slot or room, or there were more bytes than the limit that the receiver
     has not read; and FULL if there is no place in the ring. Otherwise the message is
-    announced, and it returns its number times SLOTS_OF_ALL plus its slot; or the
-    driver's status, as -1 less it. Python copies a message that is held.
+    announced, and it returns its number times SLOTS_OF_ALL plus its slot; or, if its
+    launch has failed, the driver's status, as -1 less it. Python copies a message that
+    is held.
     """
     e = _Fast(module, "send", 6)
     b = e.b
@@ -458,21 +463,20 @@ def _emit_send(module: ir.Module) -> None:
         e.store(value, loan, 8 * n)
     for n, word in enumerate((BLOCK, OFFSET, ONCE)):
         e.store(e.load(where, 8 * (n + 1)), line, 8 * word)
-    with b.if_then(e.is_("==", held, 0)):
-        words = slot, _I64(READY), number, _I64(0)
-        status = e.launch(port, e.load(where), source, nbytes, stream, *words)
-        with b.if_then(e.is_("!=", status, 0), likely=False):
-            e.push(slots, slot)
-            e.push(stack, room)
-            e.leave(b.sub(_I64(-1), status))
     lent = e.load(port, Port.lent.offset)
     e.store(slot, b.add(port, b.shl(lent, _I64(3))), Port.unread.offset)
     e.store(b.add(lent, _I64(1)), port, Port.lent.offset)
     e.count(unread, nbytes)
-    asks = b.or_(asks, b.shl(held, _I64(1)))
+    # Before the launch, beside which the receiver matches it, and launches its copy.
     e.publish(ring, bell, (context, place, tag, nbytes, slot, number, asks))
     sent = b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot)
     e.store(sent, parcel, Parcel.sent.offset)
+    with b.if_then(e.is_("==", held, 0)):
+        words = slot, _I64(READY), number, _I64(0)
+        status = e.launch(port, e.load(where), source, nbytes, stream, *words)
+        with b.if_then(e.is_("!=", status, 0), likely=False):
+            e.store(_I64(NOWHERE), line, 8 * BLOCK)
+            e.leave(b.sub(_I64(-1), status))
     e.leave(sent)
 
 
@@ -571,10 +575,9 @@ def _emit_begin(module: ir.Module) -> None:
         b.ret(_I64(0))
     line, bell = e.line(port, slot), e.load(port, Port.bell.offset)
     ready = b.add(line, _I64(8 * READY))
-    # The kernel looks for a copy that its sender has launched, which does not fail.
     rest = e.load(port, Port.rest.offset)
-    e.store(b.sub(rest, b.zext(e.is_(">", rest, 0), _I64)), port, Port.rest.offset)
-    awaits = b.or_(e.is_(">", rest, 0), e.is_(">", e.load(order, Order.asks.offset), 1))
+    awaits = e.is_(">", rest, 0)  # otherwise, the kernel looks for READY
+    e.store(b.sub(rest, b.zext(awaits, _I64)), port, Port.rest.offset)
     awaited = b.select(awaits, number, _I64(0))
     fine = e.is_("==", e.look(bell, ready, awaited, looks), THERE)
     is_ready = b.icmp_signed(">=", e.acquire(e.at(ready, 0)), number)

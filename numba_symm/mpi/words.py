@@ -17,7 +17,8 @@ there does not matter:
   host resets it, and launches the copy again when ``READY`` is there.
 - ``MATCHED``: a receive has matched it; stored only if the sender asks for that.
 - ``BLOCK``, ``OFFSET``, ``ONCE``: not a number, but where the message is, and whether
-  the block is for it alone; valid with ``READY``.
+  the block is for it alone; valid with the envelope. If the sender cannot copy it,
+  ``BLOCK`` becomes ``NOWHERE``, and there is no ``READY``.
 
 Memory order. The receiver's host or kernel reads ``READY`` before it copies, and the
 sender's host ``READ`` before it uses slot and room again. The sender stores ``BLOCK``,
@@ -48,10 +49,10 @@ from numba_symm.mpi.rooms import (
     BLOCKS,
     LINE,
     NO_SLOT,
+    NOWHERE,
     OFFSET,
     ONCE,
     READ,
-    READY,
     SLOTS,
     Opened,
     Port,
@@ -59,7 +60,7 @@ from numba_symm.mpi.rooms import (
     Rooms,
 )
 
-_NOWHERE, _UNKNOWN = -1, -2  # numbers that no block has
+_UNKNOWN = -2  # the number of no block, as NOWHERE
 
 HANDLE = 2048
 """Bytes of the handle of a block, at most, with its length."""
@@ -79,8 +80,7 @@ class Envelope(NamedTuple):
         nbytes: its size.
         slot: of its words, or ``NO_SLOT``.
         number: the message's number among those of the sender's process.
-        asks: 1 if the sender waits until a receive has matched it, and 2 more if the
-            copy to the room may fail after the envelope was sent.
+        asks: 1 if the sender waits until a receive has matched it, else 0.
     """
 
     source: int
@@ -260,20 +260,14 @@ class Words:
         """Return the address of the room that was lent to a slot."""
         return int(self.port.rooms[5 * self.port.loans[4 * (slot % SLOTS) + 1]])
 
-    def end(self, slot: int, number: int) -> None:
-        """Store that a message is nowhere, because its sender could not copy it."""
-        self.values[LINE * slot + BLOCK] = _NOWHERE
-        self.values[LINE * slot + READY] = number
+    def is_nowhere(self, slot: int) -> bool:
+        """Return whether the sender could not copy a message, which has no READY."""
+        return bool(self.values[LINE * slot + BLOCK] == NOWHERE)
 
-    def opened(self, slot: int) -> tuple[Opened, int] | None:
-        """Return the block that has a message, mapped here, and the address there.
-
-        It returns None if the message is nowhere.
-        """
+    def opened(self, slot: int) -> tuple[Opened, int]:
+        """Return the block that has a message, mapped here, and the address there."""
         first, place = LINE * slot, slot // SLOTS
         number, offset = self.values[first + BLOCK], self.values[first + OFFSET]
-        if number == _NOWHERE:
-            return None
         index = BLOCKS * place + number % BLOCKS
         found = self._opened.get(index)
         if found is None or self._places[2 * index] != number:
