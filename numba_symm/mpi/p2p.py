@@ -21,12 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import CollectiveTimeout, DriverError, SymmError
+from numba_symm.errors import CollectiveTimeout, SymmError
 from numba_symm.gpu import streams
-from numba_symm.gpu.arrays import KINDS, Memory
-from numba_symm.launch.waiting import begin
+from numba_symm.gpu.arrays import KINDS
 from numba_symm.mpi import buffers, progress
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import PAUSE, StartedCall, describe, waited
@@ -35,13 +33,11 @@ from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import Incoming, Message, receiving
 from numba_symm.mpi.requests import Own, Prequest, Started
 from numba_symm.mpi.rooms import (
-    BLOCK,
     FULL,
     LINE,
     MATCHED,
     NO_SLOT,
     NONE,
-    NOWHERE,
     READY,
     SLOTS_OF_ALL,
     Parcel,
@@ -91,7 +87,7 @@ class Outgoing(NamedTuple):
                 post.words.port_at, stack, address, nbytes, *envelope, unread
             )
             at = ctypes.addressof(parcel)
-        plain = not apart and found.layout.runs is None and nbytes <= message_copy.MOST
+        plain = not apart and found.layout.runs is None
         items = found._replace(array=None)
         return cls(items, dest, nbytes, address, size, apart, plain, parcel, at)
 
@@ -125,7 +121,7 @@ def send(
     limit = post.limit if limited else 0
     if outgoing.plain:
         with post._lock:
-            found = post._send(outgoing.parcel_at, stream, tag, matched, limit, False)
+            found = post._send(outgoing.parcel_at, stream, tag, matched, limit)
         if 0 <= found < FULL:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
             if post.posted:
@@ -180,31 +176,20 @@ class Sending(Own):
         self._by_mpi(stream)
 
     def _copied(self, stream: int) -> bool:
-        """Send the envelope, and copy to a room; return False if there is no slot."""
-        post, parcel, found = self.post, self.outgoing.parcel, FULL
-        sent, given = parcel.sent, (stream, self.tag, self._matched, 0, True)
-        ended: list[int] = []
-        try:
-            while found == FULL:
-                found = post._send(self.outgoing.parcel_at, *given)
-                if found == FULL:
-                    self._pause()
-            if found == NONE:
-                return False
+        """Send the message through a room; return False if there is no slot."""
+        post, outgoing, array = self.post, self.outgoing, self._array
+        if outgoing.items.layout.runs is not None:
+            packed = buffers.packed(outgoing.items._replace(array=array), stream)
+            array, outgoing.parcel.source = packed.array, packed.address
+        given = outgoing.parcel_at, stream, self.tag, self._matched, 0
+        while (found := post._send(*given)) == FULL:
+            self._pause()
+        if found < 0:
+            raise failure_of(-1 - found)
+        if found != NONE:
             self.number, self.slot = divmod(found, SLOTS_OF_ALL)
-            self._fill(stream, ended)
-        except BaseException as error:
-            if parcel.sent != sent:  # an interrupt may have come after that
-                self.number, self.slot = divmod(parcel.sent, SLOTS_OF_ALL)
-                if isinstance(error, Exception):
-                    with suppress(DriverError):  # after which nothing writes
-                        if not SIMULATED:
-                            streams.synchronize(stream)  # a copy may write the room
-                    post.words.store(self.slot, BLOCK, NOWHERE)
-                elif not ended:  # no word tells yet that the room is full
-                    self._fill(stream, ended)
-            raise
-        return True
+            self._array = array
+        return found != NONE
 
     def _pause(self) -> None:
         """Wait for a receiver that has looked at none of very many envelopes."""
@@ -228,26 +213,6 @@ class Sending(Own):
                 rest = self.tag, outgoing.nbytes, NO_SLOT, self.number, False
                 while not words.publish(*fields, *rest):
                     self._pause()
-
-    def _fill(self, stream: int, ended: list[int]) -> None:
-        """Enqueue the copy of the items to a room, and its word, whose status is added.
-
-        An interrupt right after the word has not lost it: a second copy could come to
-        the room after the receiver has read it, and another message has it.
-        """
-        outgoing, words = self.outgoing, self.post.words
-        items, nbytes, target = outgoing.items, outgoing.nbytes, words.room(self.slot)
-        if items.layout.runs is not None:
-            packed = Memory(target, nbytes, self).array(nbytes, _BYTE)
-            buffers.pack(items, packed)(stream)
-            nbytes = 0
-        elif nbytes > message_copy.MOST:
-            streams.copy(target, outgoing.address, nbytes, stream)
-            nbytes = 0
-        given = target, outgoing.address, nbytes, stream, self.slot, READY, self.number
-        begin(ended, words.copy, words.port_at, *given)
-        if ended[0]:
-            raise failure_of(ended[0])
 
     def _is_matched(self) -> bool:
         """Return whether a receive has matched the message."""

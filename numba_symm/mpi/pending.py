@@ -8,7 +8,6 @@ import numpy as np
 from mpi4py import MPI
 
 from numba_symm.collectives.invocation import check_writable
-from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.gpu import arrays, streams
@@ -287,13 +286,12 @@ class Receiving(Own):
             place = view(self._staged, "Recv").address
             streams.copy_from_host(place, data.ctypes.data, nbytes, self._on)
         else:
-            block, place = words.opened(slot)
-            if into.dense and nbytes <= message_copy.MOST and not block.once:
+            self._block, place = words.opened(slot)
+            if into.dense:
                 status = post.receive(self._order, BEGUN, 1, 0)
                 if status < 0 and status != REFUSED:
                     raise failure_of(-1 - status)
                 return
-            self._block = block
         stream = self._on
         if self._after is not None:
             self._after.wait(stream)

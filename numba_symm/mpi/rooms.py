@@ -21,9 +21,8 @@ and one reader. No signal's handler runs within a function, so none loses an env
 
 ``send`` and ``receive`` do all of a plain message: they match, launch the kernel of
 ``message_copy.py``, wait for its word, and reuse memory. Python would need longer for
-each step than the GPU. What is not plain, Python does in steps, with ``copy`` and
-``arrive``: strided items, more bytes than the kernel copies, other islands, a message
-above the limit, and a receive that is not the first to match.
+each step than the GPU. What is not plain, Python does in steps: strided items, other
+islands, a message above the limit, and a receive that is not the first to match.
 """
 
 import ctypes
@@ -145,7 +144,6 @@ Parcel = struct(
     context=WORD,  # the envelope's first fields
     place=WORD,
     unread=WORD,  # address of the number of bytes that the receiver has not read
-    sent=WORD,  # what ``send`` has returned last, if it has sent the message
 )
 """A message that ``send`` sends, each time with another tag."""
 
@@ -220,10 +218,7 @@ class _Stepper(Emitter):
         b.atomic_rmw("or", self.at(bell, 0), _I64(1), "release")
 
     def launch(self, *args: Any) -> Any:
-        """Launch a copy; return the status.
-
-        The arguments are those of ``copy``, and how often it looks for the READY.
-        """
+        """Launch a copy, whose arguments ``_emit_launch`` names; return the status."""
         return self.python("launch_copy", _I64, *args)
 
     def look(self, *args: Any) -> Any:
@@ -292,7 +287,11 @@ class _Fast(Builtin, _Stepper):
 
 
 def _emit_launch(module: ir.Module) -> None:
-    """Emit the launch of a copy, for the functions here."""
+    """Emit the launch of a copy, for the functions here.
+
+    Its last arguments are a word of the message's slot that it stores, what it stores
+    there, and how often it first looks for ``READY``.
+    """
     e = _Stepper(module, "launch_copy", _I64, *[_I64] * 9)
     b = e.b
     port, target, source, nbytes, stream, slot, word, number, looks = e.function.args
@@ -419,18 +418,17 @@ def _emit_reclaim(module: ir.Module) -> None:
 
 
 def _emit_send(module: ir.Module) -> None:
-    """Emit ``send(parcel, stream, tag, asks, limit, held)``.
+    """Emit ``send(parcel, stream, tag, asks, limit)``.
 
     The parcel's address comes first. It returns NONE if the stream may be captured,
     there is no slot or room, or there were more bytes than the limit that the receiver
     has not read; and FULL if there is no place in the ring. Otherwise the message is
-    announced, and it returns its number times SLOTS_OF_ALL plus its slot; or, if its
-    launch has failed, the driver's status, as -1 less it. Python copies a message that
-    is held.
+    announced, and it returns its number times SLOTS_OF_ALL plus its slot; or, if the
+    launch of its copy has failed, the driver's status, as -1 less it.
     """
-    e = _Fast(module, "send", 6)
+    e = _Fast(module, "send", 5)
     b = e.b
-    parcel, stream, tag, asks, limit, held = e.args
+    parcel, stream, tag, asks, limit = e.args
     port, stack, source, nbytes, ring, bell, context, place, unread = (
         e.load(parcel, 8 * n) for n in range(9)
     )
@@ -469,15 +467,12 @@ def _emit_send(module: ir.Module) -> None:
     e.count(unread, nbytes)
     # Before the launch, beside which the receiver matches it, and launches its copy.
     e.publish(ring, bell, (context, place, tag, nbytes, slot, number, asks))
-    sent = b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot)
-    e.store(sent, parcel, Parcel.sent.offset)
-    with b.if_then(e.is_("==", held, 0)):
-        words = slot, _I64(READY), number, _I64(0)
-        status = e.launch(port, e.load(where), source, nbytes, stream, *words)
-        with b.if_then(e.is_("!=", status, 0), likely=False):
-            e.store(_I64(NOWHERE), line, 8 * BLOCK)
-            e.leave(b.sub(_I64(-1), status))
-    e.leave(sent)
+    words = slot, _I64(READY), number, _I64(0)
+    status = e.launch(port, e.load(where), source, nbytes, stream, *words)
+    with b.if_then(e.is_("!=", status, 0), likely=False):
+        e.store(_I64(NOWHERE), line, 8 * BLOCK)
+        e.leave(b.sub(_I64(-1), status))
+    e.leave(b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot))
 
 
 def _emit_expect(module: ir.Module) -> None:
@@ -590,7 +585,6 @@ def _emit_begin(module: ir.Module) -> None:
         e.is_("==", e.load(order), FOUND),  # another thread may have begun it
         b.icmp_signed("==", e.load(known), block),
         e.is_("!=", address, 0),
-        e.is_("<=", nbytes, message_copy.MOST),
         b.icmp_signed("<=", nbytes, e.load(order, Order.room.offset)),
     ):
         fine = b.and_(fine, each)
@@ -693,18 +687,14 @@ def _emit_take(module: ir.Module) -> None:
 def _emit_parts(module: ir.Module) -> None:
     """Emit functions for Python of what the others call.
 
-    ``copy(port, target, source, nbytes, stream, slot, word, number)`` enqueues a copy,
-    which may have no bytes, and the store of a word after it, and returns the driver's
-    status. ``wait(bell, word, value, looks)`` returns THERE if a word has at least a
+    ``wait(bell, word, value, looks)`` returns THERE if a word has at least a
     value, RINGS if the bell rings, and NOTHING after so many looks. ``reclaim(port)``
     and ``silence(port)`` return nothing of use.
     """
-    for name, numbers, inner, *more in (
-        *(("copy", 8, "launch_copy", _I64(0)), ("wait", 4, "look")),
-        *(("reclaim", 1, "reclaim_all"), ("silence", 1, "quiet")),
-    ):
+    parts = ("wait", 4, "look"), ("reclaim", 1, "reclaim_all"), ("silence", 1, "quiet")
+    for name, numbers, inner in parts:
         e = _Fast(module, name, numbers)
-        e.leave(e.python(inner, _I64, *e.args, *more))
+        e.leave(e.python(inner, _I64, *e.args))
 
 
 @functools.cache

@@ -118,7 +118,7 @@ class Words:
         to: by place, this rank's ring there, and the bell.
         rings: by place, the ring from that rank here.
         bell: this rank's.
-        copy, publish, reclaim: see ``mpi/rooms.py``.
+        publish, reclaim: see ``mpi/rooms.py``.
         look: see ``mpi/rooms.py``: ``wait``.
     """
 
@@ -166,7 +166,7 @@ class Words:
         self.port.slots[:] = range(SLOTS * rank, SLOTS * (rank + 1))
         self.port.free = SLOTS
         self._entries = deque(range(BLOCKS))
-        self._take, self.copy = rooms.compiled("take"), rooms.compiled("copy")
+        self._take = rooms.compiled("take")
         self.publish, self.look = rooms.compiled("publish"), rooms.compiled("wait")
         self.reclaim = rooms.compiled("reclaim")
         self._silence = rooms.compiled("silence")
@@ -256,10 +256,6 @@ class Words:
         counts = ((slot, port.loans[at], port.loans[at + 2]) for slot, at in found)
         return [(slot, number) for slot, number, at in counts if first <= at < last]
 
-    def room(self, slot: int) -> int:
-        """Return the address of the room that was lent to a slot."""
-        return int(self.port.rooms[5 * self.port.loans[4 * (slot % SLOTS) + 1]])
-
     def is_nowhere(self, slot: int) -> bool:
         """Return whether the sender could not copy a message, which has no READY."""
         return bool(self.values[LINE * slot + BLOCK] == NOWHERE)
@@ -274,9 +270,9 @@ class Words:
             at = self._handle_at(place, number)
             handle = ctypes.string_at(at + 8, WORD.from_address(at).value)
             found = rooms.opened(handle, bool(self.values[first + ONCE]))
+            self._places[2 * index : 2 * index + 2] = [number, found.address]
             if not found.once:
                 self._opened[index] = found
-                self._places[2 * index : 2 * index + 2] = [number, found.address]
         return found, found.address + offset
 
     def progress(self) -> None:

@@ -5,7 +5,6 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm.collectives.kernels import message_copy
 from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST
 
 
@@ -17,7 +16,7 @@ def around(comm):
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
-LIMITS = message_copy.MOST, LEAST, 2 * LEAST
+LIMITS = 512, LEAST, 2 * LEAST
 
 
 @pytest.mark.parametrize("islands", [False, True])
