@@ -37,9 +37,7 @@ from numba_symm.mpi.calls import BUSY, PAUSE, waited
 from numba_symm.mpi.errors import FREED, MPIError, refusal, unsupported
 from numba_symm.mpi.progress import Channel, after_messages, apart
 from numba_symm.mpi.rooms import (
-    BEGUN,
     CANCELLED,
-    FOUND,
     LINE,
     MATCHED,
     NO_SLOT,
@@ -319,18 +317,6 @@ class Post:
         while words.look(bell, at, number, LOOKS) != THERE:
             progress.advance()
             looks = self.pause(looks)
-
-    def begin_first(self) -> None:
-        """Start the copy of the first receive, if its message has arrived.
-
-        Two ranks often send to each other. So a rank that has sent need not wait until
-        the program waits for its receive.
-        """
-        with self._lock:
-            first = next(iter(self.posted), None)
-            if first is not None and self.receive(first._order, BEGUN, 1, True) > FOUND:
-                self.arriving[first] = None  # also if its request is dropped
-                self.posted.pop(first, None)
 
     def pause(self, looks: int) -> int:
         """Let others run between two looks; return how many there were."""

@@ -28,11 +28,13 @@ from numba_symm.gpu.arrays import KINDS
 from numba_symm.mpi import buffers, progress
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import PAUSE, StartedCall, describe, waited
-from numba_symm.mpi.datatypes import like, translated
+from numba_symm.mpi.datatypes import dense, like, translated
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import Incoming, Message, receiving
 from numba_symm.mpi.requests import Own, Prequest, Started
 from numba_symm.mpi.rooms import (
+    BEGUN,
+    FOUND,
     FULL,
     LINE,
     MATCHED,
@@ -77,6 +79,8 @@ class Outgoing(NamedTuple):
     def of(cls, post: Post, found: buffers.Items, dest: int) -> "Outgoing":
         """Return the message, or refuse its destination."""
         post.check_message("Send", dest, 0)
+        if not found.nbytes:  # an empty array's address may be 0, which has no places
+            found = found._replace(layout=dense(_BYTE), number=0)
         nbytes, apart = found.nbytes, post.islands[dest] != post.islands[post.rank]
         address, size, parcel, at = found.address, size_of(nbytes), None, 0
         if not apart:
@@ -124,8 +128,13 @@ def send(
             found = post._send(outgoing.parcel_at, stream, tag, matched, limit)
         if 0 <= found < FULL:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
-            if post.posted:
-                post.begin_first()
+            # Two ranks often send to each other. So the copy of the first receive is
+            # started if its message is there, before the program waits for it.
+            with post._lock:
+                first, receive = next(iter(post.posted), None), post.receive
+                if first is not None and receive(first._order, BEGUN, 1, True) > FOUND:
+                    post.arriving[first] = None  # also if its request is dropped
+                    post.posted.pop(first, None)
             return made
         if found < 0:
             raise failure_of(-1 - found)

@@ -72,5 +72,8 @@ def test_items_with_gaps_and_messages_that_do_not_fit(comm):
     out = bytes_of(np.zeros(24))
     message.Recv(out)
     assert out.copy_to_host().tolist() == [each + left for each in range(24)]
+    x = bytes_of([])  # there is nothing to pack
+    comm.Sendrecv([x, 0, vector], right, 3, out, left, 3, status)
+    assert status.Get_count(MPI.BYTE) == 0
     vector.Free()
     comm.Barrier()
