@@ -7,10 +7,9 @@ The lanes of a row are interleaved, so that drift during a run affects all of th
 
 import itertools
 import os
-import re
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -328,16 +327,10 @@ def needed(operation: str, parts: Sequence[Sequence[int]], nbytes: int) -> int:
 
 
 class GpuGraph:
-    """A graph, which is destroyed with this object or by ``close``.
+    """An executable graph, which is destroyed with this object or by ``close``."""
 
-    Args:
-        handle: of the executable graph.
-        launches: its kernels, whoever launched them, each once.
-    """
-
-    def __init__(self, handle: Any, launches: Sequence[Launched]) -> None:
+    def __init__(self, handle: Any) -> None:
         self.handle = handle
-        self.launches = launches
         destroy = driver.function("cuGraphExecDestroy")
         self.close = weakref.finalize(self, destroy, handle)
         self.close.atexit = False  # CUDA may have ended
@@ -387,8 +380,7 @@ class GpuStream:
                     driver.function("cuGraphDestroy")(begun)
                 raise
             try:
-                launches = _launches(graph)
-                return GpuGraph(driver.call("cuGraphInstantiate", graph, 0), launches)
+                return GpuGraph(driver.call("cuGraphInstantiate", graph, 0))
             finally:
                 driver.call("cuGraphDestroy", graph)
 
@@ -442,63 +434,8 @@ class GpuStream:
         return max(float(end - start) for end in ends) * 1e3
 
 
-def _launches(graph: Any) -> list[Launched]:
-    """Return a captured graph's kernels, each once for each number of blocks."""
-    all_of_them = cuda.get_current_device().MULTIPROCESSOR_COUNT
-    found: dict[tuple[str, int], Launched] = {}
-    for node in _kernels(graph):
-        launch = driver.call("cuGraphKernelNodeGetParams", node)
-        blocks = launch.gridDimX * launch.gridDimY * launch.gridDimZ
-        name = _identifier(_symbol(launch))
-        found[name, blocks] = {
-            "kernel": name,
-            "blocks": blocks,
-            "multiprocessors": min(blocks, all_of_them),
-            "early": None,
-        }
-    return list(found.values())
-
-
-def _kernels(graph: Any) -> Iterator[Any]:
-    """Yield the nodes of a graph, and of the graphs in it, that launch a kernel."""
-    kinds = driver.function("CUgraphNodeType")
-    _, count = driver.call("cuGraphGetNodes", graph, 0)
-    nodes, _ = driver.call("cuGraphGetNodes", graph, count)
-    for node in nodes:
-        kind = driver.call("cuGraphNodeGetType", node)
-        if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
-            yield node
-        elif kind == kinds.CU_GRAPH_NODE_TYPE_GRAPH:
-            yield from _kernels(driver.call("cuGraphChildGraphNodeGetGraph", node))
-
-
-def _symbol(launch: Any) -> str:
-    """Return the symbol of a launched kernel, or "?" before CUDA 12.3."""
-    try:
-        if int(launch.func):
-            return str(driver.call("cuFuncGetName", launch.func).decode())
-        return str(driver.call("cuKernelGetName", launch.kern).decode())
-    except RuntimeError:  # cuda.bindings: the driver has no such function
-        return "?"
-
-
-def _identifier(symbol: str) -> str:
-    """Return the name of a C++ function, without its namespaces and arguments."""
-    nested = re.match(r"_ZNK?", symbol)
-    rest = re.sub(r"^_ZN?K?", "", symbol) if symbol.startswith("_Z") else ""
-    name = symbol
-    while found := re.match(r"L?(\d+)", rest):
-        begin, length = found.end(), int(found[1])
-        name, rest = rest[begin : begin + length], rest[begin + length :]
-        if not nested:
-            break
-    return name
-
-
 class HostGraph:
     """Calls of the simulator's stream, made again by each replay."""
-
-    launches: Sequence[Launched] = ()
 
     def __init__(self, calls: Sequence[EnqueueOn]):
         self.calls = list(calls)

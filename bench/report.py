@@ -191,7 +191,6 @@ class Report:
     def launches(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of how kernels are launched, out of place."""
         lines = []
-        starts = {True: "yes", False: "no", None: NOTHING}
         for records in rows:
             for each in records:
                 if each["in_place"]:
@@ -201,7 +200,7 @@ class Report:
                 for one in each.get("launches", ()):
                     cells = [one["kernel"][:48], str(one["blocks"])]
                     cells.append(str(one["multiprocessors"]))
-                    lines.append([*head, *cells, starts[one["early"]]])
+                    lines.append([*head, *cells, "yes" if one["early"] else "no"])
         title = (
             "# Layout: multiprocessors: the most that the kernel's blocks occupy; "
             "early: it may start before the kernel before it ends"

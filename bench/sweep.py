@@ -164,8 +164,7 @@ class Sweep:
                 captured, graphs, summaries, strict=True
             ):
                 record |= {"graph": asdict(summary), "calls": count}
-                if graph.launches:  # ours are known in more detail
-                    record.setdefault("launches", graph.launches)
+
                 wrong = self._wrong_graph(lane, graph, inputs, results)
                 record["wrong"] = _sum(record["wrong"], wrong)
 

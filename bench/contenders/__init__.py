@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -42,9 +42,8 @@ EAGER = "nccl-cupy,nccl,torch,on-torch,on-cupy,launch"
 
 
 Launched = dict[str, Any]
-"""A launch: its kernel, blocks, the most multiprocessors that these occupy, and whether
-it is early. Our blocks are logical ones. Those of other libraries are thread blocks,
-and whether they are early is None: not known."""
+"""A launch of ours: its kernel, logical blocks, the most multiprocessors that these
+occupy, and whether it is early."""
 
 
 class Missing(Exception):
@@ -74,56 +73,39 @@ Ways = dict[str, Way | str]
 """Ways by name, or the reason why a way does not support the arguments."""
 
 
-class Contender(Protocol):
-    """The interface of a contender, besides its operations.
-
-    Attributes:
-        name: its name in ``--against``.
-        version: for the header.
-        captures: whether its calls can be captured into CUDA graphs; false where it
-            works on host arrays.
-    """
-
-    name: str
-    version: str
-
-    @property
-    def captures(self) -> bool: ...
-
-    def allocate(self, nbytes: int) -> Any:
-        """Return a new array of bytes in the memory that suits this contender best."""
-
-    def current(self, stream: int) -> AbstractContextManager[Any]:
-        """Return a context that makes a stream current, for libraries that need it."""
-
-    def close(self) -> None:
-        """Free everything. Collective; all graphs of its calls are closed before."""
-
-
 def no_context(stream: int) -> AbstractContextManager[Any]:
     """Return an empty context, for contenders whose calls take a stream argument."""
     return nullcontext()
 
 
-class OnDevice:
-    """A contender on ordinary device memory, whose calls take a stream argument."""
+class Contender:
+    """A contender; one on ordinary device memory whose calls take a stream argument.
 
+    Attributes:
+        name: its name in ``--against``.
+        version: for the header.
+        current: returns a context that makes a stream current, for libraries that
+            need it.
+    """
+
+    name: str
+    version: str
     current: Callable[[int], AbstractContextManager[Any]] = staticmethod(no_context)
 
     @property
     def captures(self) -> bool:
-        """Whether graphs can capture the calls."""
+        """Whether graphs can capture the calls; false where they use host arrays."""
         return True
 
     def allocate(self, nbytes: int) -> Any:
-        """Return a new array of bytes."""
+        """Return a new array of bytes in the memory that suits this contender best."""
         return cuda.device_array(nbytes, np.uint8)
 
     def close(self) -> None:
-        """Do nothing: what it has ends with the process or with the communicator."""
+        """Free everything. Collective; all graphs of its calls are closed before."""
 
 
-class OfEveryOperation(OnDevice):
+class OfEveryOperation(Contender):
     """A contender that has one method for all operations."""
 
     def __getattr__(self, name: str) -> Callable[[Any, Any, str], Ways]:

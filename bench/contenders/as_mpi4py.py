@@ -12,7 +12,7 @@ from typing import Any
 from numba import cuda
 
 from numba_symm import mpi
-from numba_symm.bench.contenders import OnDevice, Way, Ways
+from numba_symm.bench.contenders import Contender, Way, Ways
 from numba_symm.bench.operations import messages
 
 STAGED = "through the host"
@@ -27,7 +27,7 @@ def make(comm: Any, ranks: Any) -> "AsMpi4py":
     return AsMpi4py(ranks)
 
 
-class AsMpi4py(OnDevice):
+class AsMpi4py(Contender):
     """``numba_symm.mpi``, also with requests, and mpi4py on copies of the arrays."""
 
     name = "as-mpi4py"

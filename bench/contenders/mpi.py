@@ -5,8 +5,29 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm.bench.contenders import Way, Ways, no_context
-from numba_symm.bench.operations import ROOT, messages
+from numba_symm.bench.contenders import Missing, OfEveryOperation, Way, Ways
+from numba_symm.bench.operations import BenchOperation, messages
+
+REDUCING = {
+    "all_reduce": "Allreduce",
+    "reduce": "Reduce",
+    "reduce_scatter": "Reduce_scatter_block",
+    "reduce_scatter_v": "Reduce_scatter",
+    "scan": "Scan",
+}
+
+MOVING = {
+    "all_gather": ("Allgather", False, False),
+    "all_gather_v": ("Allgatherv", False, True),
+    "all_to_all": ("Alltoall", False, False),
+    "all_to_all_v": ("Alltoallv", True, True),
+    "gather": ("Gather", False, False),
+    "gather_v": ("Gatherv", False, True),
+    "scatter": ("Scatter", False, False),
+    "scatter_v": ("Scatterv", True, False),
+}
+"""mpi4py's methods, and whether they take counts of the input and of the output. The
+root is 0 by default, as in the benchmark."""
 
 
 def check() -> None:
@@ -18,7 +39,7 @@ def make(comm: Any, ranks: Any) -> "Mpi":
     return Mpi(ranks)
 
 
-class Mpi:
+class Mpi(OfEveryOperation):
     """MPI's blocking collectives, such as MPI_Allreduce."""
 
     name = "mpi"
@@ -36,65 +57,43 @@ class Mpi:
         """Return a new array of bytes."""
         return np.empty(nbytes, np.uint8)
 
-    current = staticmethod(no_context)
+    def ways(self, operation: BenchOperation, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an operation, or why MPI has none."""
+        name = operation.name
+        if name in REDUCING:
+            return self._reducing(REDUCING[name], x, out, op)
+        if name not in MOVING:
+            raise Missing(f"{self.name} has no {name}")
+        method, of_x, of_out = MOVING[name]
+        source = self._mpi.IN_PLACE if x is out else self._bytes(x, of_x)
+        call = partial(getattr(self._ranks, method), source, self._bytes(out, of_out))
+        return {"": Way(lambda stream: call())}
 
-    def all_reduce(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of an all-reduce."""
-        return self._reducing("Allreduce", x, out, op)
+    def _bytes(self, array: Any, counted: bool) -> Any:
+        view, size = array.view(np.uint8), self._ranks.size
+        return (view, [view.size // size] * size) if counted else view
 
-    def all_gather(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of an all-gather."""
-        x, out = x.view(np.uint8), out.view(np.uint8)
-        return {"": Way(lambda stream: self._ranks.Allgather(x, out))}
-
-    def reduce_scatter(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a reduce-scatter."""
-        return self._reducing("Reduce_scatter_block", x, out, op)
-
-    def all_to_all(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of an all-to-all."""
-        source = self._mpi.IN_PLACE if x is out else x.view(np.uint8)
-        out = out.view(np.uint8)
-        return {"": Way(lambda stream: self._ranks.Alltoall(source, out))}
-
-    def broadcast(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a broadcast, which works in place."""
-        call = partial(self._ranks.Bcast, out.view(np.uint8), ROOT)
-        return {"": Way(lambda stream: call(), in_place=True)}
-
-    def reduce(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a reduction to the root."""
-        return self._reducing("Reduce", x, out, op, root=ROOT)
-
-    def scan(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a scan."""
-        return self._reducing("Scan", x, out, op)
-
-    def _reducing(self, name: str, x: Any, out: Any, op: str, **more: Any) -> Ways:
-        """Return the one way of a reduction, or the reason why MPI has none."""
+    def _reducing(self, name: str, x: Any, out: Any, op: str) -> Ways:
         if x.dtype.itemsize == 2:
             return {"": f"MPI has no {x.dtype.name}"}
         if op == "avg":
             return {"": "MPI has no avg"}
-        reduction = getattr(self._mpi, op.upper())
-        source = x
-        if x is out and more.get("root", self._ranks.rank) == self._ranks.rank:
+        source, more = x, {}
+        if x is out and (name != "Reduce" or self._ranks.rank == 0):
             source = self._mpi.IN_PLACE  # in a rooted operation, only on the root
+        if name == "Reduce_scatter":
+            more = {"recvcounts": [out.size] * self._ranks.size}
+        reduction = getattr(self._mpi, op.upper())
         call = partial(getattr(self._ranks, name), source, out, op=reduction, **more)
         return {"": Way(lambda stream: call())}
 
-    def gather(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a gather."""
-        x, out = x.view(np.uint8), out.view(np.uint8)
-        return {"": Way(lambda stream: self._ranks.Gather(x, out, ROOT))}
-
-    def scatter(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a scatter."""
-        x, out = x.view(np.uint8), out.view(np.uint8)
-        return {"": Way(lambda stream: self._ranks.Scatter(x, out, ROOT))}
+    def broadcast(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a broadcast."""
+        call = partial(self._ranks.Bcast, out.view(np.uint8))
+        return {"": Way(lambda stream: call(), in_place=True)}
 
     def sendrecv(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of sends to the right and recvs from the left."""
+        """Return the one way of an exchange: to the right, and from the left."""
         right = (self._ranks.rank + 1) % self._ranks.size
         left = (self._ranks.rank - 1) % self._ranks.size
         sent = [each.view(np.uint8) for each in messages(x)]
@@ -111,36 +110,6 @@ class Mpi:
         """Return the one way of a barrier."""
         return {"": Way(lambda stream: self._ranks.Barrier())}
 
-    def all_gather_v(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of an all-gather with counts."""
-        x, whole = x.view(np.uint8), self._ranges(out)
-        return {"": Way(lambda stream: self._ranks.Allgatherv(x, whole))}
-
-    def reduce_scatter_v(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a reduce-scatter with counts."""
-        counts = [out.size] * self._ranks.size
-        return self._reducing("Reduce_scatter", x, out, op, recvcounts=counts)
-
-    def all_to_all_v(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of an all-to-all with counts."""
-        sent, received = self._ranges(x), self._ranges(out)
-        return {"": Way(lambda stream: self._ranks.Alltoallv(sent, received))}
-
-    def gather_v(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a gather with counts."""
-        x, whole = x.view(np.uint8), self._ranges(out)
-        return {"": Way(lambda stream: self._ranks.Gatherv(x, whole, ROOT))}
-
-    def scatter_v(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a scatter with counts."""
-        whole, out = self._ranges(x), out.view(np.uint8)
-        return {"": Way(lambda stream: self._ranks.Scatterv(whole, out, ROOT))}
-
-    def _ranges(self, array: Any) -> tuple[Any, list[int]]:
-        """Return bytes, and the counts of equal ranges of them."""
-        size = self._ranks.size
-        return array.view(np.uint8), [array.nbytes // size] * size
-
     def close(self) -> None:
-        """Free the communicator."""
+        """Free the communicator. Collective."""
         self._ranks.Free()

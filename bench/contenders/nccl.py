@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from numba_symm.bench.contenders import (
+    Contender,
     Missing,
-    OnDevice,
     Way,
     Ways,
     from_first_rank,
@@ -38,7 +38,7 @@ Message = tuple[Any, int]
 """An array and a peer."""
 
 
-class OfMessages(OnDevice):
+class OfMessages(Contender):
     """NCCL on memory from cudaMalloc; what it has no call for is a group of messages.
 
     Args:

@@ -12,6 +12,7 @@ from typing import Any
 from numba import cuda
 
 from numba_symm.bench.contenders import (
+    Contender,
     Missing,
     Way,
     Ways,
@@ -48,11 +49,10 @@ def make(comm: Any, ranks: Any) -> "Torch":
     return Torch(comm.device.ordinal, ranks)
 
 
-class Torch:
+class Torch(Contender):
     """torch.ops.symm_mem."""
 
     name = "torch"
-    captures = True
 
     def __init__(self, ordinal: int, ranks: Any):
         self._torch = torch = imported("torch", CURE)

@@ -13,7 +13,6 @@ from numba_symm.bench.contenders import CONTENDERS
 from numba_symm.bench.measure import new_stream
 from numba_symm.bench.operations import REDUCTIONS, TYPES
 from numba_symm.gpu import streams
-from numba_symm.gpu.kernels import bound
 
 NAMES = {"nccl", "nccl-cupy", "nccl-symm", "torch", "mpi"}
 AGAINST = f"--against {','.join(sorted(NAMES))}"
@@ -51,8 +50,8 @@ def test_graphs_and_eager_calls_of_everybody_are_right(world, measured):
         if captured:
             assert 0 < record["graph"]["min"] <= record["graph"]["median"]
             assert record["calls"] % record["buffers"] == 0
-            assert record["launches"]
-            for launch in record["launches"]:
+            assert record.get("launches") or record["way"] != "plan"
+            for launch in record.get("launches", ()):
                 occupied = launch["multiprocessors"]
                 assert 0 < occupied <= min(launch["blocks"], most)
 
@@ -71,22 +70,6 @@ def test_eager_calls_are_timed_beside_those_of_everybody(world, measured, name):
         assert record["wrong"] == (None if record["column"] == "launch" else 0)
         assert 0 < record["issue"]["median"] <= record["done"]["median"]
         assert record["alone"]["min"] > 0
-
-
-def test_a_graph_lists_the_kernels_that_our_plan_launches(world):
-    with ns.Communicator(world) as comm:
-        for nbytes in (1 << 10, 8 << 20):
-            x = comm.empty(nbytes, "uint8")
-            with bound(loading=True) as found:
-                plan = comm.all_reduce_init(x)
-            calls = [lambda handle, plan=plan: plan(stream=handle)] * 2
-            graph = new_stream().capture(calls, lambda _: nullcontext())
-            assert found
-            wanted = {each.kernel: each.blocks for each in found}
-            assert sorted(each["blocks"] for each in graph.launches) == sorted(
-                wanted.values()
-            )
-            graph.close()
 
 
 @pytest.mark.parametrize("placement", ["--plain", "-c1"])

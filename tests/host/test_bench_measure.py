@@ -35,8 +35,6 @@ class Slow(Alone):
 
 
 class Graph:
-    launches = ()
-
     def __init__(self, calls):
         self.calls = calls
         self.closed = False
