@@ -46,10 +46,10 @@ from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.ranks import MOST_RANKS, name_ranks
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
-from numba_symm.memory.backends import mapped, memory_file
+from numba_symm.memory.backends import file_of_all, mapped
 
-FILE = "numba_symm board"
-"""The name of the memory's file in ``/proc``."""
+BOARD = "status board"
+"""What the memory's file is named in ``/proc``, after the library."""
 
 TEXT = 1024
 """Bytes of the text with which a rank reports a failure."""
@@ -248,40 +248,31 @@ class Board:
         self._turn = 0
         self.address = 0
         nbytes = nbytes_of(self._size)
-        with ExitStack() as files:
-            fd = -1
-            # Sent within this step, so that no rank waits for it after a failure.
-            with exchange.agreed("making the status board"):
-                if self._rank == 0:
-                    fd = memory_file(FILE, nbytes)
-                    files.callback(os.close, fd)
-                    for rank in range(1, self._size):
-                        channel.send_fd(rank, fd)
-            with ExitStack() as undo_map:
-                with exchange.agreed("mapping the status board"):
-                    if self._rank != 0:
-                        fd = channel.recv_fd(0)
-                        files.callback(os.close, fd)
-                    undo_map.callback(self._let_go_of_lock)
-                    own = fd, _LOCKS, self._size, self._rank
-                    self.alive = presence() if presence else locks.Presence(*own)
-                    if presence is not None and self._rank == 0:
-                        self._reopened = locks.reopened(fd)  # for numba-symm status
-                    memory = mapped(fd, nbytes)
-                    undo_map.callback(_unmap, memory)
-                    undo_map.callback(self._let_go)
-                    made = self._memory = BoardMemory(memoryview(memory), self._size)
-                    self._records, self._steps = made.failures, made.steps
-                    self._pieces = made.pieces
-                    if environment.records_calls():
-                        self.record = Record(
-                            self._memory.calls,
-                            self._rank,
-                            self._exchange.names[self._rank],
-                            "".join(self._exchange.nodes[self._rank :][:1]),
-                            self._size,
-                        )
-                self._undo = undo_map.pop_all()
+        with (
+            file_of_all(exchange, channel, BOARD, nbytes) as fd,
+            ExitStack() as undo_map,
+        ):
+            with exchange.agreed(f"mapping the {BOARD}"):
+                undo_map.callback(self._let_go_of_lock)
+                own = fd, _LOCKS, self._size, self._rank
+                self.alive = presence() if presence else locks.Presence(*own)
+                if presence is not None and self._rank == 0:
+                    self._reopened = locks.reopened(fd)  # for numba-symm status
+                memory = mapped(fd, nbytes)
+                undo_map.callback(_unmap, memory)
+                undo_map.callback(self._let_go)
+                made = self._memory = BoardMemory(memoryview(memory), self._size)
+                self._records, self._steps = made.failures, made.steps
+                self._pieces = made.pieces
+                if environment.records_calls():
+                    self.record = Record(
+                        self._memory.calls,
+                        self._rank,
+                        self._exchange.names[self._rank],
+                        "".join(self._exchange.nodes[self._rank :][:1]),
+                        self._size,
+                    )
+            self._undo = undo_map.pop_all()
         process.watch(self)
         loads.watch(self)
 
@@ -376,11 +367,6 @@ class Board:
             return
         why = call_records.mismatch(record, self._rank, *found)
         self.fail(CallMismatch(why.text, ranks=tuple(why.ranks)))
-
-    def describe_others(self, text: str) -> None:
-        """Note which ranks are on other islands, for ``numba-symm status``."""
-        if self.record is not None:
-            self.record.others_text = text
 
     def look(self) -> None:
         """Raise CollectiveError if the communicator has failed."""

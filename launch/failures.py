@@ -50,7 +50,6 @@ class Waited(NamedTuple):
     """The meaning of one number.
 
     Attributes:
-        number: 1 to 127, bits 56-62 of a record.
         words: the operation, as its caller names it. For calls that differ, the whole
             text, with ``{rank}`` and ``{peer}``. "" if the host stores the record.
         place: the unit that the record's place numbers, such as "block"; "" unless a
@@ -58,18 +57,20 @@ class Waited(NamedTuple):
         hint: another possible cause, which follows an error's text.
     """
 
-    number: int
-    words: str = ""
-    place: str = ""
-    hint: str = ""
+    words: str
+    place: str
+    hint: str
 
 
 TABLE: dict[int, Waited] = {}
-"""By number."""
+"""By number, 1 to 127: bits 56-62 of a record."""
 
 
 def _wait(number: int, words: str, place: str = "block", hint: str = OTHER_CALL) -> int:
-    return _add(Waited(number, words, place, hint))
+    if number in TABLE:
+        raise ValueError(f"waits: {number} means {TABLE[number]}; take another one")
+    TABLE[number] = Waited(words, place, hint)
+    return number
 
 
 def of_operation(words: str) -> int:
@@ -84,21 +85,8 @@ def of_operation(words: str) -> int:
     return _wait(next(n for n in itertools.count(64) if n not in TABLE), words)
 
 
-def error_of(number: int) -> type[CollectiveError]:
-    """Return the error for a record whose meaning is a whole text."""
-    return CollectiveError if number in MISTAKES else CallMismatch
-
-
 def _other(number: int, words: str = "", hint: str = "") -> int:
-    return _add(Waited(number, words, "", hint))
-
-
-def _add(waited: Waited) -> int:
-    number = waited.number
-    if number in TABLE:
-        raise ValueError(f"waits: {number} means {TABLE[number]}; take another one")
-    TABLE[number] = waited
-    return number
+    return _wait(number, words, "", hint)
 
 
 PUT_SIGNAL = _wait(1, "put_signal", "channel", NO_COUNTERPART)
@@ -334,13 +322,14 @@ def describe(
             f"rank {rank} waited for it in {operation}"
         )
         return Failure(RankLeft, text, REBUILD, (peer,), operation)
-    _, name, kind, hint = TABLE[number]
+    name, kind, hint = TABLE[number]
     if number == LATE:
         text = f"rank {rank} {cause}"
         return Failure(CollectiveTimeout, text, hint, two, operation, limit)
     if not kind:
         text = name.format(rank=rank, peer=peer, place=place, epoch=epoch)
-        return Failure(error_of(number), text, hint, two)
+        error = CollectiveError if number in MISTAKES else CallMismatch
+        return Failure(error, text, hint, two)
     if number in SIGNALS and epoch:
         epoch, hint = 0, LATER_BLOCK.format(epoch)
     at = f"{kind} {place}" + f", epoch {epoch}" * (epoch > 0)

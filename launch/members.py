@@ -633,7 +633,7 @@ class Island(Members):
                 # A sibling made later uses the same sockets, and gets this number.
                 self.channel.discard()
             raise
-        exchange.meet_at(self.board)
+        exchange.meeting = self.board
         self.gpu, self.gpus, self.peer_access = devices.bind(exchange, device)
         try:
             devices.refuse_missing_access(

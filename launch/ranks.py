@@ -165,30 +165,6 @@ def launched_rank() -> int:
     return 0
 
 
-def refuse_undivided(comm: object) -> None:
-    """Raise :class:`ArgumentError` if an object of the user's has no method split."""
-    if not hasattr(comm, "split"):
-        raise ArgumentError(
-            f"split: {comm!r} has no method split; give it split(color, key), "
-            "collective, which returns an object of its kind between the ranks of "
-            "equal color, ordered by key and then rank, and None where color is None"
-        )
-
-
-def color_and_key(color: Any, key: Any) -> tuple[int | None, int]:
-    """Return a split's color, None for no group, and its key. Not collective.
-
-    Raises:
-        ArgumentError: MPI would not accept them.
-    """
-    number = _checked_int(key, -_MPI_INTS, "key", "an int of 32 bits")
-    undefined = getattr(sys.modules.get("mpi4py.MPI"), "UNDEFINED", None)
-    if color is None or (isinstance(color, int) and color == undefined):
-        return None, number
-    what = "an int of 0 to 2**31 - 1, or None for no group"
-    return _checked_int(color, 0, "color", what), number
-
-
 _MPI_INTS = 1 << 31  # MPI's are C's
 
 
@@ -281,21 +257,14 @@ def living(rank: int) -> Iterator[None]:
     try:
         yield
     except mpi_module().Exception as error:
-        if is_of_ended_process(error):
+        # mpi4py gives a class that the MPI library does not have another one's number.
+        names = "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING"
+        found = {getattr(mpi_module(), name, None) for name in names}
+        if error.Get_error_class() in found - {mpi_module().ERR_UNKNOWN}:
             text = f"rank {rank} has ended, as MPI reports ({error})"
             raise RankLeft(text, ranks=(rank,)) from error
         text = f"MPI has failed in a message with rank {rank} ({error})"
         raise CollectiveError(text, ranks=(rank,)) from error
-
-
-def is_of_ended_process(error: Any) -> bool:
-    """Return whether an exception of MPI's states that a process has ended."""
-    # mpi4py gives a class that the MPI library does not have the number of another one.
-    names = "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING"
-    classes = {getattr(mpi_module(), name, None) for name in names} - {
-        mpi_module().ERR_UNKNOWN
-    }
-    return error.Get_error_class() in classes
 
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -617,9 +586,18 @@ def checked_split(
     Raises:
         ArgumentError: MPI would not accept them, or ``comm`` cannot be divided.
     """
-    if not isinstance(checked_tagged(comm), TaggedComm):
-        refuse_undivided(comm)
-    return color_and_key(color, key)
+    if not isinstance(checked_tagged(comm), TaggedComm) and not hasattr(comm, "split"):
+        raise ArgumentError(
+            f"split: {comm!r} has no method split; give it split(color, key), "
+            "collective, which returns an object of its kind between the ranks of "
+            "equal color, ordered by key and then rank, and None where color is None"
+        )
+    number = _checked_int(key, -_MPI_INTS, "key", "an int of 32 bits")
+    undefined = getattr(sys.modules.get("mpi4py.MPI"), "UNDEFINED", None)
+    if color is None or (isinstance(color, int) and color == undefined):
+        return None, number
+    what = "an int of 0 to 2**31 - 1, or None for no group"
+    return _checked_int(color, 0, "color", what), number
 
 
 def release(comm: Comm | TaggedComm) -> None:

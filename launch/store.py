@@ -18,6 +18,7 @@ from numba_symm.errors import (
     named,
 )
 from numba_symm.launch import ranks, waiting
+from numba_symm.launch.failures import Failure
 from numba_symm.launch.ranks import Comm, TaggedComm, grouped, name_ranks, sentence
 from numba_symm.launch.waiting import Wait
 
@@ -51,13 +52,6 @@ class Outcomes(Generic[T]):
     usuals: list[Any] = field(default_factory=list)
 
 
-class Failed(Protocol):
-    """Why a communicator has failed."""
-
-    def exception(self) -> CollectiveError:
-        """Return the error to raise."""
-
-
 class Meeting(Protocol):
     """Exchanges values between ranks that see each other's failures.
 
@@ -67,7 +61,7 @@ class Meeting(Protocol):
     def all_gather(self, value: T, wait: Wait) -> list[T]:
         """Return every rank's value, or raise CollectiveError. Collective."""
 
-    def gate(self, wait: Wait) -> Failed | None:
+    def gate(self, wait: Wait) -> Failure | None:
         """Wait for every rank. Return why none continues; None: all do. Collective."""
 
     def look(self) -> None:
@@ -125,7 +119,7 @@ class StoreExchange:
         self._step = 0
         self._refusal: str | None = None
         self._reported: BaseException | None = None  # before there is a board
-        self._meeting: Meeting | None = None
+        self.meeting: Meeting | None = None
         self.timeout = environment.chosen_setup_timeout(timeout)
         self.call = ""
         self.prefix = prefix
@@ -141,10 +135,6 @@ class StoreExchange:
             f"this process was forked from rank {self.rank} and cannot exchange values "
             f"with the other ranks; {process.ADVICE}"
         )
-
-    def meet_at(self, meeting: Meeting) -> None:
-        """Use ``meeting`` for all later steps. Every rank calls it; no rank waits."""
-        self._meeting = meeting
 
     def wait(self, what: str, seconds: float | None = None, limit: str = "") -> Wait:
         """Start a wait, and return it.
@@ -170,20 +160,20 @@ class StoreExchange:
             CollectiveTimeout: on all ranks, if the store uses the status board.
             CollectiveError: a rank has failed.
         """
-        if self._meeting is not None:
-            self._meeting.look()
+        if self.meeting is not None:
+            self.meeting.look()
         if wait.look(absent):
-            late = self._meeting.late if self._meeting is not None else Wait.error
+            late = self.meeting.late if self.meeting is not None else Wait.error
             raise late(wait, absent)
 
     def is_ahead(self, rank: int) -> bool:
         """Return whether a rank is known to wait for this one at a later step."""
-        return self._meeting is not None and self._meeting.is_ahead(rank)
+        return self.meeting is not None and self.meeting.is_ahead(rank)
 
     def leave(self, cause: BaseException) -> None:
         """Report to the others that this rank leaves with an exception. Local."""
-        if self._meeting is not None:
-            self._meeting.abandon(cause, self.call)
+        if self.meeting is not None:
+            self.meeting.abandon(cause, self.call)
         elif cause is not self._reported:  # otherwise they raise when they read that
             self._reported = cause
             waiting.leave(self._comm, cause, self.call)
@@ -234,9 +224,9 @@ class StoreExchange:
         raise ExchangeError(self._refusal)
 
     def _gathered(self, mine: T, wait: Wait) -> list[T]:
-        if self._meeting is None:
+        if self.meeting is None:
             return waiting.all_gather(self._comm, mine, wait)
-        return self._meeting.all_gather(mine, wait)
+        return self.meeting.all_gather(mine, wait)
 
     def barrier(self, what: str) -> None:
         """Return when every rank has reached this step. Collective."""
@@ -254,10 +244,10 @@ class StoreExchange:
         return waiting.undisturbed(lambda: self._made_together(what, call))
 
     def _made_together(self, what: str, call: Callable[[], T]) -> T:
-        assert self._meeting is not None
+        assert self.meeting is not None
         self.barrier(what)
         # A failure may have ended the barrier on some ranks only.
-        if (failure := self._meeting.gate(self.wait(what))) is not None:
+        if (failure := self.meeting.gate(self.wait(what))) is not None:
             raise failure.exception()
         return call()
 
@@ -316,7 +306,7 @@ class StoreExchange:
         try:
             yield outcomes
         except Exception as error:
-            if isinstance(error, CollectiveError) and self._meeting is not None:
+            if isinstance(error, CollectiveError) and self.meeting is not None:
                 raise  # the status board reports it to all
             reports, *_ = self._outcomes((_report(error), None, None), step)
             # Frames of the library tell a caller nothing about a wrong argument.

@@ -126,11 +126,12 @@ class Islands(Members):
             f"{described((mine,), self.nodes)}, which cannot access the memory of "
             f"{described(others, self.nodes)}"
         )
-        self.board.describe_others(described(others, self.nodes))
+        if self.board.record is not None:
+            self.board.record.others_text = described(others, self.nodes)
         self.backend, self.refused = self.inner.backend, self.inner.refused
         self.guard = self.inner.guard
         self._across = _Across(self)
-        exchange.meet_at(self._across)  # the watchdog reports the islands' failures
+        exchange.meeting = self._across  # the watchdog reports the islands' failures
 
     def _start_watchdog(self, comm: TaggedComm) -> None:
         self.watchdog = Watchdog(comm, self.board, self.parts, self.index, self.local)

@@ -39,7 +39,7 @@ from numba_symm.engines import nccl
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import Aborted, CollectiveError, SymmError
 from numba_symm.launch import call_records, devices, info, locks, ranks, waiting
-from numba_symm.launch.board import FILE, BoardMemory, nbytes_of, size_of
+from numba_symm.launch.board import BOARD, BoardMemory, nbytes_of, size_of
 from numba_symm.launch.call_records import MAGIC, Records
 from numba_symm.launch.waiting import Wait
 
@@ -401,7 +401,7 @@ def found(processes: Sequence[int]) -> list[RunningBoard]:
             for path in (_PROC / str(pid) / "fd").iterdir():
                 with contextlib.suppress(OSError):
                     name = str(path.readlink())
-                    if name.startswith(f"/memfd:{FILE}"):
+                    if name.startswith(f"/memfd:numba_symm {BOARD}"):
                         facts = path.stat()
                         size = size_of(facts.st_size)
                         if size and facts.st_ino not in boards:

@@ -132,7 +132,7 @@ def no_leak():
 
 
 def left():
-    maps = Path("/proc/self/maps").read_text().count("memfd:numba_symm board")
+    maps = Path("/proc/self/maps").read_text().count("memfd:numba_symm status board")
     return len(list(Path("/proc/self/fd").iterdir())), maps
 
 
