@@ -164,13 +164,11 @@ def _simulated(step: Step) -> Step:
     return step._replace(most=(min(few, limit), min(some, limit), min(many, limit)))
 
 
-def _in_simulator(choice: Choice) -> Choice:
-    floats, others = (tuple(map(_simulated, steps)) for steps in choice)
-    return Choice(floats, others)
-
-
 CHOICES = (
-    {name: _in_simulator(choice) for name, choice in ON_GPUS.items()}
+    {
+        name: Choice(*(tuple(map(_simulated, steps)) for steps in choice))
+        for name, choice in ON_GPUS.items()
+    }
     if SIMULATED
     else ON_GPUS
 )

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +25,6 @@ _UNREADABLE = OSError, ValueError, RecursionError
 _DAMAGED = AttributeError, KeyError, TypeError, ValueError, OverflowError
 """What a file raises that this module has not written: its text, then its content."""
 
-UNUSABLE = ValueError, RecursionError, *_DAMAGED
-"""What a file that is not this library's raises when its content is read."""
 
 _MOST = 1 << 40  # bytes of a limit: more than a GPU has
 
@@ -84,12 +81,9 @@ def read(gpu: str, size: int) -> Found:
     """Return what the file has for ``size`` ranks with GPUs of that name."""
     if size == 1:  # nothing to choose, so nothing is measured
         return Found(None)
-    try:
-        content = json.loads(file().read_text())
-    except FileNotFoundError:
-        return Found(None)
-    except _UNREADABLE as error:
-        return Found(None, f"it cannot be read ({error}); {AGAIN}")
+    content, why = _content()
+    if content is None:
+        return Found(None, why)
     try:
         for what, key, wanted in (
             ("GPU", "gpu", gpu),
@@ -101,23 +95,23 @@ def read(gpu: str, size: int) -> Found:
         table = content["ranks"].get(str(size))
         if table is None:
             return Found(None)
-        return Found(
-            dict(CHOICES) | {name: _choice(name, table[name]) for name in table}
-        )
+        choices = {
+            name: Choice(*(_steps(name, kinds[kind], kind) for kind in Choice._fields))
+            for name, kinds in table.items()
+        }
+        return Found(dict(CHOICES) | choices)
     except _DAMAGED as error:
         return Found(None, f"it is damaged ({error!r}); {AGAIN}")
 
 
-def _choice(name: str, kinds: Mapping[str, Any]) -> Choice:
-    """Return the limits of one operation.
-
-    Raises:
-        ValueError: they name an algorithm that the operation does not have, or are not
-            in order.
-        KeyError: an operation, or a kind of element types, is unknown.
-    """
-    floats, others = (_steps(name, kinds[kind], kind) for kind in Choice._fields)
-    return Choice(floats, others)
+def _content() -> tuple[Any, str]:
+    """Return what the file has, and why it cannot be read; without a file, neither."""
+    try:
+        return json.loads(file().read_text()) or {}, ""
+    except FileNotFoundError:
+        return None, ""
+    except _UNREADABLE as error:
+        return None, f"it cannot be read ({error}); {AGAIN}"
 
 
 def _steps(name: str, listed: Any, kind: str) -> tuple[Step, ...]:
@@ -162,21 +156,16 @@ def write(gpu: str, size: int, choices: Choices) -> None:
         pass  # there is none, or it is replaced
     content["ranks"][str(size)] = {
         name: {
-            kind: [[step.algorithm, _finite(step.most[0])] for step in steps]
+            kind: [[each.algorithm, _finite(each.most[0])] for each in steps]
             for kind, steps in choice._asdict().items()
         }
         for name, choice in choices.items()
     }
-    replace(place, content)
-
-
-def replace(place: Path, content: Any) -> None:
-    """Replace a file by a whole one: other processes may read the old one."""
     place.parent.mkdir(parents=True, exist_ok=True)
     handle, path = tempfile.mkstemp(dir=place.parent)
     with os.fdopen(handle, "w") as written:
         json.dump(content, written, indent=1)
-    Path(path).replace(place)
+    Path(path).replace(place)  # at once: other processes may read the old one
 
 
 def _finite(most: float) -> int | None:
@@ -189,17 +178,15 @@ def described(gpu: str | None) -> str:
     Args:
         gpu: the name of this node's GPUs; None: not known.
     """
-    place = file()
-    try:
-        content = json.loads(place.read_text())
-    except FileNotFoundError:
+    place, (content, why) = file(), _content()
+    if content is None and not why:
         guessed = (f"{name} by {' and '.join(a)}" for name, a in ESTIMATES.items())
         return (
             "built in; `numba-symm tune` measures those of this node; from 5 ranks on, "
             f"estimates for {', '.join(guessed)}"
         )
-    except _UNREADABLE as error:
-        return f"{place} is ignored: it cannot be read ({error}); {AGAIN}"
+    if content is None:
+        return f"{place} is ignored: {why}"
     try:
         of, sizes = content["gpu"], list(content["ranks"])
         found = [read(gpu or of, int(size)).why for size in sizes]

@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -660,26 +660,20 @@ def run(
     boards = of(pid, some=not as_json)
     if reason is not None:
         abort(boards, reason)
-    if not watch:
-        _print(looks(boards), as_json, console)
-        return
-    with contextlib.suppress(KeyboardInterrupt):
-        if as_json:
-            while True:
-                _print(looks(of(pid, some=False)), as_json, console)
-                time.sleep(PERIOD)
-        with Live(console=console, auto_refresh=False) as live:
-            while True:
-                grid = Table.grid()
-                for part in shown(looks(of(pid))):
-                    grid.add_row(part)
-                live.update(grid, refresh=True)
-                time.sleep(PERIOD)
-
-
-def _print(boards: list[dict[str, Any]], as_json: bool, console: Console) -> None:
-    if as_json:
-        print(json.dumps(boards), flush=True)
-        return
-    for part in shown(boards):
-        console.print(part, soft_wrap=not isinstance(part, Table), highlight=False)
+    live = Live(console=console, auto_refresh=False) if watch and not as_json else None
+    ends = contextlib.suppress(KeyboardInterrupt) if watch else contextlib.nullcontext()
+    with ends, live or contextlib.nullcontext():
+        while True:
+            seen = looks(boards)
+            if as_json:
+                print(json.dumps(seen), flush=True)
+            elif live is not None:
+                live.update(Group(*shown(seen)), refresh=True)
+            else:
+                for part in shown(seen):
+                    soft = not isinstance(part, Table)
+                    console.print(part, soft_wrap=soft, highlight=False)
+            if not watch:
+                return
+            time.sleep(PERIOD)
+            boards = of(pid, some=not as_json)
