@@ -1,28 +1,12 @@
-"""The kernels that calls need, and their compiling during construction.
-
-The kernels that calls need, of all sizes.
+"""The kernels that calls need, of all sizes.
 
 The module binds calls, as ``calls.py`` does, with arrays of many sizes and alignments.
 So the kernels follow from the table of operations, the limits of ``select.py`` and the
 algorithms. It compiles and loads nothing, and needs no GPU.
-
-Compiling while a communicator is constructed.
-
-The construction waits for the driver and for other ranks. Meanwhile, a thread imports
-Numba's compiler, and compiles device functions that most kernels share. The first call
-compiles what is still missing. The construction waits for the thread, which ends after
-the imports or the next device function. So it never runs beside the user's code.
-
-If kernels of this version have been compiled before, the first call probably finds its
-kernel in the disk cache, and the thread compiles nothing.
 """
 
 import itertools
-import sys
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,7 +38,6 @@ from numba_symm.collectives.protocols.workspace import (
 )
 from numba_symm.collectives.select import Choices
 from numba_symm.dtypes import Element, Op
-from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import loads
 from numba_symm.gpu.arrays import ArrayView
@@ -66,9 +49,7 @@ from numba_symm.gpu.kernels import (
     key_on_this_gpu,
     load_cached,
     were_compiled,
-    without_collecting,
 )
-from numba_symm.launch.ranks import MOST_RANKS
 from numba_symm.memory import pads
 
 DTYPES = "float32", "bfloat16"
@@ -534,67 +515,3 @@ def _bind_signals(size: int) -> None:
     for kernel in made:
         kernel(size).bind(1)
     pads.fence_kernel().bind(1)
-
-
-_INTERVAL = 1e-4
-"""Seconds after which the construction gets Python's lock back from the thread.
-
-The default is 5 ms, and the construction gives the lock away some hundred times.
-"""
-
-_alone = threading.Lock()
-
-
-@contextmanager
-def while_constructing(size: int) -> Iterator[None]:
-    """Compile device functions in a thread until the block ends.
-
-    Args:
-        size: the number of ranks.
-    """
-    if SIMULATED or size == 1 or not _alone.acquire(blocking=False):
-        yield
-        return
-    stop = threading.Event()
-    errors: list[Exception] = []
-    thread = threading.Thread(target=_compile, args=(size, stop, errors))
-    with ExitStack() as undo:  # run in reverse order
-        undo.callback(_alone.release)
-        undo.callback(sys.setswitchinterval, sys.getswitchinterval())
-        sys.setswitchinterval(_INTERVAL)
-        with suppress(RuntimeError):  # no thread is left; other ranks need this one
-            thread.start()
-            undo.callback(thread.join)
-            undo.callback(stop.set)
-        yield
-    for error in errors:
-        warnings.warn(
-            f"numba_symm: kernels cannot be compiled: {error!r}",
-            RuntimeWarning,
-            stacklevel=5,
-        )
-
-
-def _compile(size: int, stop: threading.Event, errors: list[Exception]) -> None:
-    """Compile the device functions of the first kernel of many programs.
-
-    It runs without the garbage collector. That would call finalizers of the program's
-    objects in this thread, which has no CUDA context, and may not use MPI.
-    """
-    try:
-        with without_collecting():
-            if not were_compiled():
-                first_kernel(min(size, MOST_RANKS)).compile_functions(stop.is_set)
-    except Exception as error:  # Numba's error; the first call raises it again
-        errors.append(error)
-
-
-def first_kernel(size: int) -> Kernel:
-    """Return the kernel of a small all-reduce of float32 between so many ranks."""
-    end = endpoint(size)
-    element = dtypes.element(np.float32, "all_reduce")
-    call = Call(0, 0, element.lanes, element, "sum")
-    name = ALL_REDUCE.chosen(None, call.nbytes, size, element, end.choices)
-    with bound() as found:
-        ALL_REDUCE.bind(name, end, call)
-    return found[0].kernel

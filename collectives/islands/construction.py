@@ -184,15 +184,7 @@ def begin(
 
     The ranks try to be one island first; if they are not, they are divided.
     """
-    from numba_symm.collectives import kernel_set
-
-    with kernel_set.while_constructing(ranks.checked(comm).size):
-        return _made(comm, device, timeout, options)
-
-
-def _made(
-    comm: ranks.Comm, device: int | None, timeout: float | None, options: Options
-) -> Calls:
+    ranks.checked(comm)
     locks.enter(comm)
     look = functools.partial(locks.look, comm)
     with waiting.watching(_watch_of_open(comm)), waiting.watching(look):

@@ -59,19 +59,6 @@ _LLVM = {
 }
 
 
-class Stopped(BaseException):
-    """Compiling has ended before a device function; those before it are kept.
-
-    Numba takes an Exception for a reason to try other types.
-    """
-
-
-is_stopped: ContextVar[Callable[[], bool]] = ContextVar(
-    "is_stopped", default=lambda: False
-)
-"""Whether to compile no further device function, but raise :class:`Stopped`."""
-
-
 class _DeviceFunction(models.DeviceFunction):
     """A device function that Numba compiles without a GPU.
 
@@ -86,8 +73,6 @@ class _DeviceFunction(models.DeviceFunction):
         args = tuple(map(types.unliteral, args))
         models.note_call(self, args)
         if args not in self.overloads:
-            if is_stopped.get()():
-                raise Stopped
             with _failing_once((self, args)), self._compiling_counter:
                 compiled = compiler.compiled(self.py_func, args, return_type)
             self.overloads[args] = compiled

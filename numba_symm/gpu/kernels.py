@@ -65,7 +65,7 @@ _CTYPES = {
 if SIMULATED:
     from numba_symm import simulator
 else:
-    from numba_symm.device import compiler, ptx
+    from numba_symm.device import compiler
 
 T = TypeVar("T")
 
@@ -166,27 +166,16 @@ class Kernel:
             *(self.function, self.signature, cc, bounds),
             rounds_each=self.rounds_each,
         )
-        with without_collecting():
+        collects = gc.isenabled()
+        gc.disable()  # collections take a fifth of the compiler's time
+        try:
             text = _TRUTH_AS_FLOAT.sub(_selected, _with_room(compile_it))
+        finally:
+            if collects:
+                gc.enable()
         if cc < (9, 0):  # GPUs without early launches
             return re.sub(r"griddepcontrol\.\w+;", "", text)
         return text
-
-    def compile_functions(self, is_stopped: Callable[[], bool]) -> None:
-        """Compile the device functions that the kernel calls; needs no GPU.
-
-        Args:
-            is_stopped: asked before each; True: the others are not compiled.
-        """
-        caller: Any = ptx.device_function(self.function)
-        compile_it = functools.partial(caller.compile_device, self.signature)
-        token = ptx.is_stopped.set(is_stopped)
-        try:
-            _with_room(compile_it)
-        except ptx.Stopped:
-            pass
-        finally:
-            ptx.is_stopped.reset(token)
 
     def cubin(self, cc: tuple[int, int]) -> bytes:
         """Compile to machine code for a compute capability; needs no GPU."""
@@ -253,18 +242,6 @@ def capability() -> tuple[int, int]:
 
     major, minor = Device().compute_capability
     return major, minor
-
-
-@contextmanager
-def without_collecting() -> Iterator[None]:
-    """Disable the garbage collector, which takes a fifth of the compiler's time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _with_room(call: Callable[[], T]) -> T:

@@ -17,10 +17,6 @@ LAZY = {
     ("collectives.communicator", "collectives.composed"): "few sum divided arrays",
     ("collectives.communicator", "collectives.experts"): "few have experts",
     ("collectives.communicator", "collectives.islands.rebuilding"): "few rebuild",
-    (
-        "collectives.islands.construction",
-        "collectives.kernel_set",
-    ): "needs a communicator",
     ("collectives.kernel_set", "collectives.kernels.coded_sum"): "few quantize",
     ("collectives.kernel_set", "collectives.composed"): "few make such calls",
     (
