@@ -3,7 +3,7 @@
 import inspect
 import sys
 from collections.abc import Hashable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from numba_symm.arguments import is_integer, shown
 from numba_symm.errors import ArgumentError
@@ -217,38 +217,6 @@ def _parameters(function: Any) -> tuple[list[str], list[str]]:
     return first, named
 
 
-class _Misspelled:
-    """An attribute that a communicator lacks; the error has the library's name of it.
-
-    In Python 3.11, a ``__getattr__`` would make every call 50 ns slower.
-    """
-
-    def __init__(self, name: str, right: str):
-        self._name = name
-        self._right = right
-
-    def __get__(self, instance: Any, kind: type) -> Any:
-        right, given = getattr(kind, self._right, None), ""
-        if inspect.isfunction(right):
-            first, named = _parameters(right)
-            given = f"({', '.join((*first, *named))})"
-        raise AttributeError(
-            f"Communicator.{self._name}: expected a name of this library, got "
-            f"another's; write comm.{self._right}{given}, or make the call of a "
-            "numba_symm.mpi.Comm, which has mpi4py's names"
-        )
-
-
-class OthersNames:
-    """A base of communicators: the names that other libraries have for attributes."""
-
-    def __dir__(self) -> list[str]:
-        """Return the names of attributes without those of others."""
-        others = vars(OthersNames)
-        names = super().__dir__()
-        return [n for n in names if not isinstance(others.get(n), _Misspelled)]
-
-
 _CALLS = {
     "barrier": "barrier",
     "broadcast": "bcast",
@@ -280,18 +248,32 @@ _NAMES = {"split": "split", "dup": "dup", "close": "free"}
 _NAMES |= {"rank": "get_rank", "size": "get_size"}
 
 
-def _others(right: str) -> list[str]:
-    """Return the names that mpi4py and NCCL have for an attribute."""
-    first, *rest = right.split("_")
-    camel = first + "".join(map(str.capitalize, rest))
-    name = _CALLS.get(right) or _NAMES[right]
-    nonblocking = [f"I{name}"] if right in _CALLS and name[0] != "i" else []
-    return [*nonblocking, name, name.capitalize(), camel]
+_OURS = {theirs: ours for ours, theirs in (_CALLS | _NAMES).items()}
+_OURS |= {ours.replace("_", ""): ours for ours in _CALLS}  # NCCL's, in lower case
 
 
-for _right in (*_CALLS, *_NAMES):
-    for _name in set(_others(_right)) - {*_CALLS, *_NAMES}:
-        setattr(OthersNames, _name, _Misspelled(_name, _right))
+class OthersNames:
+    """A base of communicators, whose errors for names of mpi4py and NCCL have ours."""
+
+    if not TYPE_CHECKING:  # for which a communicator has only what it defines
+
+        def __getattr__(self, name: str) -> Any:
+            theirs, given = name.lower(), ""
+            right = _OURS.get(theirs) or _OURS.get(theirs.removeprefix("i"))
+            if right is None:
+                text = f"'Communicator' object has no attribute {name!r}"
+                raise AttributeError(
+                    text, name=name, obj=self
+                )  # Python adds a near one
+            method = getattr(type(self), right, None)
+            if inspect.isfunction(method):
+                first, named = _parameters(method)
+                given = f"({', '.join((*first, *named))})"
+            raise AttributeError(
+                f"Communicator.{name}: expected a name of this library, got another's; "
+                f"write comm.{right}{given}, or make the call of a numba_symm.mpi.Comm, "
+                "which has mpi4py's names"
+            )
 
 
 UNKNOWN: Any = object()
