@@ -270,9 +270,9 @@ class OthersNames:
                 first, named = _parameters(method)
                 given = f"({', '.join((*first, *named))})"
             raise AttributeError(
-                f"Communicator.{name}: expected a name of this library, got another's; "
-                f"write comm.{right}{given}, or make the call of a numba_symm.mpi.Comm, "
-                "which has mpi4py's names"
+                f"Communicator.{name}: expected a name of this library, got "
+                f"another's; write comm.{right}{given}, or make the call of a "
+                "numba_symm.mpi.Comm, which has mpi4py's names"
             )
 
 

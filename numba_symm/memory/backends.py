@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from numba_symm.errors import ArgumentError, BackendError, DriverError
 from numba_symm.gpu import driver
@@ -58,60 +58,6 @@ class Mapping:
     address: int
     nbytes: int
     resource: Any
-
-
-class Backend(Protocol):
-    """Allocates memory and maps that of peers. No method is collective.
-
-    Attributes:
-        name: as in ``NUMBA_SYMM_BACKEND``.
-        exports_fd: whether handles are file descriptors, which are sent over a socket
-            and closed after use. Otherwise they are bytes.
-        frees_while_mapped: whether an allocation may be freed while peers have it
-            mapped.
-    """
-
-    name: str
-    exports_fd: bool
-    frees_while_mapped: bool
-
-    def allocate(self, nbytes: int, ranks: int = 1) -> Allocation:
-        """Return at least ``nbytes`` of zeroed memory.
-
-        Args:
-            nbytes: the size that this process needs.
-            ranks: the number of processes that allocate as much now; for backends in
-                which they share one memory.
-        """
-        ...
-
-    def free(self, allocation: Allocation) -> None:
-        """Free the memory."""
-        ...
-
-    def export(self, allocation: Allocation) -> Any:
-        """Return a handle of the memory. The caller closes a file descriptor."""
-        ...
-
-    def open(self, handle: Any, nbytes: int) -> Mapping:
-        """Map a peer's memory. The caller keeps the handle."""
-        ...
-
-    def close(self, mapping: Mapping) -> None:
-        """Unmap a peer's memory."""
-        ...
-
-    def write(self, address: int, data: bytes) -> None:
-        """Copy bytes to an address in this process, also of mapped memory."""
-        ...
-
-    def read(self, address: int, nbytes: int) -> bytes:
-        """Copy bytes from an address in this process."""
-        ...
-
-    def fill(self, address: int, nbytes: int, byte: int = 0) -> None:
-        """Set every byte, and wait until that is done."""
-        ...
 
 
 class DeviceMemory:
@@ -166,7 +112,7 @@ class IpcBackend(DeviceMemory):
         """Free the memory, which all peers must have unmapped."""
         driver.call("cuMemFree", allocation.address)
 
-    def export(self, allocation: Allocation) -> bytes:
+    def export(self, allocation: Allocation) -> Any:
         """Return the handle of the allocation."""
         handle = driver.call("cuIpcGetMemHandle", allocation.address)
         return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
@@ -217,12 +163,14 @@ class VmmBackend(DeviceMemory):
     frees_while_mapped = True
 
     def __init__(self, ordinal: int):
+        from cuda.bindings import driver as cuda
+
         self._ordinal = ordinal
+        kinds = cuda.CUmemAllocationGranularity_flags
+        recommended = kinds.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         self._granularity = int(
             driver.call(
-                "cuMemGetAllocationGranularity",
-                self._properties(),
-                _binding().CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+                "cuMemGetAllocationGranularity", self._properties(), recommended
             )
         )
 
@@ -246,7 +194,7 @@ class VmmBackend(DeviceMemory):
         driver.call("cuCtxSynchronize")
         allocation.resource[1].close()
 
-    def export(self, allocation: Allocation) -> int:
+    def export(self, allocation: Allocation) -> Any:
         """Return a new file descriptor of the block."""
         return int(
             driver.call(
@@ -275,7 +223,8 @@ class VmmBackend(DeviceMemory):
         mapping.resource.close()
 
     def _properties(self) -> Any:
-        cuda = _binding()
+        from cuda.bindings import driver as cuda
+
         properties = cuda.CUmemAllocationProp()
         properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         location = cuda.CUmemLocation()
@@ -309,7 +258,8 @@ def map_block(handle: Any, nbytes: int, ordinal: int) -> tuple[int, ExitStack]:
 
 def access_of(ordinal: int) -> Any:
     """Return the driver's description of a GPU's access: it reads and writes."""
-    cuda = _binding()
+    from cuda.bindings import driver as cuda
+
     access = cuda.CUmemAccessDesc()
     access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     access.location.id = ordinal
@@ -317,14 +267,10 @@ def access_of(ordinal: int) -> Any:
     return access
 
 
-def _binding() -> Any:
-    from cuda.bindings import driver as binding
-
-    return binding
-
-
 def _posix_fd() -> Any:
-    types = _binding().CUmemAllocationHandleType
+    from cuda.bindings import driver as cuda
+
+    types = cuda.CUmemAllocationHandleType
     return types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
@@ -421,7 +367,7 @@ class HostBackend:
             del _allocated[fd]
             os.close(fd)
 
-    def export(self, allocation: Allocation) -> int:
+    def export(self, allocation: Allocation) -> Any:
         """Return a new descriptor of the file."""
         return os.dup(allocation.resource[0])
 
@@ -570,6 +516,17 @@ _BLOCK = 512  # bytes, what st_blocks counts
 def address_of(memory: mmap.mmap) -> int:
     """Return the address of a writable mapping."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+Backend = VmmBackend | IpcBackend | HostBackend
+"""What allocates memory and maps that of peers. No method is collective.
+
+Attributes:
+    name: as in ``NUMBA_SYMM_BACKEND``.
+    exports_fd: whether handles are file descriptors, which are sent over a socket and
+        closed after use. Otherwise they are bytes.
+    frees_while_mapped: whether an allocation may be freed while peers have it mapped.
+"""
 
 
 def create(name: str, ordinal: int) -> Backend:
