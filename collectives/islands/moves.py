@@ -359,12 +359,7 @@ def all_gather(site: Site, call: Call) -> list[Enqueue]:
         exchanges.append((sends, receives))
         last.append(inner.spread_all(call.target, source, count, element))
     if not apart:
-        exchanges = [joined(exchanges)]
-        if together := _together(site, nbytes):
-            steps = site.copy(at(site.rank), call.source, nbytes)
-            steps += site.between("all_gather", *exchanges[0])
-            return steps + _spread_together(site, call, together)
-        last = [list(itertools.chain(*last))]
+        exchanges, last = [joined(exchanges)], [list(itertools.chain(*last))]
     chunks = [
         Stages([[], work], [each]) for each, work in zip(exchanges, last, strict=True)
     ]
@@ -408,42 +403,6 @@ def _gathered_by_islands(site: Site, call: Call) -> list[Enqueue]:
 def _places(site: Site) -> list[tuple[int, int]]:
     """Return the island of each rank, and the rank's number there."""
     return [site.place_of(rank) for rank in range(site.size)]
-
-
-_FEWEST = 4
-"""Islands whose arrays are distributed together, by three launches, at least."""
-
-
-def _together(site: Site, nbytes: int) -> int:
-    """Return of how many islands the arrays are distributed together; 0: of one."""
-    if not (site.many and site.even and len(site.mine) > 1 and nbytes):
-        return 0
-    number = (site.sizes.half - 2 * ALIGNED) // ((len(site.mine) + 1) * nbytes)
-    return min(number, len(site.parts)) if number >= _FEWEST else 0
-
-
-def _spread_together(site: Site, call: Call, number: int) -> list[Enqueue]:
-    """Return the steps by which an island gathers what has crossed along its rails.
-
-    The arrays of several islands are copied next to each other, so that one all-gather
-    distributes them. So the number of launches grows with the bytes, not the islands.
-    """
-    m, mine, nbytes = len(site.parts), len(site.mine), call.nbytes
-    steps = list[Enqueue]()
-    staging = StagingRanges(site)
-    own = staging.take(number * nbytes)
-    whole = staging.take(number * mine * nbytes)
-    for island in range(0, m, number):
-        islands = min(number, m - island)
-        target = call.target + island * mine * nbytes
-        rail, apart = target + site.local * nbytes, mine * nbytes
-        steps += site.packed(own, rail, (islands, nbytes), (apart,))
-        inner = Call(own, whole, islands * call.count, call.element, "sum")
-        steps.append(site.within(ALL_GATHER, inner))
-        # By the ranks of an island, and then by islands.
-        shape = mine, islands, nbytes
-        steps += site.packed(whole, target, shape, (nbytes, apart), packing=False)
-    return steps
 
 
 FASTER = {
