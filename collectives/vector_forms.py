@@ -16,7 +16,7 @@ They consist of messages, as the v forms do. The messages of two ranks match in 
 order of the ranks' lists.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +44,6 @@ from numba_symm.collectives.protocols.credit import Message, Span
 from numba_symm.collectives.protocols.workspace import most_messages
 from numba_symm.collectives.staging import (
     BoundCall,
-    OwnCopy,
     Prepared,
     Range,
     Transfers,
@@ -56,15 +55,6 @@ from numba_symm.collectives.staging import (
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import arrays
 from numba_symm.gpu.arrays import ArrayView
-
-
-class Shard:
-    """The range of an array that one rank sends or receives."""
-
-    def __init__(self, view: ArrayView, first: int, count: int):
-        itemsize = view.dtype.itemsize
-        self.address = view.address + first * itemsize
-        self.nbytes = count * itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,9 +220,9 @@ def _gathered(calls: Calls, given: FormCall) -> Transfers:
     words = f"{x.dtype.name}, root {root}"
     if given.operation is GATHER:
         words = f"{x.size} {words}"
+    sends = [Message(root, x.address, x.nbytes)]
     if calls.rank != root:
-        sends = [Message(root, x.address, x.nbytes)]
-        return Transfers(sends, [], (), words, x.dtype.itemsize)
+        return _transfers(calls, given, sends, [], words)
     _gathered_shape(calls, given)
     out = output(calls, given)
     if given.tables:
@@ -241,9 +231,7 @@ def _gathered(calls: Calls, given: FormCall) -> Transfers:
     else:
         places = places_of(((x.size,) * calls.size, None))
         check_even(out, calls.size * x.size, x, what)
-    shards = [Shard(out, *place) for place in places]
-    copies = _own_copy(shards[root], x, out, what)
-    return Transfers([], _messages(shards, root), copies, words, x.dtype.itemsize)
+    return _transfers(calls, given, sends, _parts(out, places), words)
 
 
 def _scattered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
@@ -259,24 +247,23 @@ def _scattered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
 
 def _scattered(calls: Calls, given: FormCall) -> Transfers:
     what, root = given.operation.name, given.root
-    if calls.rank != root:
+    if calls.rank == root:
+        _scattered_shape(calls, given)
+        out = output(calls, given)
+    else:
         out = flat(calls, given.out, f"{what}: out", written=True)
-        receives = [Message(root, out.address, out.nbytes)]
-        words = f"{out.dtype.name}, root {root}"
-        return Transfers([], receives, (), words, out.dtype.itemsize)
-    _scattered_shape(calls, given)
-    x, out = given.x, output(calls, given)
+    receives = [Message(root, out.address, out.nbytes)]
+    words = f"{out.dtype.name}, root {root}"
+    if calls.rank != root:
+        return _transfers(calls, given, [], receives, words)
+    x = given.x
     if given.tables:
         places = places_of(*given.tables)
         check_length(out, places[root][1], f"{what}: out", f"counts[{root}]")
     else:
         places = places_of(((x.size // calls.size,) * calls.size, None))
         check_even(out, x.size // calls.size, x, what)
-    shards = [Shard(x, *place) for place in places]
-    own = _own_copy(shards[root], out, x, what)
-    copies = [(there, here, nbytes) for here, there, nbytes in own]
-    words = f"{x.dtype.name}, root {root}"
-    return Transfers(_messages(shards, root), [], copies, words, x.dtype.itemsize)
+    return _transfers(calls, given, _parts(x, places), receives, words)
 
 
 def _all_gathered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
@@ -291,18 +278,11 @@ def _all_gathered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
 def _all_gathered(calls: Calls, given: FormCall) -> Transfers:
     _all_gathered_shape(calls, given)
     x, (table,), what = given.x, given.tables, given.operation.name
-    places = places_of(table)
-    out = output(calls, given)
+    places, out = places_of(table), output(calls, given)
     check_room(out, places, f"{what}: out")
-    shards = [Shard(out, *place) for place in places]
-    sends = [
-        Message(peer, x.address, x.nbytes)
-        for peer in range(calls.size)
-        if peer != calls.rank
-    ]
-    copies = _own_copy(shards[calls.rank], x, out, what)
+    sends = _parts(x, calls.size * [(0, x.size)])
     words = f"counts {list(table[0])}, {x.dtype.name}"
-    return Transfers(sends, _messages(shards, calls.rank), copies, words)
+    return _transfers(calls, given, sends, _parts(out, places), words)
 
 
 def _exchanged_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
@@ -326,16 +306,8 @@ def _exchanged(calls: Calls, given: FormCall) -> Transfers:
     sent, received = map(places_of, given.tables)
     check_room(out, received, f"{what}: out")
     check_apart(x, out, what)
-    outgoing = [Shard(x, *place) for place in sent]
-    incoming = [Shard(out, *place) for place in received]
-    own, into = outgoing[calls.rank], incoming[calls.rank]
-    return Transfers(
-        _messages(outgoing, calls.rank),
-        _messages(incoming, calls.rank),
-        [(into.address, own.address, own.nbytes)],
-        x.dtype.name,
-        x.dtype.itemsize,
-    )
+    ends = _parts(x, sent), _parts(out, received)
+    return _transfers(calls, given, *ends, x.dtype.name)
 
 
 REDUCE_SCATTER_V = Shards()
@@ -366,30 +338,45 @@ def output(calls: Calls, given: FormCall) -> ArrayView:
     return out
 
 
-def _messages(shards: list[Shard], but: int) -> list[Message]:
-    """Return the messages to or from all ranks but ``but``."""
+def _parts(
+    view: ArrayView, places: Sequence[Range], peers: "Neighbors | None" = None
+) -> list[Message]:
+    """Return the messages to or from peers, by default all ranks.
+
+    Args:
+        view: the array.
+        places: for each peer, where its part is.
+        peers: the peers.
+    """
+    size = view.dtype.itemsize
+    pairs = zip(peers or range(len(places)), places, strict=True)
     return [
-        Message(peer, shard.address, shard.nbytes)
-        for peer, shard in enumerate(shards)
-        if peer != but
+        Message(peer, view.address + first * size, count * size)
+        for peer, (first, count) in pairs
+        if peer is not None
     ]
 
 
-def _own_copy(
-    shard: Shard, alone: ArrayView, whole: ArrayView, what: str
-) -> list[OwnCopy]:
-    """Return the copy of a rank's message to itself: none if the call is in place.
-
-    Args:
-        shard: the rank's shard of ``whole``.
-        alone: the array that has only this rank's data; in place, it is ``shard``.
-        whole: the array that has the data of all ranks.
-        what: the operation.
-    """
-    if shard.nbytes == 0 or alone.address == shard.address:
-        return []
-    check_apart(alone, whole, what)
-    return [(shard.address, alone.address, shard.nbytes)]
+def _transfers(
+    calls: Calls,
+    given: FormCall,
+    sends: Sequence[Message],
+    receives: Sequence[Message],
+    words: str,
+) -> Transfers:
+    """Return the messages; those of this rank to itself are copies."""
+    rank, x, out = calls.rank, given.x, given.out
+    own = [[each for each in end if each.peer == rank] for end in (sends, receives)]
+    copies = [
+        (into.address, source.address, source.nbytes)
+        for source, into in zip(*own, strict=True)
+    ]
+    if any(nbytes and target != source for target, source, nbytes in copies):
+        check_apart(x, out, given.operation.name)  # otherwise the call is in place
+    sends = [each for each in sends if each.peer != rank]
+    receives = [each for each in receives if each.peer != rank]
+    itemsize = (out if x is None else x).dtype.itemsize
+    return Transfers(sends, receives, copies, words, itemsize)
 
 
 def check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
@@ -491,12 +478,11 @@ def _shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
     return (max(table.displs) + table.capacity,)
 
 
-def _ends(calls: Calls, given: FormCall) -> tuple[ArrayView, OnGPU, list[Message]]:
-    """Return the input, the arguments, and the messages that this rank receives."""
+def _counted(calls: Calls, given: FormCall) -> Transfers:
     what, (table,) = given.operation.name, given.tables
     x, out = flat(calls, given.x, what), output(calls, given)
-    places = [(first, table.capacity) for first in table.displs]
-    check_room(out, places, f"{what}: out")
+    itemsize, room = x.dtype.itemsize, x.dtype.itemsize * table.capacity
+    check_room(out, [(first, table.capacity) for first in table.displs], f"{what}: out")
     check_apart(x, out, what)
     used = filter(None, (table.counts_at, table.displs_at, table.received_at))
     for view in (ArrayView(each, (calls.size,), _INT64, "C", False) for each in used):
@@ -504,47 +490,18 @@ def _ends(calls: Calls, given: FormCall) -> tuple[ArrayView, OnGPU, list[Message
             raise ArgumentError(
                 f"{what}: expected counts apart from x and out, got arrays that overlap"
             )
-    itemsize = x.dtype.itemsize
-    receives = [
-        Message(
-            peer,
-            out.address + itemsize * first,
-            itemsize * table.capacity,
-            table.received_at + 8 * peer,
-            itemsize,
-        )
-        for peer, (first, _) in enumerate(places)
-    ]
-    return x, table, receives
-
-
-def _counted_exchanged(calls: Calls, given: FormCall) -> Transfers:
-    x, table, receives = _ends(calls, given)
-    itemsize = x.dtype.itemsize
-    sends = [
-        Message(
-            peer,
-            x.address,
-            itemsize * table.capacity,
-            table.counts_at + 8 * peer,
-            itemsize,
-            Span(peer, table.displs_at and table.displs_at + 8 * peer, x.size),
-        )
-        for peer in range(calls.size)
-    ]
-    words = f"capacity {table.capacity}, {x.dtype.name}"
-    return Transfers(sends, receives, (), words, itemsize)
-
-
-def _counted_gathered(calls: Calls, given: FormCall) -> Transfers:
-    x, table, receives = _ends(calls, given)
-    what, itemsize = given.operation.name, x.dtype.itemsize
-    check_length(x, table.capacity, f"{what}: x", "capacity")
-    mine = table.counts_at + 8 * calls.rank
-    sends = [
-        Message(peer, x.address, x.nbytes, mine, itemsize, Span(0, 0, x.size))
-        for peer in range(calls.size)
-    ]
+    gathers = given.operation is ALL_GATHER_COUNTED
+    if gathers:
+        check_length(x, table.capacity, f"{what}: x", "capacity")
+    sends, receives = [], []
+    for peer, first in enumerate(table.displs):
+        at = table.counts_at + 8 * (calls.rank if gathers else peer)
+        span = Span(peer, table.displs_at and table.displs_at + 8 * peer, x.size)
+        if gathers:
+            span = Span(0, 0, x.size)
+        sends.append(Message(peer, x.address, room, at, itemsize, span))
+        place, count_at = out.address + itemsize * first, table.received_at + 8 * peer
+        receives.append(Message(peer, place, room, count_at, itemsize))
     words = f"capacity {table.capacity}, {x.dtype.name}"
     return Transfers(sends, receives, (), words, itemsize)
 
@@ -553,7 +510,7 @@ ALL_TO_ALL_COUNTED = Form(
     "all_to_all_v",
     _counted_checked,
     _shape,
-    _counted_exchanged,
+    _counted,
     counts=("send_counts", "recv_counts"),
     on_gpu=True,
 )
@@ -561,7 +518,7 @@ ALL_GATHER_COUNTED = Form(
     "all_gather_v",
     _counted_checked,
     _shape,
-    _counted_gathered,
+    _counted,
     counts=("counts",),
     on_gpu=True,
 )
@@ -627,8 +584,7 @@ def _neighbors_gathered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
 
 def _neighbors_gathered(calls: Calls, given: FormCall) -> Transfers:
     x = flat(calls, given.x, given.operation.name)
-    destinations, _ = given.peers
-    return _moved(calls, given, [Shard(x, 0, x.size) for _ in destinations])
+    return _moved(calls, given, [(0, x.size) for _ in given.peers[0]])
 
 
 def _neighbors_exchanged_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
@@ -645,35 +601,24 @@ def _neighbors_exchanged_shape(calls: Calls, given: FormCall) -> tuple[int, ...]
 
 def _neighbors_exchanged(calls: Calls, given: FormCall) -> Transfers:
     _neighbors_exchanged_shape(calls, given)
-    x, number = given.x, len(given.peers[0])
-    size = x.size // number if number else 0
-    return _moved(calls, given, [Shard(x, size * i, size) for i in range(number)])
+    number = len(given.peers[0])
+    size = given.x.size // number if number else 0
+    return _moved(calls, given, [(size * i, size) for i in range(number)])
 
 
-def _moved(calls: Calls, given: FormCall, parts: list[Shard]) -> Transfers:
+def _moved(calls: Calls, given: FormCall, parts: list[Range]) -> Transfers:
     """Return the messages: a part to each destination, as much from each source."""
     x, out, what = given.x, output(calls, given), given.operation.name
     destinations, sources = given.peers
     check_apart(x, out, what)
-    size = parts[0].nbytes // x.dtype.itemsize if parts else None
-    if size is None:  # only the sources know how much they send
+    if parts:
+        _, size = parts[0]
+    else:  # only the sources know how much they send
         size = out.size // len(sources) if sources else 0
     check_even(out, len(sources) * size, x, what)
-    places = [Shard(out, size * i, size) for i in range(len(sources))]
-    sends, receives, own = [], [], []
-    for peer, part in zip(destinations, parts, strict=True):
-        if peer == calls.rank:
-            own.append(part)
-        elif peer is not None:
-            sends.append(Message(peer, part.address, part.nbytes))
-    copies = []
-    for peer, place in zip(sources, places, strict=True):
-        if peer == calls.rank:
-            part = own.pop(0)
-            copies.append((place.address, part.address, part.nbytes))
-        elif peer is not None:
-            receives.append(Message(peer, place.address, place.nbytes))
-    return Transfers(sends, receives, copies, x.dtype.name, x.dtype.itemsize)
+    places = [(size * i, size) for i in range(len(sources))]
+    ends = _parts(x, parts, destinations), _parts(out, places, sources)
+    return _transfers(calls, given, *ends, x.dtype.name)
 
 
 NEIGHBOR_ALL_GATHER = Form(
