@@ -17,7 +17,6 @@ import errno
 import json
 import os
 import re
-import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -567,7 +566,7 @@ def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
     With ``--survive``, that is 0 even if no rank ends well.
     """
-    from numba_symm.command.runner import IN_PLACE, SURVIVE, WELL, WORD  # and mpi4py
+    from numba_symm.command.runner import FOLDER, IN_PLACE, SURVIVE, WELL  # and mpi4py
 
     simulate = simulation_needed(options.ranks, ask=options.simulate)
     mpirun = launcher.find_mpirun()
@@ -582,22 +581,18 @@ def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     environ = launcher.job_environment(os.environ, simulate=simulate)
     launcher.check_sessions(environ)
     environ.setdefault("NUMBA_SYMM_SHOW_ISLANDS", "1")
-    environ[WORD] = secrets.token_hex(8)
     if not sys.stdout.isatty():
         environ["TERM"] = "dumb"  # Open MPI's ranks have a terminal in any case
     runner = Path(__file__).with_name("runner.py")
-    before = [str(runner), str(os.getpid()), str(options.ranks)]
-    after = [IN_PLACE] * options.as_mpi4py + ["-m"] * options.module
-    after += [options.program, *options.arguments]
-    if not options.survive:
-        command = launcher.mpirun_command(options.ranks, before + after, mpirun, flags)
-        return launcher.code_of(command, environ)
-    with tempfile.TemporaryDirectory(prefix="numba-symm-run-") as marks:
-        program = [*before, SURVIVE, marks, *after]
+    program = [str(runner), str(os.getpid()), str(options.ranks)]
+    program += [SURVIVE] * options.survive + [IN_PLACE] * options.as_mpi4py
+    program += ["-m"] * options.module + [options.program, *options.arguments]
+    if options.survive:
         flags = ["--with-ft", "ulfm", *flags]
-        command = launcher.mpirun_command(options.ranks, program, mpirun, flags)
-        code = launcher.code_of(command, environ)
-        if code == 0 and not Path(marks, WELL).exists():
+    command = launcher.mpirun_command(options.ranks, program, mpirun, flags)
+    with tempfile.TemporaryDirectory(prefix="numba-symm-run-") as folder:
+        code = launcher.code_of(command, environ | {FOLDER: folder})
+        if options.survive and code == 0 and not Path(folder, WELL).exists():
             _tell("numba-symm run: no rank has ended without an error")
             return 1
     return code

@@ -441,7 +441,7 @@ def job_of(pid: int) -> dict[str, Any]:
     job, words = int(stat[1]), text.split("\0")[1:-1]  # without the interpreter
     if words[:1] == [str(Path(__file__).with_name("runner.py"))]:
         job, words = int(words[1]), words[3:]
-        words = words[2:] if words[0] == SURVIVE else words
+        words = words[words[0] == SURVIVE :]
         words = words[words[0] == IN_PLACE :]
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / _TICKS
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() - age))

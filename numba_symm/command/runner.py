@@ -1,14 +1,14 @@
 """Runs the program in each rank that ``numba-symm run`` starts, and shows its errors.
 
-    python runner.py COMMAND RANKS [--survive MARKS] [--as-mpi4py] [-m] PROGRAM …
+    python runner.py COMMAND RANKS [--survive] [--as-mpi4py] [-m] PROGRAM …
 
 This module does not see a program's ordinary output. An error that several ranks raise
 is shown once, with their numbers. The first rank that fails collects the errors of the
 others for a moment, prints them, and ends the job. As under ``python -m mpi4py``, a
 rank that fails ends the job, because others may wait for it in MPI.
 
-The ranks of a job find each other by a random word in an environment variable. It is
-not an argument, because other users see these, and could take the name first.
+The ranks of a job write their errors to files of a folder, which the command makes and
+removes. Ranks of other nodes do not find it, and show their own errors.
 
 The file is run by its path and imports nothing of numba_symm, because a program may set
 variables that Numba reads when it is imported.
@@ -18,12 +18,9 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
-import json
 import os
 import runpy
 import signal
-import socket
-import struct
 import sys
 import termios
 import time
@@ -47,17 +44,14 @@ LONGEST = 5.0
 LAST = 10.0
 """Seconds for which a failed rank waits until the first one has ended the job."""
 
-PRINTED = b"p"
-"""The first rank's answer after it has printed another rank's error."""
-
-WORD = "NUMBA_SYMM_RUN"
-"""The variable with the random word, which the program does not see."""
+FOLDER = "NUMBA_SYMM_RUN"
+"""The variable with the job's folder, which the program does not see."""
 
 SURVIVE = "--survive"
 """The argument of a job whose ranks go on after one has failed.
 
-A folder follows it. A rank that ends without an error makes ``WELL`` there. For a rank
-that a signal has ended, it has a link from the process' number to the signal's.
+A rank that ends without an error makes ``WELL`` in the job's folder. For a rank that a
+signal has ended, that has a link from the process' number to the signal's.
 """
 
 WELL = "well"
@@ -76,6 +70,9 @@ PDEATHSIG = 1
 
 INTERRUPTED = 128 + signal.SIGINT
 
+ERROR = "error"
+"""The beginning of the names of the files with errors."""
+
 RankError = tuple[int, str]
 """A rank and the text of its error."""
 
@@ -85,19 +82,18 @@ class RankFailure:
 
     Args:
         command: the process of the command, which has started mpirun.
-        word: the random word of the job.
+        folder: the job's folder.
         ranks: the number of ranks that were started.
         rank: the rank of this process.
     """
 
-    def __init__(self, command: int, word: str, ranks: int, rank: int) -> None:
+    def __init__(self, command: int, folder: Path, ranks: int, rank: int) -> None:
         self._command = command
-        self._name = f"\0numba-symm-run-{command}-{word}"  # abstract, so not a file
+        self._folder = folder
         self._ranks = ranks
         self._rank = rank
         self._process = os.getpid()
-        self.door: int | None = None  # the socket on which the first rank listens
-        self._alone = False  # whether another user holds the name
+        self._first = False  # or on a node without the folder
         self._code = 0
 
     def hook(
@@ -111,7 +107,7 @@ class RankFailure:
         self.report(described(error), code)
 
     def report(self, text: str, code: int) -> None:
-        """Print this rank's error, or send it to the rank that failed first.
+        """Leave this rank's error to the first rank that fails, or print all errors.
 
         Args:
             text: the text to print after the ranks' numbers.
@@ -119,53 +115,30 @@ class RankFailure:
         """
         self._code = code
         flush()
-        own = (self._rank, text)
+        part, own = (self._folder / f"{kind}-{self._rank}" for kind in ("part", ERROR))
         try:
-            printed = self._meet(own)
-        except PermissionError:
-            printed, self._alone = False, True
+            part.write_text(text, errors="backslashreplace")
+            part.rename(own)  # at once whole, for the first rank
+            (self._folder / "first").touch(exist_ok=False)
+        except FileExistsError:
+            return
         except OSError:
-            printed = False
-        if not printed:
-            show([own])
+            self._first = True
+            show([(self._rank, text)])
+            return
+        self._first = True
+        show(self._collected())
 
-    def _meet(self, own: RankError) -> bool:
-        """Return whether ``own`` was printed. The rank that binds the name is first."""
-        deadline = time.monotonic() + LAST
-        while time.monotonic() < deadline:
-            meeting = socket.socket(socket.AF_UNIX)
-            try:
-                meeting.bind(self._name)
-            except OSError:
-                with meeting, contextlib.suppress(ConnectionRefusedError):
-                    return handed_over(meeting, self._name, own)
-                time.sleep(0.01)  # the first rank is not listening yet, or it has ended
-                continue
-            self._collect(meeting, own)
-            self.door = meeting.detach()  # kept open, so that no other rank can bind it
-            return True
-        return False
-
-    def _collect(self, door: socket.socket, own: RankError) -> None:
-        """Print the errors that arrive soon, in the order of their arrival."""
-        door.listen(self._ranks)
-        reports = [own]
-        longest = time.monotonic() + LONGEST
-        others = []
-        with contextlib.suppress(TimeoutError):
-            while len(reports) < self._ranks:
-                door.settimeout(max(0.01, min(QUIET, longest - time.monotonic())))
-                other, _ = door.accept()
-                try:
-                    reports.append(received(other))
-                except (OSError, ValueError):  # that rank ended while it was sending
-                    other.close()
-                else:
-                    others.append(other)
-        show(reports)
-        for other in others:
-            with other, contextlib.suppress(OSError):
-                other.sendall(PRINTED)
+    def _collected(self) -> list[RankError]:
+        """Return the errors of this rank, and of those that fail soon."""
+        longest = quiet = time.monotonic() + LONGEST
+        found: list[Path] = []
+        while len(found) < self._ranks and time.monotonic() < min(quiet, longest):
+            time.sleep(0.01)
+            before, found = found, sorted(self._folder.glob(f"{ERROR}-*"))
+            if len(found) > len(before):
+                quiet = time.monotonic() + QUIET
+        return [(int(each.name.partition("-")[2]), each.read_text()) for each in found]
 
     def end(self) -> None:
         """End the job of a failed rank; under Open MPI, without mpirun's own message.
@@ -178,14 +151,14 @@ class RankFailure:
         ):  # or this is a child that it has forked
             return
         flush()
-        if self.door is None and not self._alone:
-            time.sleep(LAST)  # the first rank ends the job, with its own exit code
-        else:
+        if self._first:
             drain(2)
+        else:
+            time.sleep(LAST)  # the first rank ends the job, with its own exit code
         mpirun = os.getppid()
         if "OMPI_COMM_WORLD_RANK" not in os.environ or parent(mpirun) != self._command:
             return
-        if (self.door is not None or self._alone) and self._code == 1:
+        if self._first and self._code == 1:
             # mpirun ends all ranks, prints no message, and its exit code is 1. After a
             # second signal it would print that it is ending already.
             os.kill(mpirun, signal.SIGTERM)
@@ -205,43 +178,6 @@ def own_rank() -> int | None:
         if name in os.environ:
             return int(os.environ[name])
     return None
-
-
-def handed_over(connection: socket.socket, name: str, own: RankError) -> bool:
-    """Send ``own`` to the first rank, and return whether that rank printed it.
-
-    Raises:
-        PermissionError: another user holds the name.
-    """
-    connection.settimeout(LAST)
-    connection.connect(name)
-    if not same_user(connection):
-        raise PermissionError("the name belongs to another user")
-    connection.sendall(json.dumps(own).encode())
-    connection.shutdown(socket.SHUT_WR)
-    return connection.recv(1) == PRINTED
-
-
-def same_user(connection: socket.socket) -> bool:
-    """Return whether the other end is a process of this user."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    _, user, _ = struct.unpack("iII", credentials)
-    return bool(user == os.getuid())
-
-
-def received(connection: socket.socket) -> RankError:
-    """Return the report that a rank sends.
-
-    Raises:
-        OSError: it takes too long, or another user sends.
-        ValueError: it is not complete.
-    """
-    connection.settimeout(QUIET)
-    if not same_user(connection):
-        raise PermissionError("the other end belongs to another user")
-    with connection.makefile("rb") as stream:
-        rank, text = json.load(stream)
-    return rank, text
 
 
 def flush() -> None:
@@ -391,35 +327,33 @@ def run(program: Sequence[str]) -> None:
 
 def main(command: str, ranks: str, *program: str) -> None:
     """Run the program of one rank; see the module's docstring."""
-    survive, marks = program[0] == SURVIVE, ""
+    folder, survive = os.environ.pop(FOLDER, ""), program[0] == SURVIVE
     if survive:
-        marks, program = program[1], program[2:]
-        go_on_watched(marks)
-        note_exits(marks)
-        os.environ[ENDS] = marks
+        program = program[1:]
+        go_on_watched(folder)
+        note_exits(folder)
+        os.environ[ENDS] = folder
     if program[0] == IN_PLACE:
         program = program[1:]
         sys.meta_path.insert(0, InPlace())
-    process = os.getpid()
-    failure = None
-    rank, word = own_rank(), os.environ.pop(WORD, "")
+    process, rank, failure = os.getpid(), own_rank(), None
     if survive:
         show_errors_whole()
-    elif rank is not None and word:  # otherwise Python shows each rank's error
-        failure = RankFailure(int(command), word, int(ranks), rank)
+    elif rank is not None and folder:  # otherwise Python shows each rank's error
+        failure = RankFailure(int(command), Path(folder), int(ranks), rank)
         sys.excepthook = failure.hook
         atexit.register(failure.end)
     try:
         run(program)
         if survive and os.getpid() == process:
-            note_success(marks)
+            note_success(folder)
     except BaseException as error:
         if os.getpid() != process:  # a child that this rank has forked
             sys.excepthook = sys.__excepthook__
             raise
         if survive:
             leave(error)
-            note_success(marks)  # an exit with the code 0
+            note_success(folder)  # an exit with the code 0
         set_abort_status(error)
         if isinstance(error, SystemExit) and failure:
             text, code = exit_of(error)
@@ -429,7 +363,7 @@ def main(command: str, ranks: str, *program: str) -> None:
         raise  # to sys.excepthook, which the program may have replaced
 
 
-def go_on_watched(marks: str) -> None:
+def go_on_watched(folder: str) -> None:
     """Go on in a child. This process tells by what signal it ends, and ends as it does.
 
     Nobody else would tell: an mpirun that goes on after a death prints nothing.
@@ -447,26 +381,26 @@ def go_on_watched(marks: str) -> None:
         os._exit(os.WEXITSTATUS(status))
     number, rank = os.WTERMSIG(status), own_rank()
     with contextlib.suppress(OSError):
-        Path(marks, str(child)).symlink_to(str(number))  # at once whole, for readers
+        Path(folder, str(child)).symlink_to(str(number))  # at once whole, for readers
     if number not in signal.sigpending() and rank is not None:  # not of the whole job
         reason = signal.strsignal(number)
         show([(rank, f"process {child} was killed by signal {number} ({reason})")])
     os.kill(watcher, signal.SIGKILL)
 
 
-def note_success(marks: str) -> None:
+def note_success(folder: str) -> None:
     """Note that this rank ends without an error."""
     with contextlib.suppress(OSError):
-        Path(marks, WELL).touch()
+        Path(folder, WELL).touch()
 
 
-def note_exits(marks: str) -> None:
+def note_exits(folder: str) -> None:
     """Make ``os._exit`` note a success, too: after a death, programs end by it."""
     process, plain = os.getpid(), os._exit
 
     def _exit(status: int) -> NoReturn:
         if status == 0 and os.getpid() == process:
-            note_success(marks)
+            note_success(folder)
         plain(status)
 
     os._exit = _exit
