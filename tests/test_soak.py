@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from numba_symm.bench.soak_marks import FAILURES
+from numba_symm.bench.soak_marks import FAILURES, RankMarks
 from numba_symm.command import cli, soak
 
 BROKEN = Path(__file__).with_name("broken_soak.py")
@@ -111,10 +111,9 @@ def test_a_job_kills_all_ranks_but_one():
     played = []
     for job in soak.jobs(goal, report):
         played.append(job[1:])
-        report.jobs += 1
-        report.calls += job.calls + 1
-        report.cycles += job.cycles
-        report.failures["killed"] += job.kills
+        marks = RankMarks(calls=job.calls + 1, cycles=job.cycles)
+        marks.failures[FAILURES.index("killed")] = job.kills
+        report.jobs.append([marks])
     assert played == [
         (0, 34, 0, 3, 3),
         (1, 33, 0, 3, 3),

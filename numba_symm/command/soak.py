@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,9 @@ ENDING = 20.0
 
 LEAKED = 8
 """Descriptors that a rank may have more at the end: MPI opens some late."""
+
+COUNTED = ("calls", "replays", "cycles", "rebuilds")
+"""What is counted of collective calls, which all ranks make."""
 
 INTERRUPTED = "interrupted"
 """The kind of the fault of a command that was interrupted."""
@@ -87,18 +90,14 @@ class SoakReport:
         goal: what they have to do.
 
     Attributes:
-        jobs: the number of jobs.
+        jobs: what the ranks of each job have written.
         faults: what is not as promised.
     """
 
     def __init__(self, goal: Goal):
         self._goal = goal
         self._began = time.monotonic()
-        self.jobs = 0
-        self.calls = self.replays = self.cycles = self.rebuilds = self.wrong = 0
-        self.failures = dict.fromkeys(FAILURES, 0)
-        self.beyond, self.beyond_step = 0.0, ""
-        self.memory, self.descriptors = [0, 0], [0, 0]
+        self.jobs: list[Sequence[RankMarks]] = []
         self.faults: list[dict[str, Any]] = []
 
     @property
@@ -106,39 +105,51 @@ class SoakReport:
         """The seconds since the beginning."""
         return time.monotonic() - self._began
 
-    def add(self, places: Sequence[RankMarks]) -> None:
-        """Add what the ranks of a job have done. A collective call counts once."""
-        self.jobs += 1
-        for name in ("calls", "replays", "cycles", "rebuilds"):
-            most = max(getattr(each, name) for each in places)
-            setattr(self, name, getattr(self, name) + most)
-        for place in places:
-            self.wrong += place.wrong
-            for kind, number in zip(FAILURES, place.failures, strict=True):
-                self.failures[kind] += number
-            if place.beyond > self.beyond:
-                self.beyond, self.beyond_step = place.beyond, place.beyond_step.decode()
-            for kept, found in (
-                (self.memory, place.memory),
-                (self.descriptors, place.descriptors),
-            ):
-                if kept[1] - kept[0] <= found[1] - found[0] and found[1]:
-                    kept[:] = found
+    def number(self, name: str) -> int:
+        """Return how many there were, such as calls. A collective call counts once."""
+        return sum(max(getattr(place, name) for place in job) for job in self.jobs)
+
+    @property
+    def ranks(self) -> list[RankMarks]:
+        """What the ranks of all jobs have written."""
+        return [place for job in self.jobs for place in job]
+
+    @property
+    def wrong(self) -> int:
+        """The wrong results of all ranks."""
+        return sum(place.wrong for place in self.ranks)
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """How often each failure has happened."""
+        return {
+            kind: sum(place.failures[number] for place in self.ranks)
+            for number, kind in enumerate(FAILURES)
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Return all of it, of the types that JSON has."""
-        names = ("jobs", "calls", "replays", "cycles", "rebuilds", "failures", "wrong")
+        late = max(self.ranks, key=lambda place: place.beyond)
         return {
             "passed": not self.faults,
             "goal": self._goal._asdict(),
             "seconds": round(self.seconds, 1),
-            **{name: getattr(self, name) for name in names},
-            "beyond": self.beyond,
-            "beyond_step": self.beyond_step,
-            "memory": self.memory,
-            "descriptors": self.descriptors,
+            "jobs": len(self.jobs),
+            **{name: self.number(name) for name in COUNTED},
+            "failures": self.failures,
+            "wrong": self.wrong,
+            "beyond": late.beyond,
+            "beyond_step": late.beyond_step.decode(),
+            "memory": _grown(place.memory for place in self.ranks),
+            "descriptors": _grown(place.descriptors for place in self.ranks),
             "faults": self.faults,
         }
+
+
+def _grown(found: Iterable[Sequence[int]]) -> list[int]:
+    """Return the pair of numbers, at the beginning and the end, that differ most."""
+    measured = [list(each) for each in found if each[1]]
+    return max(measured, key=lambda each: each[1] - each[0], default=[0, 0])
 
 
 def jobs(goal: Goal, report: SoakReport) -> Iterator[SoakJob]:
@@ -147,15 +158,15 @@ def jobs(goal: Goal, report: SoakReport) -> Iterator[SoakJob]:
     while True:
         kills = goal.kills - report.failures["killed"]
         seconds = goal.seconds - report.seconds
-        calls = goal.calls - report.calls
-        cycles = goal.cycles - report.cycles
+        calls = goal.calls - report.number("calls")
+        cycles = goal.cycles - report.number("cycles")
         enough = seconds <= 0 if goal.seconds else calls <= 0
         if report.jobs and enough and max(kills, cycles) <= 0:
             return
         left = max(1, -(-kills // most))
         yield SoakJob(
             seed=goal.seed,
-            number=report.jobs,
+            number=len(report.jobs),
             calls=max(0, -(-calls // left)),
             seconds=max(0.0, seconds / left),
             cycles=max(0, -(-cycles // left)),
@@ -174,13 +185,12 @@ def played(goal: Goal, console: Console | None) -> SoakReport:
     for job in jobs(goal, report):
         with tempfile.TemporaryDirectory(prefix="numba-symm-soak-") as folder:
             marks = JobMarks(Path(folder), goal.ranks)
+            report.jobs.append(marks.places)
             try:
-                faults = _play(goal, job, marks, report, console)
+                report.faults += _play(goal, job, marks, report, console)
             except KeyboardInterrupt:
                 text = "the command was interrupted, so the soak is not complete"
-                faults = [_fault(None, INTERRUPTED, text)]
-            report.add(marks.places)
-            report.faults += faults
+                report.faults.append(_fault(None, INTERRUPTED, text))
         if report.faults:
             break
     return report
@@ -260,7 +270,12 @@ def _watched(
             return [_fault(None, "end", text)]
         if console is not None and now - shown > _SHOWN:
             shown = now
-            console.print(_line(report, marks.places), highlight=False)
+            numbers = ", ".join(f"{report.number(name)} {name}" for name in COUNTED[:3])
+            console.print(
+                f"{report.seconds:.0f} s: {numbers}, {report.failures['killed']} "
+                f"killed, wrong {report.wrong}",
+                highlight=False,
+            )
     return []
 
 
@@ -327,43 +342,26 @@ def _end(process: "subprocess.Popen[bytes]", places: Sequence[RankMarks]) -> Non
         process.kill()
 
 
-def _line(report: SoakReport, places: Sequence[RankMarks]) -> str:
-    killed = FAILURES.index("killed")
-    calls, replays, cycles = (
-        getattr(report, name) + max(getattr(each, name) for each in places)
-        for name in ("calls", "replays", "cycles")
-    )
-    kills = report.failures["killed"] + sum(each.failures[killed] for each in places)
-    wrong = report.wrong + sum(each.wrong for each in places)
-    return (
-        f"{report.seconds:.0f} s: {calls} calls, {replays} replays, {cycles} cycles, "
-        f"{kills} killed, wrong {wrong}"
-    )
-
-
 def show(report: SoakReport, goal: Goal, console: Console) -> None:
     """Print a report."""
     table = Table(box=None, show_header=False, pad_edge=False)
+    found = report.as_json()
+    late, step = found["beyond"], found["beyond_step"]
     rows = [
         ("seed", goal.seed),
-        ("jobs", f"{report.jobs} of {goal.ranks} ranks, {report.seconds:.0f} s"),
-        ("calls", report.calls),
-        ("replays", report.replays),
-        ("cycles", report.cycles),
-        *report.failures.items(),
-        ("rebuilt", report.rebuilds),
-        ("wrong results", report.wrong),
-        (
-            "longest wait beyond its deadline",
-            f"{report.beyond:.2f} s {report.beyond_step and f'({report.beyond_step})'}",
-        ),
+        ("jobs", f"{found['jobs']} of {goal.ranks} ranks, {found['seconds']:.0f} s"),
+        *((name, found[name]) for name in COUNTED[:3]),
+        *found["failures"].items(),
+        ("rebuilt", found["rebuilds"]),
+        ("wrong results", found["wrong"]),
+        ("longest wait beyond its deadline", f"{late:.2f} s {step and f'({step})'}"),
         (
             "memory at the beginning and the end",
-            " and ".join(f"{each >> 20} MiB" for each in report.memory),
+            " and ".join(f"{each >> 20} MiB" for each in found["memory"]),
         ),
         (
             "descriptors at the beginning and the end",
-            " and ".join(map(str, report.descriptors)),
+            " and ".join(map(str, found["descriptors"])),
         ),
     ]
     for name, value in rows:
