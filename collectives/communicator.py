@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar, cas
 
 import numpy as np
 
-from numba_symm import arguments, environment, simulator
+from numba_symm import arguments, environment
 from numba_symm.arguments import shown
 from numba_symm.collectives import (
     kernel_set,
@@ -57,7 +57,7 @@ from numba_symm.collectives.vector_forms import (
 from numba_symm.device.teams import Team
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.gpu import arrays, streams
+from numba_symm.gpu import arrays, kernels, streams
 from numba_symm.gpu.arrays import DeviceArray
 from numba_symm.launch import call_records, devices, ranks
 from numba_symm.launch.devices import GPU
@@ -1541,7 +1541,7 @@ class Communicator(OthersNames):
             most=1024,
             do="pass the threads of a block",
         )
-        most = simulator.most_blocks(kernel, threads)
+        most = kernels.most_blocks(kernel, threads)
         return most // devices.sharers(members.gpus)[members.gpu.uuid]
 
     @by_one_thread

@@ -57,7 +57,7 @@ from numba_symm.device.block_exchange import (
     in_flight,
 )
 from numba_symm.device.intrinsics import array_at, warp_or
-from numba_symm.environment import SIMULATED, warn_once
+from numba_symm.environment import warn_once
 from numba_symm.errors import ArgumentError
 from numba_symm.process import start
 
@@ -85,28 +85,6 @@ _idle: dict[Shape, list["ThreadTeam"]] = {}  # by the shape of a block
 def together(threads: int) -> int:
     """Return how many blocks of that many threads run together, at least one."""
     return max(1, MOST_THREADS // threads)
-
-
-def most_blocks(kernel: Any, threads: int) -> int:
-    """Return how many blocks of a program's kernel run together on an idle GPU.
-
-    Raises:
-        ArgumentError: it is not a kernel of ``cuda.jit``, or was never compiled.
-    """
-    overloads = getattr(kernel, "overloads", None)
-    if overloads is None:
-        raise ArgumentError(
-            f"launch_limit: expected a kernel of cuda.jit, got {type(kernel).__name__}"
-        )
-    if SIMULATED:
-        return together(threads)
-    if not overloads:
-        raise ArgumentError(
-            f"launch_limit: expected a compiled kernel, got {kernel.__name__}; give "
-            "cuda.jit its signature, or launch it once with one block"
-        )
-    every = overloads.values()
-    return min(int(each.max_cooperative_grid_blocks(threads)) for each in every)
 
 
 class ThreadTeam:

@@ -30,6 +30,7 @@ from numba.cuda import types
 from numba_symm.device.polling import Guard
 from numba_symm.dtypes import UserEpilogue, UserOperator
 from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
 from numba_symm.gpu import compiled, driver, entry, loads
 
 
@@ -498,3 +499,25 @@ def _device_sources() -> str:
 def simulate(kernel: Kernel, blocks: int, held: int, args: tuple[Any, ...]) -> None:
     """Run a kernel in Numba's simulator, one block after another."""
     simulator.run(kernel.function, blocks, (kernel.threads, held), args)
+
+
+def most_blocks(kernel: Any, threads: int) -> int:
+    """Return how many blocks of a program's kernel run together on an idle GPU.
+
+    Raises:
+        ArgumentError: it is not a kernel of ``cuda.jit``, or was never compiled.
+    """
+    overloads = getattr(kernel, "overloads", None)
+    if overloads is None:
+        raise ArgumentError(
+            f"launch_limit: expected a kernel of cuda.jit, got {type(kernel).__name__}"
+        )
+    if SIMULATED:
+        return simulator.together(threads)
+    if not overloads:
+        raise ArgumentError(
+            f"launch_limit: expected a compiled kernel, got {kernel.__name__}; give "
+            "cuda.jit its signature, or launch it once with one block"
+        )
+    every = overloads.values()
+    return min(int(each.max_cooperative_grid_blocks(threads)) for each in every)

@@ -487,3 +487,14 @@ def test_a_kernel_is_loaded_on_each_device(fake_driver):
         kernels._loaded(KERNELS["put_signal"], (9, 0), device_id)
     loads = [name for name, *_ in fake_driver.calls if name == "cuFuncLoad"]
     assert len(loads) == 2
+
+
+def test_numbas_decorator_keeps_its_options_on_gpus():
+    """The simulator replaces it, but must not be imported on GPUs."""
+    program = (
+        "from numba import cuda; own = cuda.jit; import numba_symm, numba_symm.mpi; "
+        "from numba_symm.device import ptx; assert cuda.jit is own; "
+        "assert ptx.device_function(lambda: None).targetoptions['forceinline']"
+    )
+    environ = os.environ | {"NUMBA_ENABLE_CUDASIM": "0"}
+    subprocess.run([sys.executable, "-c", program], env=environ, check=True)
