@@ -180,13 +180,15 @@ def kernels(
                         ]
                     )
                 else:
-                    _bind_movement(operation, numpy_dtypes, size, binder)
+                    for dtype in numpy_dtypes:
+                        element, _ = dtypes.moved(dtype, 1)
+                        _bind_sizes(operation, element, "sum", size, binder)
             elif name == "barrier":
                 binder.barrier()
             elif name == GAPS:
                 _bind_gaps()
             elif name in DIGESTS:
-                _bind_digest()
+                pack.bind_digest(0, VECTOR, 0, 1, 1, 0)
             elif name == COUNTS:
                 _bind_counts(numpy_dtypes, binder)
             elif name == EXPERTS:
@@ -227,15 +229,6 @@ def _several(values: Any, what: str) -> list[Any]:
             f"{values!r}; pass dtypes=('float32',), ops=('sum',), for example"
         )
     return members
-
-
-def _bind_movement(
-    operation: Operation, given: list[np.dtype[Any]], size: int, binder: Binder
-) -> None:
-    """Bind calls of all sizes that reduce nothing."""
-    for dtype in given:
-        element, _ = dtypes.moved(dtype, 1)
-        _bind_sizes(operation, element, "sum", size, binder)
 
 
 def _bind_reduction(
@@ -398,11 +391,6 @@ def _bind_counts(given: list[np.dtype[Any]], binder: Binder) -> None:
             width *= 2
 
 
-def _bind_digest() -> None:
-    """Bind the digest of an array."""
-    pack.bind_digest(0, VECTOR, 0, 1, 1, 0)
-
-
 def _bind_experts(given: list[np.dtype[Any]], end: Endpoint) -> None:
     """Bind what an object of ``comm.experts`` launches, as its construction does."""
     from numba_symm.collectives.kernels import (
@@ -507,11 +495,7 @@ def _bind_gaps() -> None:
 
 
 def _bind_signals(size: int) -> None:
-    made: tuple[Callable[[int], Kernel], ...] = (
-        pads.barrier_kernel,
-        pads.put_signal_kernel,
-        pads.wait_signal_kernel,
-    )
-    for kernel in made:
-        kernel(size).bind(1)
+    pads.barrier_kernel(size).bind(1)
+    pads.put_signal_kernel(size).bind(1)
+    pads.wait_signal_kernel(size).bind(1)
     pads.fence_kernel().bind(1)

@@ -8,7 +8,6 @@ for each other.
 """
 
 import json
-import math
 import os
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
@@ -156,7 +155,10 @@ def write(gpu: str, size: int, choices: Choices) -> None:
         pass  # there is none, or it is replaced
     content["ranks"][str(size)] = {
         name: {
-            kind: [[each.algorithm, _finite(each.most[0])] for each in steps]
+            kind: [
+                [each.algorithm, None if each.most[0] == ALL else int(each.most[0])]
+                for each in steps
+            ]
             for kind, steps in choice._asdict().items()
         }
         for name, choice in choices.items()
@@ -166,10 +168,6 @@ def write(gpu: str, size: int, choices: Choices) -> None:
     with os.fdopen(handle, "w") as written:
         json.dump(content, written, indent=1)
     Path(path).replace(place)  # at once: other processes may read the old one
-
-
-def _finite(most: float) -> int | None:
-    return None if math.isinf(most) else int(most)
 
 
 def described(gpu: str | None) -> str:

@@ -33,8 +33,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -390,6 +390,7 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 _SWITCH_INTERVAL = 1e-3  # seconds that a thread runs if others want to
+sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
 
 
 def run(
@@ -412,7 +413,7 @@ def run(
     block = (*threads, 1)
     call = functools.partial(function, *args)
     launch = GridRun((grid, 1, 1), block, call, Thread, _BlockMemory)
-    with _hurried(), simulator.swapped_cuda_module(function, _CUDA):
+    with simulator.swapped_cuda_module(function, _CUDA):
         # Their blocks pair with those of the same index on other ranks only.
         for index in range(grid):
             launch.run((index, 0, 0))
@@ -530,8 +531,7 @@ class _BlockRun:
             launch = kernel.launch = GridRun(*self._shape, call, Thread, shared)
             launch.debug = self._debug
             launch.errors = _RAISING if self._debug else _WARNING
-        with _hurried():
-            launch.proceed(point, together(launch.threads))
+        launch.proceed(point, together(launch.threads))
         if launch.has_ended():
             for arg in args:
                 _check_awaited(arg)
@@ -706,28 +706,6 @@ for _name, _method in list(vars(FakeCUDAAtomic).items()):
     if not _name.startswith("_"):
         setattr(FakeCUDAAtomic, _name, _of_this_rank(_method))
 
-_running = 0  # number of launches
-_interval = 0.0  # the program's switch interval
-_lock = threading.Lock()  # guards these two
-
-
-@contextmanager
-def _hurried() -> Iterator[None]:
-    """Shorten Python's switch interval while any kernel runs."""
-    global _running, _interval
-    with _lock:
-        if _running == 0:
-            _interval = sys.getswitchinterval()
-            sys.setswitchinterval(min(_interval, _SWITCH_INTERVAL))
-        _running += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _running -= 1
-            if _running == 0:
-                sys.setswitchinterval(_interval)
-
 
 class Thread(simulator.BlockThread):  # type: ignore[misc]
     """A thread of a team, which runs one block after another.
@@ -821,12 +799,3 @@ class _BlockMemory(FakeCUDAShared):  # type: ignore[misc]
             if caller not in self._allocations:
                 self._allocations[caller] = np.empty(shape, dtype)
             return self._allocations[caller]
-
-
-def _start_anew() -> None:
-    """Reset, in a forked child, the state of its parent's threads."""
-    global _running, _lock
-    _running, _lock = 0, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_start_anew)

@@ -131,10 +131,6 @@ def _explore(argv: Sequence[str], console: Console) -> int:
         print(report.json())
     else:
         report.show(console)
-    return _explore_code(report, options)
-
-
-def _explore_code(report: explore.ExploreReport, options: Any) -> int:
     if report.fault is not None:
         return 1
     return INCOMPLETE if options.complete and not report.complete else 0
