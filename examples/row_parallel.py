@@ -30,8 +30,17 @@ from numba_symm.environment import SIMULATED
 SIDE = 2 if SIMULATED else 16  # a block has SIDE x SIDE threads, of 2 x 2 elements each
 TILE, THREADS, ITEMS = 2 * SIDE, SIDE * SIDE, 4
 ROWS, COLUMNS, INNER = (4, 24, 4) if SIMULATED else (128, 2048, 512)
-BLOCKS = 2 if SIMULATED else 264
+BLOCKS = 2 if SIMULATED else 528
 TIMES = 1 if SIMULATED else 100
+
+
+@cuda.jit(device=True)
+def fetch(a, b, row, column, first, ahead):
+    """Load a thread's part of the elements that a block multiplies next."""
+    x, y = cuda.threadIdx.x, cuda.threadIdx.y
+    for i in range(ITEMS):
+        ahead[0, i] = a[row + y + i // 2 * SIDE, first + x + i % 2 * SIDE]
+        ahead[1, i] = b[first + y + i // 2 * SIDE, column + x + i % 2 * SIDE]
 
 
 @cuda.jit(device=True)
@@ -39,24 +48,29 @@ def multiply(a, b, tile, held):
     """Compute a thread's elements of a tile of the product."""
     left = cuda.shared.array((TILE, TILE), np.float32)
     right = cuda.shared.array((TILE, TILE), np.float32)
+    ahead = cuda.local.array((2, ITEMS), np.float32)  # a thread's part of the next ones
     x, y, across = cuda.threadIdx.x, cuda.threadIdx.y, b.shape[1] // TILE
     row, column = tile // across * TILE, tile % across * TILE
     for i in range(ITEMS):
         held[i] = np.float32(0)
-    for first in range(0, a.shape[1], TILE):
-        for i in range(y, TILE, SIDE):
-            for j in range(x, TILE, SIDE):
-                left[i, j] = a[row + i, first + j]
-                right[i, j] = b[first + i, column + j]
+    fetch(a, b, row, column, 0, ahead)
+    for first in range(TILE, a.shape[1] + TILE, TILE):
+        cuda.syncthreads()  # all have read, before the next elements are stored
+        for i in range(ITEMS):
+            left[y + i // 2 * SIDE, x + i % 2 * SIDE] = ahead[0, i]
+            right[y + i // 2 * SIDE, x + i % 2 * SIDE] = ahead[1, i]
         cuda.syncthreads()
-        for k in range(TILE):
+        if first < a.shape[1]:
+            fetch(a, b, row, column, first, ahead)
+        k = 0
+        while k < TILE:  # unlike a range, this is unrolled
             upper, lower = left[y, k], left[y + SIDE, k]
             one, other = right[k, x], right[k, x + SIDE]
             held[0] += upper * one
             held[1] += upper * other
             held[2] += lower * one
             held[3] += lower * other
-        cuda.syncthreads()  # all have read, before the next elements are stored
+            k += 1
 
 
 @cuda.jit(device=True)
@@ -67,7 +81,7 @@ def place(tile, columns, item):
     return row, tile % across * TILE + cuda.threadIdx.x + item % 2 * SIDE
 
 
-@cuda.jit
+@cuda.jit(max_registers=80)  # so that as many blocks fit as of the product alone
 def fused(ws, a, b, bias, out):
     """Compute tiles; each tile's sum over the ranks travels during the next one."""
     held = cuda.local.array(ITEMS, np.float32)
