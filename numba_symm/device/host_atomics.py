@@ -6,7 +6,7 @@ these are instructions of the CPU. LLVM compiles all of them when the first one 
 
 import ctypes
 import functools
-import operator
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +34,8 @@ _lock = threading.Lock()
 @functools.cache
 def _function(verb: str, kind: str) -> Callable[..., Any]:
     """Return a function of an address and values, which returns the old value."""
-    if kind in _FLOATS and verb in _KEEPS:
-        return functools.partial(_swap, _KEEPS[verb], *_FLOATS[kind])
+    if kind in _FLOATS and verb in _CHOICES:
+        return functools.partial(_swap, _CHOICES[verb], *_FLOATS[kind])
     values = [_C[kind]] * (2 if verb == "cas" else 1)
     made = ctypes.CFUNCTYPE(_C[kind], ctypes.c_int64, *values)
     with _lock:  # otherwise two threads would compile
@@ -43,20 +43,30 @@ def _function(verb: str, kind: str) -> Callable[..., Any]:
 
 
 _FLOATS = {"f32": (np.float32, np.uint32), "f64": (np.float64, np.uint64)}
-_KEEPS = {"min": operator.lt, "max": operator.gt}
 
 
-def _swap(keeps: Any, of: Any, word: Any, address: int, value: Any) -> Any:
-    """Set a float to the minimum or maximum by compare and swap, as a GPU does.
+def least(old: Any, new: Any) -> Any:
+    """Return IEEE 754-2019's minimum: NaN if either is; -0 is less than 0."""
+    first = (old, math.copysign(1, old)) < (new, math.copysign(1, new))
+    return old if first or old != old else new
 
-    The old one is kept if ``keeps(old, value)``, or if it is NaN.
-    """
-    swap, new = _function("cas", f"u{8 * word().itemsize}"), of(value)
+
+def greatest(old: Any, new: Any) -> Any:
+    """Return IEEE 754-2019's maximum."""
+    first = (old, math.copysign(1, old)) > (new, math.copysign(1, new))
+    return old if first or old != old else new
+
+
+_CHOICES = {"min": least, "max": greatest}
+
+
+def _swap(choice: Any, of: Any, word: Any, address: int, value: Any) -> Any:
+    """Set a float to the minimum or maximum by compare and swap, as a GPU does."""
+    swap = _function("cas", f"u{8 * word().itemsize}")
     seen, bits = 0, None
     while seen != bits:
         bits, old = seen, word(seen).view(of)
-        kept = keeps(old, new) or old != old
-        seen = swap(address, bits, bits if kept else int(new.view(word)))
+        seen = swap(address, bits, int(choice(old, of(value)).view(word)))
     return old
 
 
@@ -68,7 +78,7 @@ def _engine() -> Any:
             functools.partial(_define, verb=verb, kind=kind)
             for verb in ATOMICS
             for kind in ATOMICS[verb]
-            if kind not in _FLOATS or verb not in _KEEPS
+            if kind not in _FLOATS or verb not in _CHOICES
         )
     )
 

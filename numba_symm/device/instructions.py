@@ -126,14 +126,14 @@ def _update(verb: str, order: str, kind: str) -> str:
     """Return the PTX of an update, whose operands begin with ``$1``."""
     atom = f"atom.{order}.sys.global"
     if verb in ("min", "max") and kind in _FLOATS:
-        # There is none of floats: compare and swap, beginning with the guess 0. If
-        # either is NaN, so is the result.
-        word, keeps = f"b{kind[1:]}", {"min": "lt", "max": "gt"}[verb]
+        # There is none of floats: compare and swap, beginning with the guess 0. It is
+        # IEEE 754-2019's: if either is NaN, so is the result, and -0 is less than 0.
+        word = f"b{kind[1:]}"
         return (
             f"{{.reg .pred p; .reg .{word} old, new, seen; mov.{word} seen, 0;"
             f" again: mov.{word} old, seen;"
-            f" setp.{keeps}.{kind} p, old, $2; @!p setp.nan.{kind} p, old, old;"
-            f" selp.{word} new, old, $2, p; {atom}.cas.{word} seen, [$1], old, new;"
+            f" {verb}.{kind} new, old, $2; setp.nan.{kind} p, old, $2;"
+            f" @p add.{kind} new, old, $2; {atom}.cas.{word} seen, [$1], old, new;"
             f" setp.ne.{word} p, seen, old; @p bra again; mov.{word} $0, old;}}"
         )
     values = "$2, $3" if verb == "cas" else "$2"  # the expected, and the new one

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from numba_symm.device.host_atomics import greatest, least
 from numba_symm.explore import machine
 from numba_symm.explore.machine import Fiber, Name, running
 from numba_symm.explore.memory import (
@@ -453,8 +454,8 @@ def _kept(
 UPDATES: dict[str, Callable[..., Any]] = {
     "add": lambda old, value: old + value,
     "sub": lambda old, value: old - value,
-    "min": lambda old, value: old if old < value or old != old else value,
-    "max": lambda old, value: old if old > value or old != old else value,
+    "min": least,
+    "max": greatest,
     "and": lambda old, value: old & value,
     "or": lambda old, value: old | value,
     "xor": lambda old, value: old ^ value,

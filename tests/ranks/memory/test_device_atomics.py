@@ -48,7 +48,13 @@ def update_all(ctx, rounds, olds):
     symm.atomic_max(f32, (15, 0), -0.5 / who, order="acquire")
     symm.atomic_min(f32, (15, 1), who, order="release")
     symm.atomic_max(f64, 16 * 8, who - 0.25)
-    # One thread's NaN remains, whoever comes before or after.
+    # One thread's zero remains, whoever comes before or after: -0.0 is less than 0.0.
+    zero = 0.0 if who == 2 else -0.0
+    symm.atomic_max(f32, (15, 2), zero)
+    symm.atomic_min(f32, (15, 3), -zero)
+    symm.atomic_max(f64, 16 * 8 + 1, zero)
+    symm.atomic_min(f64, 16 * 8 + 2, -zero)
+    # So does one thread's NaN.
     symm.atomic_min(f64, 17 * 8, np.nan if who == 2 else -who)
 
 
@@ -119,11 +125,16 @@ def of_all(world, array):
 def test_updates_of_every_kind_are_atomic(comm, world):
     blocks, host = 2, np.zeros(18 * STRIDE, np.int64)
     host[10 * STRIDE] = -1
-    host[15 * STRIDE] = np.array([-np.inf, np.inf], np.float32).view(np.int64)[0]
+    floats = np.array([-np.inf, np.inf, -0.0, 0.0], np.float32)
+    host[15 * STRIDE :][:2] = floats.view(np.int64)
+    host.view(np.float64)[16 * STRIDE + 1] = -0.0
     threads = blocks * THREADS
     total = threads * comm.size
     olds = cuda.to_device(np.zeros((ROUNDS + 2, threads), np.int64))
     words = launched(comm, world, update_all, (blocks, THREADS), host, ROUNDS, olds)
+    for of, place in ((np.float32, 15 * STRIDE + 1), (np.float64, 16 * STRIDE + 1)):
+        zeros = words[place:].view(of)[:2]
+        assert np.signbit(zeros).tolist() == [False, True]
     words = words[::STRIDE].copy()
     halves = words.view(np.int32)[::2].copy()
     everyone = np.arange(1, total + 1)
