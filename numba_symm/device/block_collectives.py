@@ -654,10 +654,15 @@ def collective(
     if varied != (received is not None):
         raise ArgumentError(f"{kind.name}: {BOTH_COUNTS}")
     for counts in (sent, received) if varied else ():
-        if np.ndim(counts) != 1 or len(counts) != ws.team.size:
+        of = counts if hasattr(counts, "dtype") else np.asarray(counts)
+        if (
+            np.ndim(counts) != 1
+            or len(counts) != ws.team.size
+            or of.dtype.kind not in "iu"
+        ):
             raise ArgumentError(
-                f"{kind.name}: expected a count for each of {ws.team.size} ranks, got "
-                f"{counts!r}"
+                f"{kind.name}: expected a count for each of {ws.team.size} ranks, all "
+                f"of one type of integers, got {counts!r}"
             )
     types = x.dtype, out.dtype
     exchange = _exchange_for(ws.team.size, *types, op, kind, bool(items), varied)

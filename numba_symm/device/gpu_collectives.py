@@ -58,9 +58,12 @@ def _found(
     if len(given) == 1:
         raise Refusal(f"{kind.name}: {block_collectives.BOTH_COUNTS}")
     for each in given:
-        if isinstance(each, types.BaseTuple) and len(each) != size:
+        few = isinstance(each, types.BaseTuple) and len(each) != size
+        of = getattr(types.unliteral(each), "dtype", None)  # one of all, or none
+        if few or not isinstance(of, types.Integer):
             raise Refusal(
-                f"{kind.name}: expected a count for each of {size} ranks, got {each}"
+                f"{kind.name}: expected a count for each of {size} ranks, all of one "
+                f"type of integers, got {each}; convert each, as by np.int64(count)"
             )
     dtype: Any = dtype_of(x.dtype)
     other: Any = dtype_of(out.dtype)

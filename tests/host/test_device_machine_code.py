@@ -373,6 +373,7 @@ def test_collectives_of_a_block_meet_twice():
         (2, "all_gather: expected an output of int64, got one of float32"),
         (3, "all_reduce: expected contiguous arrays of a known dtype, got array"),
         (4, "all_reduce: expected a constant name of an operator or a function"),
+        (5, "a count for each of 2 ranks, all of one type of integers, got Tuple"),
     ],
 )
 def test_wrong_arguments_of_collectives_do_not_compile(what, text):
