@@ -296,15 +296,14 @@ class ExploredCalls(Calls):
             found = [self._message(each, False, kind) for each in sent.sends]
             found += [self._message(each, True, kind) for each in sent.receives]
             copy = self._host.copy
-            for target, source, nbytes in (*sent.copies, *copies):
-                found.append(
-                    copy(
-                        Array.at(target, nbytes, np.uint8),
-                        Array.at(source, nbytes, np.uint8),
-                    )
-                )
-            for address, number in (*sent.fills, *fills):
-                found.append(copy(Array.at(address, 1, np.int64), number))
+            found += [
+                copy(*(Array.at(each, nbytes, np.uint8) for each in ends))
+                for *ends, nbytes in (*sent.copies, *copies)
+            ]
+            found += [
+                copy(Array.at(address, 1, np.int64), number)
+                for address, number in (*sent.fills, *fills)
+            ]
             return found
 
         return ExploredCall(self, shares)

@@ -162,8 +162,9 @@ def _index_in(array: Array, offset: int) -> str | None:
 
 def _whole_name(region: Area, files: Files) -> str:
     """Return an allocation's name: the variable to which the program assigned it."""
-    line = code_at(region.made or NOWHERE, files)
-    target = re.match(r"\s*(?:self\.)?(\w+)\s*=[^=]", line)
+    target = re.match(
+        r"\s*(?:self\.)?(\w+)\s*=[^=]", code_at(region.made or NOWHERE, files)
+    )
     return f"{target[1]} of rank {region.rank}" if target else region.name
 
 
@@ -180,7 +181,8 @@ def nearest_order(observed: Observed, first: Access, second: Access) -> str:
         for race in races:
             found = find(race)
             if found:
-                return found
+                does = f"the {race.first.does} by {race.a.text}"
+                return f"It seems that {does} should come first. {found}"
     return races[0].without_order()
 
 
@@ -188,13 +190,14 @@ class _Race:
     """Two accesses that nothing orders, of which the first might come first.
 
     Attributes:
+        first: the first one.
         a, b: the names of their threads.
         phases: the numbers of their launches, and of barriers before.
         since: the steps that follow the first one.
     """
 
     def __init__(self, observed: Observed, first: Access, second: Access):
-        self._observed, self._first, self._second = observed, first, second
+        self._observed, self.first, self._second = observed, first, second
         self._machine = observed.machine
         self._names = observed.machine.numbers.names
         self.a, self.b = self._names[first.thread], self._names[second.thread]
@@ -228,7 +231,7 @@ class _Race:
     def to_other_thread(self) -> str:
         """Another thread of the second one's block knows."""
         for step in self._by_mates(self.b, self.a, self.phases[1]):
-            knows = step.known[self._first.thread] >= self._first.time
+            knows = step.known[self.first.thread] >= self.first.time
             if knows and step.read is not None and step.op.order == ACQUIRE:
                 line = step.op.site.line
                 return (
@@ -266,7 +269,7 @@ class _Race:
 
     def without_order(self) -> str:
         """Nothing near orders the accesses."""
-        first, second, a, b = self._first, self._second, self.a, self.b
+        first, second, a, b = self.first, self._second, self.a, self.b
         here, there = first.site.line, second.site.line
         again = f"two executions of line {here}"
         lines = again if here == there else f"lines {here} and {there}"
@@ -328,19 +331,25 @@ def waiting(fault: Fault, machine: Machine) -> list[tuple[str, CodePlace]]:
     ]
 
 
+_COMPARISONS = "==", "!=", ">", ">=", "<", "<="
+"""By the numbers of ``symm.EQ`` and so on."""
+
+
 def _wanted(name: Name, op: Strong, machine: Machine) -> str:
     region, place = op.region, op.region.places.get(op.offset)
     values = place.values[1:] if place is not None else []
-    bits = region.bits(op.offset, op.nbytes)
+    bits, wanted = region.bits(op.offset, op.nbytes), "to change"
+    if op.wanted is not None:
+        wanted = f"to be {_COMPARISONS[op.wanted[0]]} {op.wanted[1]}"
     if region.slots is None:
         element = element_name(region, op.offset, None, machine.files)
-        return f"another value of {element} than {bits}"
+        return f"{element} {wanted}, which is {bits}"
     kind, channel, source = region.slots(op.offset)
     if kind == "grid barrier":
         return f"the other blocks at the grid barrier on channel {channel}"
     if kind == "word":
         sent = f"is {bits}" if values else "was never set or added to"
-        return f"the word of rank {source} on channel {channel}, which {sent}"
+        return f"the word of rank {source} on channel {channel} {wanted}, which {sent}"
     if region.rank == name.rank:
         times = sum(value.bits == 1 for value in values)
         state = f"sent {times} times before" if times else "never sent"
@@ -358,9 +367,8 @@ def trace(observed: Observed) -> list[dict[str, Any]]:
         op = step.op
         element = element_name(op.region, op.offset, None, machine.files)
         verbs = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}
-        does = verbs.get(op.kind, "updates")
-        if step.value is None:
-            does = "looks too late at"
+        late = step.value is None
+        does = "looks too late at" if late else verbs.get(op.kind, "updates")
         found.append(
             {
                 "step": number,
@@ -371,7 +379,7 @@ def trace(observed: Observed) -> list[dict[str, Any]]:
                 "does": does,
                 "order": op.order,
                 "element": element,
-                "value": None if step.value is None else int(step.value),
+                "value": None if late else int(step.value),
             }
         )
     return found

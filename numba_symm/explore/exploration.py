@@ -130,13 +130,13 @@ class Program:
         known: dict[str, Any] = {
             "numba_symm": package,
             "numba_symm.environment": simulated,
+            "numba_symm.errors": errors,
         }
         known |= {
             name: module
             for name, module in device.items()
             if name.startswith(standins.DEVICE)
         }
-        known |= {"numba_symm.errors": errors}
         known |= make_numba(make_cuda()) | make_mpi()
         return Modules(
             known, self._find, self._compiled, {"print": lambda *_, **__: None}
@@ -342,18 +342,15 @@ class Search:
         for depth, number, _ in reversed(step.place.chain):
             if thread.past[number] > depth:
                 continue
-            earlier: int | None = depth
-            if step.op.holds is not None:
-                earlier = self._enabling(machine, step, thread, depth)
+            earlier = self._enabling(step, thread, depth)
             if earlier is not None:
                 self._reverse(earlier, step, thread)
 
-    def _enabling(
-        self, machine: Machine, step: _Executed, thread: Fiber, depth: int
-    ) -> int | None:
-        """Return the last change before which an update could have been executed."""
+    def _enabling(self, step: _Executed, thread: Fiber, depth: int) -> int | None:
+        """Return the last change before which a change could have been executed."""
         values, holds = step.place.values, step.op.holds
-        assert holds is not None
+        if holds is None:
+            return depth
         for k in range(len(values) - 1, 0, -1):
             value = values[k]
             if value.step < 0 or value.step > depth:
@@ -568,21 +565,23 @@ def run(
             and the line.
     """
     numbers: list[Any] = [ranks] if isinstance(ranks, int) else list(ranks)
-    known = all(type(each) is int and 0 < each <= MOST_RANKS for each in numbers)
-    if not numbers or not known:
+    if not numbers or not all(
+        type(each) is int and 0 < each <= MOST_RANKS for each in numbers
+    ):
         raise ArgumentError(
             f"explore: expected numbers of ranks from 1 to {MOST_RANKS}, got {numbers}"
         )
     if not seconds > 0:
         raise ArgumentError(f"explore: expected seconds above 0, got {seconds!r}")
+    path = Path(program).resolve()  # the report's is replayed in any folder
     ends, coverage = time.monotonic() + seconds, list[Coverage]()
     for k, number in enumerate(numbers):
-        explored = _Exploration(Program(Path(program), number, arguments))
+        explored = _Exploration(Program(path, number, arguments))
         explored.run(max((ends - time.monotonic()) / (len(numbers) - k), 0.1))
         coverage.append(explored.coverage)
         if explored.found is not None:
             break
-    return ExploreReport(str(program), list(arguments), coverage, explored.found)
+    return ExploreReport(str(path), list(arguments), coverage, explored.found)
 
 
 class _Exploration:
@@ -644,9 +643,12 @@ class _Exploration:
                     chooser.begin()
                 continue
             except Fault as fault:
-                done = self.coverage.executions + self.coverage.random
                 self.found = _described(
-                    self._program, chooser, fault, 1 + done, self._search
+                    self._program,
+                    chooser,
+                    fault,
+                    1 + self.coverage.executions + self.coverage.random,
+                    self._search,
                 )
             if not isinstance(chooser, Search):
                 learn(self._search.futile, machine)
@@ -664,14 +666,11 @@ def _described(
     with contextlib.suppress(Fault, Pruned):
         program.run(machine)
     files, details = program.files, fault.details
-    places = [
-        _access(observed, details[k]) for k in ("first", "second") if k in details
-    ]
-    for text, site in (*details.get("sites", ()), *diagnosis.waiting(fault, machine)):
-        places.append(_place(text or "the program", site, files))
-    hints = []
-    if "first" in details:
-        hints = [diagnosis.nearest_order(observed, details["first"], details["second"])]
+    accesses = [details[k] for k in ("first", "second") if k in details]
+    places = [_access(observed, each) for each in accesses]
+    others = *details.get("sites", ()), *diagnosis.waiting(fault, machine)
+    places += [_place(text or "the program", site, files) for text, site in others]
+    hints = [diagnosis.nearest_order(observed, *accesses)] if len(accesses) == 2 else []
     return FoundFault(
         fault.kind, fault.text, program.ranks, execution, places, hints,
         diagnosis.trace(observed), list(chooser.choices),

@@ -77,24 +77,24 @@ class AllRanks:
         """Note that a stream has reached a share; do the whole after the last one."""
         shares = self._shares.setdefault(share.key, [])
         shares.append(share)
-        first = shares[0]
-        _check_same(*((each.rank, each.what, each.site) for each in (first, share)))
+        _check_same(*((each.rank, each.what, each.site) for each in (shares[0], share)))
         if len(shares) == share.number:
             del self._shares[share.key]
             self._run(shares)
 
     def _run(self, shares: list["RankPart"]) -> None:
-        loaded = {}
         observers = [
             Observer(self.machine, each.name(), each.work.clock.copy())
             for each in shares
         ]
         both = list(zip(shares, observers, strict=True))
-        for share, me in both:
-            loaded[share.rank] = [
+        loaded = {
+            share.rank: [
                 x.load(me, share.site) if isinstance(x, Array) else x
                 for x in share.reads
             ]
+            for share, me in both
+        }
         # A rank loads before it follows its sources, and stores after all of them have
         # loaded. Whom a source follows is a source, too.
         for share, me in both:

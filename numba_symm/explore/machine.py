@@ -457,10 +457,11 @@ class Machine:
             self._awaiting.setdefault(each.key, []).append((thread, op))
         self.main.switch()
 
-    def wait(self, predicate: Callable[[], bool]) -> None:
+    def wait(self, predicate: Callable[[], bool], wanted: Any) -> None:
         """Wait until a predicate of one strong load holds.
 
         The predicate is called by the waiting thread, for each value that it might see.
+        ``wanted`` is ``Strong.wanted``.
         """
         thread = self.me()
 
@@ -474,6 +475,7 @@ class Machine:
         holds(0)  # tells which word it loads
         region, offset, nbytes, order = thread.probed
         op = Strong(AWAIT, region, offset, nbytes, order, self.site())
+        op.wanted = wanted
         self.await_word(op, holds, used=False)
 
     def await_word(
@@ -554,11 +556,10 @@ class Machine:
             for thread in self.threads.values()
         ]
         waiting += [(*each, None, []) for each in self.unmet()]
-        at_barriers = [group for group in self._groups.values() if group]
         kernels = [
             each for each in self.threads.values() if each.name.block is not None
         ]
-        if kernels and sum(map(len, at_barriers)) == len(kernels):
+        if kernels and sum(map(len, self._groups.values())) == len(kernels):
             text = (
                 "threads wait at a barrier which other threads of the block never "
                 "reach, as they have ended or wait elsewhere"

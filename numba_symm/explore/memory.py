@@ -293,6 +293,7 @@ class Strong:
         change: for an update, the function from the old bits to the new ones.
         holds: whether the thread can go on with a value; None: with any.
         used: whether the program gets the value of an await.
+        wanted: for an await of a comparison, its number and the value; None: another.
         silent: the verb of an update whose result the program drops, if such updates
             give the same in any order. It acquires nothing, as on GPUs and CPUs that
             have instructions for it.
@@ -301,7 +302,7 @@ class Strong:
 
     __slots__ = (
         "bits", "change", "holds", "key", "kind", "nbytes", "offset", "order",
-        "region", "scope", "silent", "site", "used",
+        "region", "scope", "silent", "site", "used", "wanted",
     )  # fmt: skip
 
     def __init__(
@@ -319,6 +320,7 @@ class Strong:
         self.bits = 0
         self.change: Callable[[int], int] | None = None
         self.holds: Callable[[int], bool] | None = None
+        self.wanted: Any = None
         self.used, self.silent = True, ""
 
 

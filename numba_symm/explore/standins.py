@@ -479,7 +479,8 @@ def make_wait(has_arrived: Callable[[int, Any], bool]) -> Callable[..., bool]:
     """Replace ``polling.make_wait``: deadlines never pass."""
 
     def wait(guard: Any, address: int, expected: Any, record: int) -> bool:
-        running().wait(lambda: has_arrived(address, expected))
+        compared = expected if isinstance(expected, tuple) else None
+        running().wait(lambda: has_arrived(address, expected), compared)
         return True
 
     return wait

@@ -14,16 +14,16 @@ KINDS = {
         "2 threads of rank 0 block 0 wait at syncthreads",
     ),
     "hipfire_575": ("race", "is a syncthreads missing between lines"),
-    "nvshmem_98": ("deadlock", "waits for another value of memory[0]"),
+    "nvshmem_98": ("deadlock", "memory[0] of rank 0 to change, which is 0"),
     "primus_turbo_482": ("race", "is a release missing at line"),
     "pytorch_137257": ("race", "in launch 2, that rank 1"),
     "pytorch_196546": ("race", "pad[0]"),
     "tokenspeed_1017": ("race", "has loaded: is a barrier, or a signal back, missing"),
-    "tt_metal_54590": ("deadlock", "the word of rank 0 on channel 0, which is 2"),
-    "tvm_16797": ("deadlock", "waits for another value of memory[0]"),
+    "tt_metal_54590": ("deadlock", "of rank 0 on channel 0 to be == 1, which is 2"),
+    "tvm_16797": ("deadlock", "memory[0] of rank 0 to be >= 2, which is 1"),
     "vllm_2760": ("race", "is a release missing at line"),
     "vllm_57059": ("race", "is a release missing at line"),
-    "vllm_8558": ("deadlock", "waits for another value of memory"),
+    "vllm_8558": ("deadlock", "memory[0] of rank 1 to change, which is 2"),
 }
 
 

@@ -78,6 +78,7 @@ def test_a_race_names_lines_threads_elements_and_the_nearest_order(program):
     assert load.code == "out[t] = mine[1, t]"
     assert load.element.startswith("mine[1, 1] (x of rank ")
     [hint] = fault.hints
+    assert hint.startswith(f"It seems that the {store.text} should come first. ")
     assert "The put_signal of thread 0 at line 16" in hint
     assert hint.endswith("is a syncthreads missing before line 16?")
 
@@ -85,6 +86,7 @@ def test_a_race_names_lines_threads_elements_and_the_nearest_order(program):
 def test_a_missing_syncthreads_after_a_wait_is_named(program):
     report = explore.run(program(SIGNALS.format(before=SYNC, after="pass")), 2, 20)
     [hint] = report.fault.hints
+    assert hint.startswith("It seems that the store by rank ")
     assert "Thread 0 of that block knows of it, by its wait_signal at line 17" in hint
     assert hint.endswith("is a syncthreads missing after line 17?")
 
@@ -158,7 +160,7 @@ while mine[0] != 1:
         (ATOMIC, "race", "x[0, 0]"),
         ("symm.barrier(ctx, 128)", "error", "of channels 0 to 127"),
         (BRANCHES, "divergence", "all threads must reach the same one"),
-        (POLL, "deadlock", "wait for another value of x[0, 0]"),
+        (POLL, "deadlock", "wait for x[0, 0] of rank 1 to change, which is 0"),
         (PLAIN_POLL, "livelock", "polls with a plain load"),
     ],
 )
@@ -229,9 +231,11 @@ def test_ranks_that_make_different_calls_are_named(tmp_path):
     assert "MPI's barrier" in fault.text
 
 
-def test_the_command_prints_and_repeats_a_fault(program, tmp_path, capsys):
+def test_the_command_prints_and_repeats_a_fault(program, tmp_path, capsys, monkeypatch):
     path = program(SIGNALS.format(before="pass", after=SYNC))
-    assert cli.main(["explore", str(path), "--json"]) == 1
+    monkeypatch.chdir(path.parent)
+    assert cli.main(["explore", path.name, "--json"]) == 1
+    monkeypatch.chdir("/")
     text = capsys.readouterr().out
     given = json.loads(text)
     assert given["fault"]["kind"] == "race"
