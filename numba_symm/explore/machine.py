@@ -457,7 +457,7 @@ class Machine:
             self._awaiting.setdefault(each.key, []).append((thread, op))
         self.main.switch()
 
-    def wait(self, predicate: Callable[[], bool], wanted: Any) -> None:
+    def wait(self, predicate: Callable[[], bool], wanted: Any = None) -> None:
         """Wait until a predicate of one strong load holds.
 
         The predicate is called by the waiting thread, for each value that it might see.
