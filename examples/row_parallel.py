@@ -81,7 +81,7 @@ def place(tile, columns, item):
     return row, tile % across * TILE + cuda.threadIdx.x + item % 2 * SIDE
 
 
-@cuda.jit(max_registers=80)  # so that as many blocks fit as of the product alone
+@cuda.jit(launch_bounds=(THREADS, 4))  # as many blocks fit as of the product alone
 def fused(ws, a, b, bias, out):
     """Compute tiles; each tile's sum over the ranks travels during the next one."""
     held = cuda.local.array(ITEMS, np.float32)
