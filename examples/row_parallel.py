@@ -29,7 +29,7 @@ from numba_symm.environment import SIMULATED
 
 SIDE = 2 if SIMULATED else 16  # a block has SIDE x SIDE threads, of 2 x 2 elements each
 TILE, THREADS, ITEMS = 2 * SIDE, SIDE * SIDE, 4
-ROWS, COLUMNS, INNER = (4, 24, 4) if SIMULATED else (128, 2048, 512)
+ROWS, COLUMNS, INNER = (4, 24, 4) if SIMULATED else (128, 8192, 512)
 BLOCKS = 2 if SIMULATED else 528
 TIMES = 1 if SIMULATED else 100
 
@@ -148,7 +148,7 @@ class Layer:
         self.blocks = 1
         self.by_kernel()  # compiles it
         # All blocks wait, so they must fit on the GPU. All ranks have as many.
-        most = min(BLOCKS, comm.launch_limit(fused, THREADS))
+        most = min(BLOCKS, self.tiles, comm.launch_limit(fused, THREADS))
         self.blocks = min(world.allgather(most))
 
     def by_kernel(self, stream=0):
