@@ -64,15 +64,41 @@ from numba_symm.gpu.kernels import Kernel, Launch
 LOADS = 4  # vectors that a thread loads before it stores them
 
 
-def make_move(room: int, moves: lanes.Lanes) -> Callable[..., None]:
+def make_copy(batch: int, load: lanes.Load, store: lanes.Store) -> Callable[..., None]:
+    """Return a device function that copies a thread's vectors of a chunk.
+
+    ``(source, target, chunk, low, high)``; see ``make_move``.
+    """
+
+    @intrinsics.device_function
+    def copy(source: int, target: int, chunk: Any, low: Any, high: Any) -> None:
+        vector, tiles, vectors, count = chunk
+        end = min(vectors, vector + tiles * THREADS)
+        while vector < end:
+            for i in range(batch):
+                if vector + i * THREADS < end:
+                    low[i], high[i] = load(source, vector + i * THREADS, count)
+            for i in range(batch):
+                if vector + i * THREADS < end:
+                    store(target, vector + i * THREADS, count, low[i], high[i])
+            vector += batch * THREADS
+
+    return copy
+
+
+def make_move(room: int, moves: lanes.Lanes, ragged: bool) -> Callable[..., None]:
     """Return a device function that copies a chunk into its slot, or from it.
 
     ``(sending, address, slot, chunk, low, high)``; ``chunk`` is ``(first, tiles,
     vectors, count)``: the index of the thread's first vector, how many it has at most,
-    and the vectors and units of the message. A slot has ``room`` of a thread's.
+    and the vectors and units of the message. A vector has the same index at ``slot`` as
+    in the array. A slot has ``room`` of a thread's.
     """
-    batch, load, store = min(room, LOADS), moves.load, moves.store
-    read, write = moves.slices
+    batch, (read, write) = min(room, LOADS), moves.slices
+    # In one loop that loads from either, each load would wait for the one before. But
+    # arrays that are not ragged are accessed as slots are.
+    out = make_copy(batch, moves.load, lanes.store_whole)
+    into = make_copy(batch, lanes.load_whole, moves.store)
 
     def move_slices(
         sending: bool, address: int, slot: int, chunk: Any, low: Any, high: Any
@@ -80,33 +106,19 @@ def make_move(room: int, moves: lanes.Lanes) -> Callable[..., None]:
         first, tiles, vectors, count = chunk
         at = range(first, vectors, THREADS)[:tiles]
         if sending:
-            write_slots(slot, read(address, at, count))
+            write_slots(slot + VECTOR * first, read(address, at, count))
         else:
-            write(address, at, count, read_slots(slot, len(at)))
+            write(address, at, count, read_slots(slot + VECTOR * first, len(at)))
 
     @intrinsics.sliced(move_slices)
     def move(
         sending: bool, address: int, slot: int, chunk: Any, low: Any, high: Any
     ) -> None:
-        first, tiles, vectors, count = chunk
-        for base in range(0, tiles, batch):
-            for i in range(batch):
-                vector = first + (base + i) * THREADS
-                if base + i < tiles and vector < vectors:
-                    if sending:
-                        words = load(address, vector, count)
-                    else:
-                        words = intrinsics.ld_v2_u64(slot + (base + i) * TILE_BYTES)
-                    low[i], high[i] = words
-            for i in range(batch):
-                vector = first + (base + i) * THREADS
-                if base + i < tiles and vector < vectors:
-                    if sending:
-                        intrinsics.st_v2_u64(
-                            slot + (base + i) * TILE_BYTES, (low[i], high[i])
-                        )
-                    else:
-                        store(address, vector, count, low[i], high[i])
+        source, target = (address, slot) if sending else (slot, address)
+        if sending or not ragged:
+            out(source, target, chunk, low, high)
+        else:
+            into(source, target, chunk, low, high)
 
     return move
 
@@ -213,13 +225,12 @@ def make_transfer(
     """
     element = dtypes.element(f"int{8 * width}", "transfer")
     moves = lanes.make_lanes(element, "sum", ragged, size)
-    at = workspace.channels(size, alone)
-    room, task = at.tiles, credit.make_task(size, alone)
+    at, task = workspace.channels(size, alone), credit.make_task(size, alone)
+    room, epochs, lengths = at.tiles, at.epochs, at.lengths
     slot_bytes, across, batch = room * TILE_BYTES, used * THREADS, min(room, LOADS)
-    epochs, lengths = at.epochs, at.lengths
     pair_lengths = 8 * at.messages * at.number  # in memory, however few are used
     find, places = make_find(size, messages, counted, asked), make_places(size, at)
-    learn, move = credit.make_learn(at.messages), make_move(room, moves)
+    learn, move = credit.make_learn(at.messages), make_move(room, moves, ragged)
 
     def transfer(
         guard: Any,
@@ -270,7 +281,7 @@ def make_transfer(
             while first < last and not stopped:
                 epoch = (epoch + 1) & credit.LOW_HALF
                 flag_now = flag + 8 * (epoch % DEPTH)
-                slot_now = slot + slot_bytes * (epoch % DEPTH) + VECTOR * thread
+                slot_now = slot + slot_bytes * (epoch % DEPTH) - VECTOR * first
                 word = intrinsics.word_of(size_word | epoch & credit.NUMBER)
                 if thread == 0 and not failed:
                     failed = credit.await_turn(

@@ -340,7 +340,7 @@ def make_lanes(element: Element, op: Op, ragged: bool, size: int) -> Lanes:
         parts = _words(whole_words)
     else:
         parts, half = _elements(element, make_arithmetic(element, op, size))
-    load, store = _ragged_access(element) if ragged else (_load_whole, _store_whole)
+    load, store = _ragged_access(element) if ragged else (load_whole, store_whole)
     slices = make_ragged(element.itemsize) if ragged else WHOLE
     in_order = functools.partial(fold, element, op, size)
     return Lanes(*parts, load, store, slices, in_order, half)
@@ -551,12 +551,12 @@ def _two_narrow(element: Element, arithmetic: Arithmetic) -> _Parts:
 
 
 @device_function
-def _load_whole(array: int, vector: int, count: int) -> Any:
+def load_whole(array: int, vector: int, count: int) -> Any:
     return ld_v2_u64(array + 16 * vector)
 
 
 @device_function
-def _store_whole(array: int, vector: int, count: int, low: int, high: int) -> None:
+def store_whole(array: int, vector: int, count: int, low: int, high: int) -> None:
     st_v2_u64(array + 16 * vector, (low, high))
 
 

@@ -8,10 +8,11 @@ the grid before, ``PREEXIT`` lets the next one start.
 
 import functools
 import itertools
+import re
 
 import pytest
 
-from numba_symm.collectives.kernels import direct, one_shot
+from numba_symm.collectives.kernels import direct, one_shot, transfer
 from tests.kernel_cases import (
     ALIKE,
     ALL,
@@ -336,6 +337,16 @@ def test_a_batch_of_all_inputs_is_loaded_before_any_is_stored(case, cc):
     assert len(loads) == len(stores) == batch * case[1]
     assert not branches(code.between(loads[0], loads[-1]))
     assert loads[-1] < stores[0]
+
+
+@on([case for case in EVERY if case[0] in ("transfer", "transfer_alone")])
+def test_a_batch_of_a_message_is_loaded_before_it_is_stored(case, cc):
+    # Of two loads into one register, the second would wait for the first.
+    code = compiled(case, cc)
+    moves = [code.instructions[i] for i in sorted(code.find(r"(LDG|STG)\.E\.128"))]
+    for _, batch in itertools.groupby(moves, lambda move: move.opcode):
+        found = [re.search(r"R\d+(?!\S*\])", move.operands)[0] for move in batch]
+        assert len(found) == len(set(found)) == transfer.LOADS
 
 
 ROUNDS = {  # two floats to 16 bits; on sm_80 float16's has no name
