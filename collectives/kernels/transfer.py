@@ -6,7 +6,8 @@ consist of messages.
 Each ordered pair of ranks has channels, with a block at each end. A message is divided
 into chunks, which are distributed over the channels cyclically. Both ends number a
 channel's chunks from 1 on, through all calls. They number them in the same way, because
-a chunk's size and channel follow from the bytes of its message alone. Chunk e uses slot
+a chunk's size and channel follow from the bytes of its message alone. A message has one
+chunk in each of some channels, or chunks as large as slots in all. Chunk e uses slot
 e % DEPTH at the receiver:
 
     sender      waits for the credit of chunk e - DEPTH, stores chunk e in the slot,
@@ -61,7 +62,20 @@ from numba_symm.collectives.protocols.workspace import (
 from numba_symm.device import intrinsics, lanes, order
 from numba_symm.gpu.kernels import Kernel, Launch
 
-LOADS = 4  # vectors that a thread loads before it stores them
+LOADS = 4
+"""Vectors that a thread loads before it stores them.
+
+A chunk has at least so many, because a block executes a fence for each chunk, and a
+multiprocessor executes one fence after another.
+"""
+
+
+def few_of(used: int, alone: bool) -> int:
+    """Return how many channels a message uses that has one chunk in each of them.
+
+    Half of those of the launch, if it may be early then (``binding.launch``).
+    """
+    return used if alone else max(1, used // 2)
 
 
 def make_copy(batch: int, load: lanes.Load, store: lanes.Store) -> Callable[..., None]:
@@ -228,6 +242,7 @@ def make_transfer(
     at, task = workspace.channels(size, alone), credit.make_task(size, alone)
     room, epochs, lengths = at.tiles, at.epochs, at.lengths
     slot_bytes, across, batch = room * TILE_BYTES, used * THREADS, min(room, LOADS)
+    across_few = few_of(used, alone) * THREADS
     pair_lengths = 8 * at.messages * at.number  # in memory, however few are used
     find, places = make_find(size, messages, counted, asked), make_places(size, at)
     learn, move = credit.make_learn(at.messages), make_move(room, moves, ragged)
@@ -272,8 +287,8 @@ def make_transfer(
                     failed = True  # explore: unlearned
                     stopped = True
             vectors, count = (nbytes + VECTOR - 1) // VECTOR, nbytes // width
-            # A small message is divided into thin chunks, for all channels.
-            tiles = max(1, min(room, (vectors + across - 1) // across))
+            # Of a small message, the chunks are as thin as many channels permit.
+            tiles = min(room, max(batch, (vectors + across_few - 1) // across_few))
             first = channel * tiles * THREADS
             # An empty one is a chunk, because the receiver may expect another size.
             last = 1 if nbytes == 0 else vectors
@@ -332,10 +347,9 @@ def bind(
     """
     # Small GPUs have fewer; all ranks have agreed on the smallest.
     pairs = 2 * (end.size - 1)
-    used = max(
-        1, min(workspace.channels(end.size, False).number, end.max_blocks // pairs)
-    )
-    grid = pairs * min(used, _most_chunks(*sends, *receives))
+    channels = workspace.channels(end.size, False)
+    used = max(1, min(channels.number, end.max_blocks // pairs))
+    grid = pairs * _most_channels(channels.tiles, used, False, *sends, *receives)
     return _bind(end, used, False, grid, (0, 0), sends, receives)
 
 
@@ -351,8 +365,9 @@ def bind_request(
         message: it is matched in the order of the launches of its direction.
         receiving: whether it is received.
     """
-    used = workspace.channels(end.size, True).number
-    grid = min(used, _most_chunks(message))
+    channels = workspace.channels(end.size, True)
+    used = channels.number
+    grid = _most_channels(channels.tiles, used, True, message)
     # The blocks of a channel: to the other ranks, then from them, as in the kernel.
     rank, peer = end.rank, message.peer
     place = peer if peer < rank else peer + end.size - 2
@@ -362,8 +377,13 @@ def bind_request(
     return _bind(end, used, True, grid, (place, main), sends, receives)
 
 
-def _most_chunks(*messages: credit.Message) -> int:
-    return max(1, *(workspace.divide_up(each.nbytes, TILE_BYTES) for each in messages))
+def _most_channels(room: int, used: int, alone: bool, *messages: credit.Message) -> int:
+    """Return how many channels messages of these sizes, or smaller ones, use."""
+    most, few = max(each.nbytes for each in messages), few_of(used, alone)
+    if most <= few * room * TILE_BYTES:
+        chunks = workspace.divide_up(most, min(room, LOADS) * TILE_BYTES)
+        return max(1, min(few, chunks))
+    return min(used, workspace.divide_up(most, room * TILE_BYTES))
 
 
 def _bind(

@@ -1,6 +1,6 @@
 """The symmetric memory that a communicator's kernels work in.
 
-Each rank has one allocation of at most 64 MiB, with separate state for each protocol.
+Each rank has one allocation of at most 72 MiB, with separate state for each protocol.
 So calls of any size and algorithm may follow one another, eager or replayed. A slot's
 address follows from (protocol, block, parity, source, tile, thread) and never from a
 message's size or alignment.
@@ -169,13 +169,13 @@ LOADS = 4
 """Vectors that a thread of a chunked kernel loads before it stores them."""
 
 
-LIMIT = 64 << 20
+LIMIT = 72 << 20
 """Most bytes of a workspace."""
 
 DEPTH = 2
 """Slots of a channel of ``transfer.py``."""
 
-_CHANNELS = _blocks(64)
+_CHANNELS = _blocks(128)
 _MOST_TILES = 128 if SIMULATED else 16
 _REQUEST_TILES, _REQUEST_WIDTH = (4, 1) if SIMULATED else (16, 4)
 

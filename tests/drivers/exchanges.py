@@ -12,6 +12,7 @@ from mpi4py import MPI
 from numba import cuda
 
 from numba_symm import Request
+from numba_symm.collectives.kernels.transfer import few_of
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
     TILE_BYTES,
@@ -28,7 +29,8 @@ FORMS = ("ring", "ring", "group", "group", "neighbors")
 def edges(size):
     """Return sizes of messages around those that need another chunk or channel."""
     channels, tiles = channels_of(size), transfer_tiles(size)
-    in_tiles = [1, channels, channels * tiles, channels * tiles * DEPTH]
+    few = few_of(channels, False)  # those of a message with one chunk in each
+    in_tiles = [1, channels, few * tiles, channels * tiles, channels * tiles * DEPTH]
     whole = [TILE_BYTES * number for number in in_tiles]
     found = {0, 1, 3, *(n + d for n in whole for d in (-1, 0, 1)), 3 * whole[-1] + 5}
     return sorted(n for n in found if n >= 0)

@@ -38,6 +38,7 @@ NEAREST = {
     "transfer": (
         "tests/explore/test_interleavings.py::test_messages_between_any_ranks",
         "tests/explore/test_interleavings.py::test_requests_between_any_ranks",
+        "tests/explore/test_shapes.py::test_messages_through_four_channels",
         "tests/explore/test_shapes.py::test_counts_above_the_capacity_send_nothing_and_fail_on_all_ranks",
         "tests/explore/test_failures.py::test_calls_that_fail[messages-2]",
         "tests/explore/test_failures.py::test_calls_that_fail[messages-3]",
@@ -270,6 +271,12 @@ _MUTANTS = [
             "a block that has failed stops before its "
             "next chunk, and has none of this message"
         ),
+    ),
+    Mutant(
+        "transfer.4",
+        "collectives/kernels/transfer.py",
+        "most, few = max(each.nbytes",
+        "most, few = min(each.nbytes",
     ),
     Mutant(
         "credit.1",
