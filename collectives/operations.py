@@ -459,8 +459,8 @@ def _mailed(
 def _direct(
     operation: Operation,
     number: int,
-    fewest: int = 2,
     out: Arrays = Arrays.ANYWHERE,
+    either: bool = False,
 ) -> Algorithm:
     """Return the algorithm between ranks' own arrays, which waits for ``number``."""
     kind = operation.exchange._replace(operation=number)
@@ -469,9 +469,9 @@ def _direct(
         partial(direct.bind, kind, fallback),
         (number,),
         "direct",
-        fewest=fewest,
         x=Arrays.SYMMETRIC,
         out=out,
+        either=either,
         in_place=kind.output.reduces or not kind.sends_shards,
     )
 
@@ -572,13 +572,17 @@ BROADCAST = _operation(
 ALL_REDUCE.algorithms["direct"] = _direct(
     ALL_REDUCE, failures.ALL_REDUCE_DIRECT, out=Arrays.SYMMETRIC
 )
-ALL_GATHER.algorithms["direct"] = _direct(ALL_GATHER, ALL_GATHER.exchange.operation)
-ALL_TO_ALL.algorithms["direct"] = _direct(ALL_TO_ALL, ALL_TO_ALL.exchange.operation)
+ALL_GATHER.algorithms["direct"] = _direct(
+    ALL_GATHER, ALL_GATHER.exchange.operation, out=Arrays.SYMMETRIC, either=True
+)
+ALL_TO_ALL.algorithms["direct"] = _direct(
+    ALL_TO_ALL, ALL_TO_ALL.exchange.operation, out=Arrays.SYMMETRIC, either=True
+)
 REDUCE_SCATTER.algorithms["direct"] = _direct(REDUCE_SCATTER, failures.REDUCE_SCATTER)
 REDUCE.algorithms["direct"] = _direct(
     REDUCE, failures.REDUCE_DIRECT, out=Arrays.SYMMETRIC
 )
-BROADCAST.algorithms["direct"] = _direct(BROADCAST, failures.BROADCAST_DIRECT, fewest=3)
+BROADCAST.algorithms["direct"] = _direct(BROADCAST, failures.BROADCAST_DIRECT)
 BROADCAST.algorithms["copy_engine"] = _copied(
     "broadcast", BROADCAST.exchange, _broadcast_in_chunks, most=2
 )

@@ -68,7 +68,7 @@ _MARKED = Step("one_shot_marked", (1280 * _K, 1536 * _K, 1792 * _K), sent=True)
 _GATHERED = (
     _LL,
     _MARKED,
-    Step("chunked", (5 * _M, 7 * _M, 56 * _M), sent=True),
+    Step("chunked", (3 * _M, 7 * _M, 56 * _M), sent=True),
     Step("direct", (48 * _M, 72 * _M, NONE), sent=True),
     Step("copy_engine", (ALL, ALL, ALL)),
 )
@@ -112,9 +112,9 @@ _REDUCED = Choice(
 _BROADCAST = (
     Step("one_shot_marked", (1280 * _K, 768 * _K, 896 * _K), sent=True),
     Step("two_shot_marked", (NONE, 576 * _K, 1792 * _K)),
-    Step("chunked", (20 * _M, NONE, 2 * _M - 1)),
+    Step("chunked", (12 * _M, NONE, 2 * _M - 1)),
+    Step("direct", (20 * _M, ALL, ALL)),
     Step("copy_engine", (ALL, NONE, NONE)),
-    Step("direct", (NONE, ALL, ALL)),
 )
 ON_GPUS = {
     "all_reduce": Choice(

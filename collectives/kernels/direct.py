@@ -10,14 +10,16 @@ by vector. So no thread waits between the first vector and the last:
                      everything. An owner stores the result in the root's output
     broadcast        each rank but the root owns a shard, of three ranks or more: it
                      loads this shard of the root's array, and stores it in its own and
-                     in the other owners'
-    all_gather       loads the other ranks' inputs, or its shards of them, and stores
-    all_to_all       them in its own output, at any address
+                     the other owners'. Of two ranks, the root stores its array in the
+                     other rank's
+    all_gather       stores its input, or the other ranks' shards of it, in their
+    all_to_all       outputs. If an output is not symmetric, it loads the other ranks'
+                     inputs, or its shards of them, and stores them in its own output
 
-So, in each direction, a link transfers two shards in an all-reduce, and the message at
-most once in a reduce or a broadcast. All arrays of other ranks that a rank accesses
-must be symmetric: ``handshake.py`` explains how the ranks exchange their addresses, and
-what happens otherwise.
+Stores to another GPU are faster than loads. In each direction, a link transfers two
+shards in an all-reduce, and the message at most once in a reduce or a broadcast. All
+arrays of other ranks that a rank accesses must be symmetric: ``handshake.py`` explains
+how the ranks exchange their addresses, and what happens otherwise.
 
 Memory order: that of ``handshake.py``, which orders the streams' earlier work before a
 block's loads and stores, and these before what follows on any rank's stream. Between
@@ -26,9 +28,11 @@ the two, no thread depends on another one, not even in place:
 - In an all-reduce or a reduce, one thread of one rank loads a vector of all inputs, and
   then stores that vector of the outputs. No other thread accesses this vector, so any
   ranks may be in place.
-- In a reduce-scatter or an all-gather in place, no rank stores what the others load: a
-  rank's output is its own shard of its input, or contains its input.
-- An all-to-all in place is refused, because the others load what it would overwrite.
+- In a reduce-scatter or an all-gather in place, no rank stores what another one loads:
+  a rank's output is its own shard of its input, or contains its input, which is this
+  rank's shard in all outputs. Any other element of an output has one writer.
+- An all-to-all in place is refused, because it would overwrite what is still loaded.
+- In a broadcast of two ranks, the root loads, and the other rank does neither.
 
 After a refusal, the last launch may be in place, as any call through the workspace.
 
@@ -79,18 +83,18 @@ def batch_of(size: int, output: Output) -> int:
 def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
     """Return a device function that moves or reduces a thread's vectors of a shard.
 
-    ``(sent, rank, inputs, outputs, places, at, count, low, high)``: ``sent`` is the
-    address of what the other ranks have sent. ``inputs`` is a local array of the
-    shard's addresses. ``places`` are ``(into, source, offset,
-    shard_bytes, to_root)``. It stores the result at ``into``, and everywhere
-    ``offset`` bytes from what each other rank has sent; but a broadcast's not in the
-    root, which has the index ``to_root`` in the ring. What it gathers, it stores in the
-    shards at ``into``, but not at ``source``. ``at`` is ``(start, stride, vectors)``:
-    the vectors at ``start``, ``start + stride`` …, before ``vectors``. The others are
-    local arrays.
+    ``(sent, inputs, outputs, places, at, count, low, high)``: ``sent`` is the address
+    of what the other ranks have sent. ``inputs`` is a local array of the shard's
+    addresses. ``places`` are ``(into, offset, to_root)``. It stores the result at
+    ``into``, and everywhere ``offset`` bytes from what each other rank has sent; but a
+    broadcast's not in the root, which has the index ``to_root`` in the ring. What it
+    gathers, it stores at ``outputs``, unless it is there. ``at`` is ``(start, stride,
+    vectors)``: the vectors at ``start``, ``start + stride`` …, before ``vectors``. The
+    others are local arrays.
     """
-    output, everywhere = kind.output, is_everywhere(kind)
+    output = kind.output
     reduces, gathers = output.reduces, output is Output.SHARDS
+    everywhere = is_everywhere(kind) and (reduces or size > 2)
     loaded = 1 if output is Output.OF_ROOT else size
     store, total = lanes.store, order.make_total(size, lanes)
     others, batch = size - 1, batch_of(size, output)
@@ -99,7 +103,6 @@ def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
 
     def move_slices(
         sent: int,
-        rank: int,
         inputs: Any,
         outputs: Any,
         places: Any,
@@ -108,14 +111,13 @@ def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
         low: Any,
         high: Any,
     ) -> None:
-        into, source, offset, shard_bytes, to_root = places
+        into, offset, to_root = places
         start, stride, vectors = at
         mine = range(start, vectors, stride)
         words = lanes.slices.read_each(inputs, mine, count)
         for k in range(size if gathers else 0):
-            there = into + (rank + 1 + k) % size * shard_bytes
-            if there != source:
-                write(there, mine, count, words[k])
+            if outputs[k] != inputs[k]:
+                write(int(outputs[k]), mine, count, words[k])
         if not gathers:
             result = lanes.fold(words) if reduces else words[0]
             write(into, mine, count, result)
@@ -127,7 +129,6 @@ def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
     @intrinsics.sliced(move_slices)
     def move(
         sent: int,
-        rank: int,
         inputs: Any,
         outputs: Any,
         places: Any,
@@ -136,14 +137,14 @@ def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
         low: Any,
         high: Any,
     ) -> None:
-        into, source, offset, shard_bytes, to_root = places
+        into, offset, to_root = places
         start, stride, vectors = at
         while start < vectors:
             load_batch(inputs, start, stride, vectors, count, low, high)
             for i in range(batch * size if gathers else 0):
                 vector = start + i // size * stride
-                there = into + (rank + 1 + i % size) % size * shard_bytes
-                if vector < vectors and there != source:
+                there = intrinsics.word_of(outputs[i % size])
+                if vector < vectors and there != inputs[i % size]:
                     store(there, vector, count, low[i], high[i])
             for i in range(batch if reduces else 0):
                 if start + i * stride < vectors:
@@ -170,18 +171,50 @@ def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
     return move
 
 
+def make_find_shards(size: int, sends_shards: bool) -> Callable[..., None]:
+    """Return a device function for ``size`` ranks, of an all-gather or all-to-all.
+
+    ``(sent, rank, places, inputs, outputs)`` fills the local arrays ``inputs`` and
+    ``outputs`` with where this rank loads and stores: for each other rank, either its
+    own shard for that one and a place in that one's output, if it has sent that, or a
+    place in that one's input and in its own output. The last ones are for itself.
+    ``places`` are ``(source, target, offset, shard_bytes)``.
+    """
+    others = size - 1
+
+    @intrinsics.device_function
+    def find_shards(
+        sent: int, rank: int, places: Any, inputs: Any, outputs: Any
+    ) -> None:
+        source, target, offset, shard_bytes = places
+        inputs[others] = source + offset
+        outputs[others] = target + rank * shard_bytes
+        for k in range(others):
+            whose = (rank + 1 + k) % size
+            theirs, written = handshake.words_of(sent, k)
+            inputs[k] = theirs + offset
+            outputs[k] = target + whose * shard_bytes
+            if written != 0:  # explore: stores
+                inputs[k] = source + (whose * shard_bytes if sends_shards else 0)
+                outputs[k] = written + rank * shard_bytes  # explore: shard-there
+
+    return find_shards
+
+
 def make_direct(
     size: int, element: Element, op: Op, ragged: bool, kind: Exchange
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and an operation."""
-    output, others = kind.output, size - 1
+    output = kind.output
     move = make_move(size, make_lanes(element, op, ragged, size), kind)
     refused, place_of = handshake.make_refused(size), handshake.make_place(size)
     meet, part = handshake.make_meet(size), handshake.make_part(size)
     epochs, operation = workspace.layout(size).direct.epochs, kind.operation
     find_inputs = handshake.make_find_inputs(size)
+    find_shards = make_find_shards(size, kind.sends_shards)
     gathers, of_root = output is Output.SHARDS, output is Output.OF_ROOT
-    to_other = output is Output.AT_ROOT and size > 2
+    from_root = of_root and size > 2
+    to_other = output.rooted and of_root != (size > 2)
     held = batch_of(size, output) * (1 if of_root else size)
 
     def direct(
@@ -219,24 +252,24 @@ def make_direct(
             low = cuda.local.array(held, types.int64)
             high = cuda.local.array(held, types.int64)
             inputs = cuda.local.array(1 if of_root else size, types.int64)
-            outputs = cuda.local.array(others, types.int64)
+            outputs = cuda.local.array(size, types.int64)
             into = target
             if to_other:
                 _, there = handshake.words_of(sent, to_root)  # explore: into
                 into = there + offset
-            if of_root:
+            if from_root:
                 there, _ = handshake.words_of(sent, to_root)
                 inputs[0] = there + offset
+            elif of_root:
+                inputs[0] = source
             elif gathers:
-                for k in range(others):
-                    there, _ = handshake.words_of(sent, k)
-                    inputs[k] = there + offset
-                inputs[others] = source
+                places = source - offset, target, offset, shard_bytes
+                find_shards(sent, guard.rank, places, inputs, outputs)
             else:
                 find_inputs(sent, guard.rank, source, offset, inputs)  # explore: shard
-            places = into, source, offset, shard_bytes, to_root
+            places = into, offset, to_root
             at = block * THREADS + cuda.threadIdx.x, grid * THREADS, vectors
-            move(sent, guard.rank, inputs, outputs, places, at, count, low, high)
+            move(sent, inputs, outputs, places, at, count, low, high)
         part(guard, operation, ring, own, block, found, failed)
         # No block waits for a rank now, so the last launch may have any size.
         intrinsics.griddepcontrol_launch_dependents()
@@ -263,7 +296,7 @@ def bind(
     end: binding.Endpoint,
     call: binding.Call,
 ) -> binding.Enqueue:
-    """Return what enqueues a call, for two ranks or more; a broadcast for three.
+    """Return what enqueues a call, for two ranks or more.
 
     Args:
         kind: the operation's exchange, with the number of what the ranks wait for.
@@ -286,13 +319,16 @@ def bind(
         vectors = max(0, min(share, call.vectors - first)) if number < owners else 0
         offset, count = VECTOR * first, min(share * lanes, call.count - first * lanes)
         target += offset
-    inputs = handshake.offered(
-        end, source, call.nbytes * (size if kind.sends_shards else 1)
-    )
-    if output is Output.SHARDS and kind.sends_shards and source == target:
-        inputs = handshake.refusal(size)
-    outputs = inputs
-    if (is_everywhere(kind) and output.reduces) or (
+    shards = size if kind.sends_shards else 1
+    inputs = outputs = handshake.offered(end, source, call.nbytes * shards)
+    if output is Output.SHARDS:
+        into = handshake.offered(end, target, call.nbytes * size)
+        if kind.sends_shards and source == target:
+            inputs = into = handshake.refusal(size)
+        # Stores are faster than loads. All ranks do the same, or the call is refused.
+        inputs = inputs if into[0] == handshake.REFUSED else into
+        outputs = into
+    elif (is_everywhere(kind) and output.reduces) or (
         output is Output.AT_ROOT and rank == root
     ):
         outputs = handshake.offered(end, call.target, call.nbytes)
@@ -301,7 +337,9 @@ def bind(
     most = BLOCKS if is_everywhere(kind) and output.reduces else handshake.BLOCKS
     ragged = partition.is_ragged(call)
     element = call.element if output.reduces else partition.moved_as(call, ragged)
-    sizes = call.nbytes, count, vectors, (root - rank - 1) % size
+    # Of two ranks, each is the other one's first neighbour.
+    to_root = (root - rank - 1) % size if size > 2 else 0
+    sizes = call.nbytes, count, vectors, to_root
     of_call = kernel(size, element, call.op, ragged, kind)
     room = of_call.held * end.multiprocessors
     grid = min(workspace.divide_up(share, THREADS), room, most)

@@ -101,7 +101,8 @@ class Offer(NamedTuple):
     """What a rank sends in the handshake.
 
     ``read`` and ``written`` have a word for each rank of the ring, such as the address
-    at which it sees this rank's array. A first word of ``REFUSED`` refuses the call.
+    at which it sees this rank's array. A first word of ``REFUSED`` refuses the call,
+    and so do words in ``written`` that are 0 on some ranks only.
 
     Attributes:
         operation: the number in ``failures.py`` for a wait that is given up.
@@ -194,8 +195,10 @@ def make_meet(size: int) -> Callable[..., bool]:
                 if arrived and failed:
                     record = wait_record(CALL_MISMATCH, guard.rank, peer, block, epoch)
                     fail(guard, record)
-            if failed or first[0] == REFUSED:  # explore: refuses
-                # A rank that refuses treats all ranks as refusing.
+            differs = (output == 0) != (second[0] == 0)  # explore: differs
+            if failed or differs or first[0] == REFUSED:  # explore: refuses
+                # A rank that refuses treats all ranks as refusing, and one that would
+                # load those that would store.
                 theirs = REFUSED
             st_v2_u64(place_of(own, block) + k * VECTOR, (theirs, output))
             k += THREADS

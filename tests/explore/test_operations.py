@@ -9,7 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from explore.scenarios import a_count, a_limit, holds, worlds
+from explore.markers import removed, replaced, within
+from explore.scenarios import (
+    a_count,
+    a_limit,
+    breaks,
+    by_anything_and_by_result,
+    holds,
+    worlds,
+)
 from explore.source import device_code
 from explore.world import DRAW, INT64, World, add, wanted_of
 from numba_symm.collectives.operations import OPERATIONS
@@ -22,9 +30,16 @@ PAIRS = [
 ]
 
 
-def anywhere(size):
-    """Return an endpoint's ``place`` by which all ranks see an array at its address."""
-    return lambda address, nbytes: SimpleNamespace(seen=(address,) * size)
+def anywhere(size, but=0):
+    """Return an endpoint's ``place`` by which all ranks see an array at its address.
+
+    Except for the array at the address ``but``.
+    """
+
+    def place(address, nbytes):
+        return None if address == but else SimpleNamespace(seen=(address,) * size)
+
+    return place
 
 
 def add_call(world, name, algorithm, count):
@@ -47,9 +62,14 @@ def add_call(world, name, algorithm, count):
     if made.x is Arrays.SYMMETRIC and random.random() < 0.8:
         # Sometimes one rank's array is not symmetric, or not aligned to 16 bytes.
         refusing = random.choice([None, None, *range(world.size)])
+        buts = [0] * world.size
+        if made.either:
+            # Or only inputs are, on all ranks or on some.
+            likely = random.choice([0, 0, 0.5, 1])
+            buts = [at * (random.random() < likely) for at in targets]
         ends = [
-            end if end.rank == refusing else replace(end, place=anywhere(world.size))
-            for end in ends
+            end if end.rank == refusing else replace(end, place=anywhere(*about))
+            for end, about in zip(ends, ((world.size, at) for at in buts), strict=True)
         ]
     for end, source, target in zip(ends, sources, targets, strict=True):
         mine = 0 if wanted[end.rank] is None else target
@@ -75,6 +95,28 @@ def calls_of_pairs(code, *pairs):
 @pytest.mark.parametrize(("name", "algorithm"), PAIRS)
 def test_every_algorithm(name, algorithm, ranks):
     holds(calls_of_pairs(device_code(), (name, algorithm)), ranks, 25)
+
+
+GATHERS = ("all_gather", "direct"), ("all_to_all", "direct")
+GATHERS_BROKEN = {
+    "the shard stored in another one's place": within(
+        "direct", "shard-there", "rank * shard_bytes", "whose * shard_bytes"
+    ),
+    "loaded though it has been stored": within(
+        "direct", "stores", "written != 0", "False"
+    ),
+    "stored by one rank and loaded by another": replaced(
+        "handshake", "differs", "differs = False"
+    ),
+    "no wait for the others' stores": removed("handshake", "wait"),
+}
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", GATHERS_BROKEN)
+def test_gathers_broken_are_found(what, races):
+    code = device_code(GATHERS_BROKEN[what])
+    breaks(calls_of_pairs(code, *GATHERS), 3, races=races)
 
 
 @worlds
