@@ -214,6 +214,47 @@ def test_a_sendrecv_follows_the_streams_of_its_arrays(comm, number):
         assert (y.copy_to_host() == left).all()
 
 
+def test_many_messages_and_calls_between_them(comm):
+    """No message waits for a collective, and no collective for a message."""
+    right, left = around(comm)
+    x = to_device(np.zeros(5000, np.float32))
+    rooms = [to_device(np.zeros(5000, np.float32)) for _ in range(20)]
+    total = to_device(np.zeros(5000, np.float32))
+    requests = [comm.Irecv(room, left, tag) for tag, room in enumerate(rooms)]
+    for tag in reversed(range(len(rooms))):
+        fill(x, 10 * comm.rank + tag)
+        comm.Isend(x, right, tag)
+        comm.Allreduce(x, total)
+    MPI.Request.Waitall(requests)
+    for tag, room in enumerate(rooms):
+        assert (room.copy_to_host() == 10 * left + tag).all()
+    assert (total.copy_to_host() == 10 * (of_ranks(comm) - comm.size)).all()
+
+
+def test_derived_datatypes_are_packed_on_the_gpu(comm):
+    rows, columns = 300, 400
+    right, left = around(comm)
+    host = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
+    flat = to_device((host + 1000 * comm.rank).ravel())
+    column = MPI.FLOAT.Create_vector(rows, 1, columns).Commit()
+    block = MPI.FLOAT.Create_subarray([rows, columns], [100, 50], [20, 30]).Commit()
+    comm.Sendrecv([flat[7:], 1, column], right, 0, [flat, 1, column], left)
+    comm.Allreduce(MPI.IN_PLACE, [flat[3:], 1, column])
+    gathered = to_device(np.zeros(comm.size * 5000, np.float32))
+    comm.Allgather([flat, 1, block], gathered)
+    found = flat.copy_to_host().reshape(rows, columns)
+    assert (found[:, 0] == host[:, 7] + 1000 * left).all()
+    more = 1000 * (of_ranks(comm) - comm.size)
+    assert (found[:, 3] == comm.size * host[:, 3] + more).all()
+    rest = [index for index in range(columns) if index not in (0, 3)]
+    assert (found[:, rest] == host[:, rest] + 1000 * comm.rank).all()
+    blocks = gathered.copy_to_host().reshape(comm.size, 100, 50)
+    for rank, each in enumerate(blocks):
+        assert (each == host[20:120, 30:80] + 1000 * rank).all()
+    column.Free()
+    block.Free()
+
+
 def test_packing_follows_the_stream_of_the_array(comm, torch):
     right, left = around(comm)
     x, y = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
@@ -230,6 +271,19 @@ def test_packing_follows_the_stream_of_the_array(comm, torch):
     assert (found[::2] == of_ranks(comm)).all()
     assert (found[1::2] == 0).all()
     pairs.Free()
+
+
+def test_neighbours_of_a_grid(comm, torch):
+    ring = comm.Create_cart([comm.size], periods=[True])
+    below, above = ring.Shift(0, 1)
+    x = torch.full((2, 5000), float(comm.rank), device="cuda")
+    x[1] += 0.5
+    y = torch.zeros_like(x)
+    ring.Neighbor_alltoall(x, y)
+    # What a rank sends downwards, its neighbour there receives from above.
+    assert (y[0].cpu() == below + 0.5).all()
+    assert (y[1].cpu() == above).all()
+    ring.Free()
 
 
 # Captures.

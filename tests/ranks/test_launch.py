@@ -63,21 +63,26 @@ def bound(monkeypatch):
     The last launch of a call between the ranks' own arrays is early, too, beside one
     whose blocks wait for no rank any more.
     """
-    found, after = [], [False]
+    found, after, waiting = [], [False], [True]
     bind, launch = Kernel.bind, binding.launch
 
     def noted(self, grid, *args, held=1, early=False):
         blocks = -(-grid // held)
         beside = blocks if early and not after[-1] else 0
-        found.append((self.factory.__name__, blocks + beside))
+        if waiting[-1] or early:  # the others may take all
+            found.append((self.factory.__name__, blocks + beside))
         return bind(self, grid, *args, held=held, early=early)
 
-    def launched(kernel, end, grid, arguments=(), follows=False, **more):
+    def launched(
+        kernel, end, grid, arguments=(), follows=False, waits=True, long=False
+    ):
         after.append(follows)
+        waiting.append(waits)
         try:
-            return launch(kernel, end, grid, arguments, follows, **more)
+            return launch(kernel, end, grid, arguments, follows, waits, long)
         finally:
             after.pop()
+            waiting.pop()
 
     monkeypatch.setattr(Kernel, "bind", noted)
     monkeypatch.setattr(binding, "launch", launched)

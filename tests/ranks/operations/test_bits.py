@@ -82,6 +82,7 @@ def ways(comm, lean, name, dtype, host, options):
         with capturing(stream) as (builder, graphs):
             made = call(stream=builder.stream)
         put(out, np.zeros(out.size, dtype))
+        cuda.default_stream().synchronize()  # the copy may end after the call
         graphs[0].launch(stream)
         comm.synchronize(stream)
         return made
