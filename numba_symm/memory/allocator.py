@@ -35,6 +35,8 @@ from numba_symm.memory.symmetric import SymmetricMemory
 
 T = TypeVar("T")
 
+_MOST_RANGES = 1024
+
 
 class Ranges(Generic[T]):
     """Objects by the address at which each begins.
@@ -81,6 +83,32 @@ class Ranges(Generic[T]):
     def values(self) -> list[T]:
         """Return all objects."""
         return list(self._found.values())
+
+
+class Misses:
+    """Ranges of addresses where a look-up found nothing.
+
+    Only the first ``_MOST`` are kept. If there were more, every range counts as missed.
+    """
+
+    def __init__(self) -> None:
+        self._ranges: set[tuple[int, int]] = set()
+
+    def add(self, address: int, nbytes: int) -> None:
+        """Note that nothing was found at these bytes."""
+        if len(self._ranges) <= _MOST_RANGES:
+            self._ranges.add((address, address + nbytes))
+
+    def meet(self, address: int, nbytes: int) -> bool:
+        """Return whether a look-up has missed any of these bytes."""
+        if len(self._ranges) > _MOST_RANGES:
+            return True
+        end = address + nbytes
+        return any(start < end and address < stop for start, stop in self._ranges)
+
+    def clear(self) -> None:
+        """Forget all look-ups."""
+        self._ranges.clear()
 
 
 _on_failure: list[Callable[[], None]] = []
@@ -362,6 +390,7 @@ class Heap:
         self._entries: dict[int, _Entry] = {}
         self._found: Ranges[_Entry] = Ranges()
         self._dropped: set[int] = set()
+        self._misses = Misses()
         self._count = 0
         self.changed: Callable[[], None] = lambda: None
         self._arenas: list[_Entry] = []
@@ -449,10 +478,15 @@ class Heap:
         self._found.put(block.address, entry)
         block.add_mapped(entry)
         self._count += 1
-        # It may have been ordinary when a call was packed: of another library, or freed
+        # Memory that was ordinary when a call was packed: of another library, or freed
         # since, so that its addresses are this block's now.
-        self.changed()
+        if self._misses.meet(block.address, block.allocation.nbytes):
+            self._forget_places()
         return entry
+
+    def _forget_places(self) -> None:
+        self.changed()
+        self._misses.clear()
 
     def reclaim(self) -> None:
         """Free the allocations that every rank has dropped."""
@@ -466,7 +500,7 @@ class Heap:
         """Unmap allocations. Collective within the island."""
         if not numbers:
             return
-        self.changed()  # other memory may be mapped there next
+        self._forget_places()  # other memory may be mapped there next
         entries = [self._entries.pop(number) for number in numbers]
         for entry in entries:
             self._found.remove(entry.block.address, entry)
@@ -562,6 +596,7 @@ class Heap:
                     tuple(base + offset for base in entry.peers.addresses),
                     tuple(base + offset for base in entry.peers.seen),
                 )
+        self._misses.add(address, nbytes)
         return None
 
     def _take_pad(self, what: str, channels: int) -> _Pad:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from numba_symm.memory import allocator as heap_module
-from numba_symm.memory.allocator import Heap, Ranges
+from numba_symm.memory.allocator import Heap, Misses, Ranges
 
 FIRST, MOST = 5, 2  # a number, and how many allocations a call maps
 
@@ -72,16 +72,27 @@ def test_memory_is_released_if_no_rank_can_have_mapped_it(
     assert released == ([block] if in_step or frees_while_mapped else [])
 
 
-def test_calls_are_packed_anew_if_their_ordinary_memory_is_mapped(heap, monkeypatch):
+@pytest.mark.parametrize("most", [100, 1])
+@pytest.mark.parametrize(
+    ("address", "before"), [(80, False), (81, True), (299, True), (300, False)]
+)
+def test_calls_are_packed_anew_if_their_ordinary_memory_is_mapped(
+    heap, monkeypatch, address, before, most
+):
     """It was another library's, or was freed, so its addresses are the block's now."""
     peers = SimpleNamespace(addresses=(100, 900), seen=(100, 700))
     monkeypatch.setattr(heap_module, "map_peers", lambda *_: peers)
-    heap._found, heap._dropped, packed = Ranges(), set(), []
+    monkeypatch.setattr("numba_symm.memory.allocator._MOST_RANGES", most)
+    heap._found, heap._misses, heap._dropped = Ranges(), Misses(), set()
+    packed = []
     heap.changed = lambda: packed.append("anew")
-    assert heap.place(110, 20) is None
+    for number in range(2):
+        assert heap.place(address - 1000 * number, 20) is None
     allocation = SimpleNamespace(nbytes=200)
     block = SimpleNamespace(backend=None, allocation=allocation, nbytes=200, own=True)
     block.address, block.add_mapped = 100, lambda entry: None
     heap._map(block, "test")
-    assert packed == ["anew"]
+    assert packed == (["anew"] if before or most == 1 else [])
     assert heap.place(110, 20) == ((110, 910), (110, 710))
+    heap._map(block, "test")  # what was noted before is forgotten
+    assert len(packed) <= 1

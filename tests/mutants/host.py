@@ -164,6 +164,12 @@ _MUTANTS = [
         "pass",
     ),
     Mutant(
+        "heap.misses_ignored",
+        "numba_symm/memory/allocator.py",
+        "if self._misses.meet(block.address, block.allocation.nbytes):",
+        "if False:",
+    ),
+    Mutant(
         "heap.alloc_failure_not_released",
         "numba_symm/memory/allocator.py",
         (
