@@ -263,8 +263,8 @@ def make_direct(
             elif of_root:
                 inputs[0] = source
             elif gathers:
-                places = source - offset, target, offset, shard_bytes
-                find_shards(sent, guard.rank, places, inputs, outputs)
+                whole = source - offset, target, offset, shard_bytes
+                find_shards(sent, guard.rank, whole, inputs, outputs)
             else:
                 find_inputs(sent, guard.rank, source, offset, inputs)  # explore: shard
             places = into, offset, to_root
