@@ -7,10 +7,11 @@ every rank. A UUID names the same GPU in all processes.
 """
 
 import functools
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 
 from numba_symm.arguments import index
 from numba_symm.environment import (
@@ -83,10 +84,24 @@ def bind(
         gpu = next(gpu for gpu in gpus if gpu.uuid == uuids[exchange.rank])
         _make_current(gpu.ordinal)
         ordinals = {seen.uuid: seen.ordinal for seen in gpus}
-        access = [can_access(gpu.ordinal, ordinals.get(uuid)) for uuid in uuids]
-        each.mine = gpu, access
-    found, rows = zip(*each.all, strict=True)
-    return gpu, found, [*rows]
+        peers = [uuid for uuid in uuids if uuid != gpu.uuid]
+        access = [_access(gpu.ordinal, ordinals.get(uuid)) for uuid in peers]
+        # What is usually equal on all ranks: a process sees all GPUs, or its own one.
+        same = access[0] if len(set(access)) == 1 else access
+        each.mine = astuple(replace(gpu, uuid="")), same
+    found = [
+        (replace(GPU(*facts), uuid=uuid), _row(same, uuid, uuids))
+        for uuid, (facts, same) in zip(uuids, each.all, strict=True)
+    ]
+    return gpu, tuple(gpu for gpu, _ in found), [row for _, row in found]
+
+
+def _row(
+    same: bool | list[bool | None] | None, uuid: str, uuids: Sequence[str]
+) -> list[bool | None]:
+    """Return which ranks' GPUs a GPU can access, from what its rank has sent."""
+    peers = iter(same) if isinstance(same, list) else itertools.repeat(same)
+    return [True if each == uuid else next(peers) for each in uuids]
 
 
 def assign(
@@ -340,15 +355,11 @@ def _current_ordinal() -> int | None:
     return int(device)
 
 
-def can_access(ordinal: int, peer: int | None) -> bool | None:
-    """Return whether a GPU can access the memory of another one, or of itself.
+def _access(ordinal: int, peer: int | None) -> bool | None:
+    return None if peer is None else _can_access(ordinal, peer)
 
-    Args:
-        ordinal: of the GPU.
-        peer: the other one's ordinal; None, and then the result, if it is not seen.
-    """
-    if peer is None or peer == ordinal:
-        return None if peer is None else True
+
+def _can_access(ordinal: int, peer: int) -> bool:
     from cuda.core import Device
 
     return bool(Device(ordinal).can_access_peer(peer))
@@ -418,19 +429,24 @@ def divide(ranks: Sequence[int], access: Matrix, most: int | None = None) -> Par
         most: the most ranks of an island; None: no limit.
     """
     parts: list[list[int]] = []
-    for number, row in enumerate(access):
-        reached = {
-            other
-            for other, column in enumerate(access)
-            if False not in (row[other], column[number])
-        }
+    for number in range(len(ranks)):
+
+        def fits(part: list[int], number: int = number) -> bool:
+            return (most is None or len(part) < most) and all(
+                _reach_each_other(access, number, other) for other in part
+            )
+
         for part in parts:
-            if (most is None or len(part) < most) and reached.issuperset(part):
+            if fits(part):
                 part.append(number)
                 break
         else:
             parts.append([number])
     return tuple(tuple(ranks[number] for number in part) for part in parts)
+
+
+def _reach_each_other(access: Matrix, rank: int, other: int) -> bool:
+    return access[rank][other] is not False and access[other][rank] is not False
 
 
 def among(parts: Parts, members: Sequence[int]) -> Parts:

@@ -17,7 +17,7 @@ from rich.table import Table
 from numba_symm import environment
 from numba_symm.environment import BACKENDS, SIMULATED, requested_backend
 from numba_symm.errors import ArgumentError
-from numba_symm.launch.devices import can_access, visible_gpus
+from numba_symm.launch.devices import GPU, visible_gpus
 
 PACKAGES = {
     "numba-symm": (),
@@ -107,9 +107,7 @@ def facts(mpirun: str | None) -> dict[str, Any]:
         "mpirun": {"path": mpirun, "version": _version_of(mpirun)},
         "driver": driver() if gpus else None,
         "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
-        "peer_access": [
-            [can_access(one.ordinal, other.ordinal) for other in gpus] for one in gpus
-        ],
+        "peer_access": [[_access(one, other) for other in gpus] for one in gpus],
         "simulated": SIMULATED,
         "backend": backend_and_reason(len(gpus)),
         "variables": {
@@ -297,3 +295,10 @@ def _peer_table(gpus: Sequence[dict[str, Any]], access: list[list[bool]]) -> Tab
         words[ordinals.index(one)] = "-"
         table.add_row(one, *words)
     return table
+
+
+def _access(one: GPU, other: GPU) -> bool:
+    from cuda.core import Device
+
+    same = one.ordinal == other.ordinal
+    return same or bool(Device(one.ordinal).can_access_peer(other.ordinal))

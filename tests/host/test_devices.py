@@ -119,18 +119,15 @@ def machine(monkeypatch):
     monkeypatch.setattr(devices, "visible_gpus", machine.visible_gpus)
     monkeypatch.setattr(devices, "_current_ordinal", lambda: machine.context)
     monkeypatch.setattr(devices, "_make_current", machine.made_current.append)
-    monkeypatch.setattr(devices, "can_access", machine.can_access)
+    monkeypatch.setattr(
+        devices, "_can_access", lambda a, b: (a, b) not in machine.apart
+    )
     monkeypatch.delenv(SHARING, raising=False)
     return machine
 
 
 class Machine:
     """Ranks see "all" GPUs, or each one only its own."""
-
-    def can_access(self, ordinal, peer):
-        if peer in (None, ordinal):
-            return None if peer is None else True
-        return (ordinal, peer) not in self.apart
 
     def __init__(self):
         self.names = ["NVIDIA H200"] * 4
