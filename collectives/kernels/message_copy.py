@@ -1,25 +1,15 @@
 """A copy of a message between memory of two ranks, whose end a word of the host tells.
 
-A sender's host launches it to copy a message into memory that its peers map. The
-receiver's host launches a copy from there, after whose word the sender uses that memory
-again. So a kernel must see what its host has seen, as it sees what its stream did
-before.
+The kernel waits for no rank. A sender's host launches it to copy a message into memory
+that its peers map. When the receiver's host sees the word, it launches a copy from
+there, after whose word the sender uses that memory again. So a kernel must see what its
+host has seen, as it sees what its stream did before.
 
-If the receiver's host has not seen the sender's word, its kernel looks for that a few
-times, because the sender's kernel runs at about the same time. Block 0 looks, and tells
-the others through the count: a GPU makes such loads of the host's memory one after
-another. A block that is not told in time copies nothing. If there is one, the last
-block stores another word, after which the host waits itself, and launches the kernel
-again. So no kernel waits for a rank that is late.
-
-Memory order. Thread 0 loads the sender's word with acquire, or what block 0 has
-released after that, and then all threads of a block meet. They meet again after their
-loads and stores. Then thread 0 adds to the count with release, or if it is the only
-block, its fence orders them before the word. The thread that counts the last block has
-read what all others released.
+Memory order. All threads of a block meet after their loads and stores. Then thread 0
+adds to the count with release, or if it is the only block, its fence orders them before
+the word. The thread that counts the last block has read what all others released.
 """
 
-import ctypes
 import functools
 from typing import Any
 
@@ -31,18 +21,12 @@ from numba_symm.gpu.compiled import Config
 from numba_symm.gpu.kernels import Kernel, simulate
 
 THREADS = 8 if SIMULATED else 512
-MOST_BLOCKS = 2 if SIMULATED else 64
-LOOKS = 16
-"""For the sender's word; on PCI Express, in some 20 microseconds."""
-
-_TIMES = 4  # as often do other blocks look for block 0
-
-ARGUMENTS = 9
+MOST_BLOCKS = 2 if SIMULATED else 32
+MOST = 512 if SIMULATED else 1 << 20
+"""Bytes that the kernel copies at most. Copy engines copy more in the same time."""
 
 VECTOR = 16
 """Bytes that a thread copies at a time, where addresses permit it."""
-
-_LATE, _FOUND = 1 << 16, 1 << 32  # what blocks add to the count, besides 1
 
 
 def make_message_copy() -> Any:
@@ -56,32 +40,11 @@ def make_message_copy() -> Any:
         width: int,
         grid: int,
         count_at: int,
-        looks: int,
         word_at: int,
         word: int,
     ) -> None:
-        thread, block = intrinsics.thread_index_x(), intrinsics.block_index()
-        late = 0
-        if looks > 0:
-            if thread == 0 and block == 0:
-                # The sender's word is before this copy's.
-                # explore: await
-                while looks > 0 and intrinsics.ld_acquire_sys_u64(word_at - 8) < word:
-                    looks -= 1
-                told = _FOUND if looks > 0 else _LATE
-                if grid > 1:
-                    intrinsics.atom_add_release_sys_u64(count_at, told)  # explore: tell
-            elif thread == 0:
-                told, looks = 0, looks * _TIMES
-                while looks > 0 and told < _LATE:
-                    told = intrinsics.ld_acquire_sys_u64(count_at)  # explore: listen
-                    looks -= 1
-                looks = told // _FOUND
-            # After thread 0's loads, and before all other ones.
-            # explore: meet
-            if intrinsics.syncthreads_or(thread == 0 and looks == 0):
-                late, nbytes = 1, 0
-        first, step = block * THREADS + thread, grid * THREADS
+        thread = intrinsics.thread_index_x()
+        first, step = intrinsics.block_index() * THREADS + thread, grid * THREADS
         i, count = first, 0
         if width == VECTOR:
             count = nbytes // VECTOR
@@ -114,15 +77,13 @@ def make_message_copy() -> Any:
         if thread != 0:
             return
         if grid > 1:
-            mine = 1 + late * _LATE  # explore: late
             # explore: count
-            blocks = mine + intrinsics.atom_add_release_sys_u64(count_at, mine)
-            if blocks % _LATE != grid:
+            others = intrinsics.atom_add_release_sys_u64(count_at, 1)
+            if others != grid - 1:
                 return
-            late = min(1, blocks % _FOUND // _LATE)
             intrinsics.st_relaxed_sys_u64(count_at, 0)  # for the next copy
         intrinsics.fence_acq_rel_sys()  # explore: fence
-        intrinsics.st_relaxed_sys_u64(word_at + 8 * late, word)
+        intrinsics.st_relaxed_sys_u64(word_at, word)
 
     return message_copy
 
@@ -130,10 +91,7 @@ def make_message_copy() -> Any:
 @functools.cache
 def kernel() -> Kernel:
     """Return the kernel, compiled when first bound."""
-    return Kernel(make_message_copy, (), (types.int64,) * ARGUMENTS, THREADS)
-
-
-_MOST = 512
+    return Kernel(make_message_copy, (), (types.int64,) * 8, THREADS)
 
 
 class Simulated:
@@ -148,10 +106,5 @@ class Simulated:
         self._values, self._config = values, Config.from_address(config)
 
     def simulate(self) -> None:
-        """Run the kernel, which copies no more bytes than take a short time."""
-        target, source, nbytes, *others = self._values
-        if nbytes > _MOST:
-            ctypes.memmove(target, source, nbytes)
-            nbytes = 0
-        values = target, source, nbytes, *others
-        simulate(kernel(), self._config.grid[0], 1, values)
+        """Run the kernel."""
+        simulate(kernel(), self._config.grid[0], 1, tuple(self._values))

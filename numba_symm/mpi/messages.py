@@ -240,8 +240,7 @@ class Post:
         """Wait for this rank's copies."""
         self.copies.settle()
         for slot, number in self.words.lent(self.unread):
-            if not self.words.is_nowhere(slot):
-                waited(partial(self.words.holds, slot, READY, number), self._check)
+            waited(partial(self.words.holds, slot, READY, number), self._check)
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""

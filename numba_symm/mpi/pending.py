@@ -8,6 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from numba_symm.collectives.invocation import check_writable
+from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.gpu import arrays, streams
@@ -27,7 +28,7 @@ from numba_symm.mpi.rooms import (
     CANCELLED,
     ENDED,
     FOUND,
-    LATE,
+    LINE,
     NO_SLOT,
     POSTED,
     READ,
@@ -165,7 +166,6 @@ class Receiving(Own):
         if self._taken:
             self.advance()
         elif order[0] >= ENDED:
-            post.arriving.pop(self, None)
             after, self._array, self._after = self._after, None, None
             if after is not None:
                 post.copies.reuse(after)
@@ -237,7 +237,7 @@ class Receiving(Own):
     def advance(self) -> bool:
         """Do what can be done now; return whether it has ended. Never wait."""
         post, order = self._post, self._order
-        if not (self._taken or order[0] == BEGUN) or post._freed:
+        if not self._taken or post._freed:
             return order[0] == ENDED
         with post._lock:
             try:
@@ -246,17 +246,13 @@ class Receiving(Own):
                 if order[0] == FOUND:
                     self._begin(found)
                 if order[0] == BEGUN:
-                    slot, number = found.slot, found.number
+                    at = LINE * found.slot + READ
                     if (
-                        post.words.holds(slot, READ, number)
+                        post.words.values[at] >= found.number
                         if self._done is None
                         else self._done.query()
                     ):
                         order[0] = ENDED
-                    elif self._done is None and post.words.holds(slot, LATE, number):
-                        post.words.store(slot, LATE, 0)  # no kernel stores it now
-                        post.words.port.rest, order[0] = MOST, FOUND
-                        self._taken = True
             except Exception as error:  # for its own request, whoever calls this
                 self._error, order[0] = error, ENDED
                 if found is not None and found.slot != NO_SLOT:
@@ -269,9 +265,7 @@ class Receiving(Own):
         """Start the copy, if the data is there. The caller has the lock."""
         post, into, nbytes, slot = self._post, self._into, found.nbytes, found.slot
         words = post.words
-        if slot != NO_SLOT and not words.holds(slot, READY, found.number):
-            if words.is_nowhere(slot):
-                raise _not_sent(found)
+        if slot != NO_SLOT and words.values[LINE * slot + READY] < found.number:
             return
         if slot == NO_SLOT:
             data, requests = post.data_of(found) or (None, [])
@@ -286,12 +280,15 @@ class Receiving(Own):
             place = view(self._staged, "Recv").address
             streams.copy_from_host(place, data.ctypes.data, nbytes, self._on)
         else:
-            self._block, place = words.opened(slot)
-            if into.dense:
+            opened = words.opened(slot)
+            if opened is None:
+                raise _not_sent(found)
+            if into.dense and nbytes <= message_copy.MOST:
                 status = post.receive(self._order, BEGUN, 1, 0)
                 if status < 0 and status != REFUSED:
                     raise failure_of(-1 - status)
                 return
+            self._block, place = opened
         stream = self._on
         if self._after is not None:
             self._after.wait(stream)
@@ -324,7 +321,7 @@ class Receiving(Own):
             if block is not None and block.once:
                 rooms.copied(block)
             self._data = self._staged = None
-        post.arriving.pop(self, None)  # last, so that an interrupt leaves nothing
+            post.arriving.pop(self, None)  # last, so that an interrupt leaves nothing
 
     def _withdraw(self) -> None:
         if self._active and not self._taken:

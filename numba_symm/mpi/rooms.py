@@ -21,8 +21,9 @@ and one reader. No signal's handler runs within a function, so none loses an env
 
 ``send`` and ``receive`` do all of a plain message: they match, launch the kernel of
 ``message_copy.py``, wait for its word, and reuse memory. Python would need longer for
-each step than the GPU. What is not plain, Python does in steps: strided items, other
-islands, a message above the limit, and a receive that is not the first to match.
+each step than the GPU. What is not plain, Python does in steps, with ``copy`` and
+``arrive``: strided items, more bytes than the kernel copies, other islands, a message
+above the limit, and a receive that is not the first to match.
 """
 
 import ctypes
@@ -82,7 +83,7 @@ ROOMS = 1 << 14
 LINE = 8
 """Words of a slot: a cache line."""
 
-READY, READ, LATE, MATCHED, BLOCK, OFFSET, ONCE = range(7)
+READY, READ, MATCHED, BLOCK, OFFSET, ONCE = range(6)
 """The words of a slot; see ``words.py``."""
 
 Ring = struct(
@@ -109,7 +110,7 @@ Port = struct(
     config=WORD,  # addresses of what a launch reads
     kernel=WORD,
     parameters=WORD,
-    values=WORD * message_copy.ARGUMENTS,
+    values=WORD * 8,  # the kernel's arguments
     busy=WORD,  # whether a thread launches
     host=WORD,  # addresses of the words for this process, and for GPUs
     words=WORD,
@@ -122,7 +123,6 @@ Port = struct(
     never=WORD,  # 0
     opened=WORD,  # address of the numbers and addresses of the peers' blocks
     number=WORD,  # of this process' last message
-    rest=WORD,  # starts of copies after a late one, whose kernels do not look
     free=WORD,  # how many slots are free
     slots=WORD * SLOTS,  # these slots
     rooms=WORD * (5 * ROOMS),  # of each: address, what the slot has, and its stack
@@ -144,6 +144,7 @@ Parcel = struct(
     context=WORD,  # the envelope's first fields
     place=WORD,
     unread=WORD,  # address of the number of bytes that the receiver has not read
+    sent=WORD,  # what ``send`` has returned last, if it has sent the message
 )
 """A message that ``send`` sends, each time with another tag."""
 
@@ -180,9 +181,6 @@ Stack = struct("Stack", free=WORD, rooms=WORD * ROOMS)
 NOTHING, THERE, RINGS = range(3)
 """What ``wait`` has found."""
 
-NOWHERE = -1
-"""The block of a message that its sender could not copy."""
-
 SLOTS_OF_ALL = 1 << 24
 """More than there are slots of all ranks of an island."""
 
@@ -218,7 +216,7 @@ class _Stepper(Emitter):
         b.atomic_rmw("or", self.at(bell, 0), _I64(1), "release")
 
     def launch(self, *args: Any) -> Any:
-        """Launch a copy, whose arguments ``_emit_launch`` names; return the status."""
+        """Launch a copy, whose arguments are those of ``copy``; return the status."""
         return self.python("launch_copy", _I64, *args)
 
     def look(self, *args: Any) -> Any:
@@ -287,14 +285,10 @@ class _Fast(Builtin, _Stepper):
 
 
 def _emit_launch(module: ir.Module) -> None:
-    """Emit the launch of a copy, for the functions here.
-
-    Its last arguments are a word of the message's slot that it stores, what it stores
-    there, and how often it first looks for ``READY``.
-    """
-    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 9)
+    """Emit the launch of a copy, for the functions here."""
+    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 8)
     b = e.b
-    port, target, source, nbytes, stream, slot, word, number, looks = e.function.args
+    port, target, source, nbytes, stream, slot, word, number = e.function.args
     names = "another", "yield", "mine"
     another, yields, mine = map(e.function.append_basic_block, names)
     b.branch(another)
@@ -318,7 +312,7 @@ def _emit_launch(module: ir.Module) -> None:
     count = b.add(e.load(port, Port.counts.offset), b.shl(slot, _I64(3)))
     index = b.add(b.mul(slot, _I64(LINE)), word)
     place = b.add(e.load(port, Port.words.offset), b.shl(index, _I64(3)))
-    given = target, source, nbytes, width, blocks, count, looks, place, number
+    given = target, source, nbytes, width, blocks, count, place, number
     for n, value in enumerate(given):
         e.store(value, port, Port.values.offset + 8 * n)
     config = e.load(port, Port.config.offset)
@@ -396,10 +390,9 @@ def _emit_reclaim(module: ir.Module) -> None:
         slot = e.load(b.add(unread, b.shl(n, _I64(3))))
         loan, line = e.loan(port, slot), e.line(port, slot)
         number, room, count, nbytes = (e.load(loan, 8 * field) for field in range(4))
-        # A message may be refused before it was copied, or could not be copied.
+        # A message may be refused before it was copied.
         done = [e.acquire(e.at(line, 8 * word)) for word in (READ, READY)]
         read, ready = (b.icmp_signed(">=", each, number) for each in done)
-        ready = b.or_(ready, e.is_("==", e.load(line, 8 * BLOCK), NOWHERE))
         with b.if_else(b.and_(read, ready)) as (is_read, is_not):
             with is_read:
                 e.push(b.add(port, _I64(_FREE)), slot)
@@ -418,17 +411,17 @@ def _emit_reclaim(module: ir.Module) -> None:
 
 
 def _emit_send(module: ir.Module) -> None:
-    """Emit ``send(parcel, stream, tag, asks, limit)``.
+    """Emit ``send(parcel, stream, tag, asks, limit, held)``.
 
     The parcel's address comes first. It returns NONE if the stream may be captured,
     there is no slot or room, or there were more bytes than the limit that the receiver
     has not read; and FULL if there is no place in the ring. Otherwise the message is
-    announced, and it returns its number times SLOTS_OF_ALL plus its slot; or, if the
-    launch of its copy has failed, the driver's status, as -1 less it.
+    announced, and it returns its number times SLOTS_OF_ALL plus its slot; or the
+    driver's status, as -1 less it. Python copies a message that is held.
     """
-    e = _Fast(module, "send", 5)
+    e = _Fast(module, "send", 6)
     b = e.b
-    parcel, stream, tag, asks, limit = e.args
+    parcel, stream, tag, asks, limit, held = e.args
     port, stack, source, nbytes, ring, bell, context, place, unread = (
         e.load(parcel, 8 * n) for n in range(9)
     )
@@ -461,18 +454,21 @@ def _emit_send(module: ir.Module) -> None:
         e.store(value, loan, 8 * n)
     for n, word in enumerate((BLOCK, OFFSET, ONCE)):
         e.store(e.load(where, 8 * (n + 1)), line, 8 * word)
+    with b.if_then(e.is_("==", held, 0)):
+        words = slot, _I64(READY), number
+        status = e.launch(port, e.load(where), source, nbytes, stream, *words)
+        with b.if_then(e.is_("!=", status, 0), likely=False):
+            e.push(slots, slot)
+            e.push(stack, room)
+            e.leave(b.sub(_I64(-1), status))
     lent = e.load(port, Port.lent.offset)
     e.store(slot, b.add(port, b.shl(lent, _I64(3))), Port.unread.offset)
     e.store(b.add(lent, _I64(1)), port, Port.lent.offset)
     e.count(unread, nbytes)
-    # Before the launch, beside which the receiver matches it, and launches its copy.
     e.publish(ring, bell, (context, place, tag, nbytes, slot, number, asks))
-    words = slot, _I64(READY), number, _I64(0)
-    status = e.launch(port, e.load(where), source, nbytes, stream, *words)
-    with b.if_then(e.is_("!=", status, 0), likely=False):
-        e.store(_I64(NOWHERE), line, 8 * BLOCK)
-        e.leave(b.sub(_I64(-1), status))
-    e.leave(b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot))
+    sent = b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot)
+    e.store(sent, parcel, Parcel.sent.offset)
+    e.leave(sent)
 
 
 def _emit_expect(module: ir.Module) -> None:
@@ -569,14 +565,7 @@ def _emit_begin(module: ir.Module) -> None:
     with b.if_then(e.is_("==", slot, NO_SLOT), likely=False):
         b.ret(_I64(0))
     line, bell = e.line(port, slot), e.load(port, Port.bell.offset)
-    ready = b.add(line, _I64(8 * READY))
-    rest = e.load(port, Port.rest.offset)
-    awaits = e.is_(">", rest, 0)  # otherwise, the kernel looks for READY
-    e.store(b.sub(rest, b.zext(awaits, _I64)), port, Port.rest.offset)
-    awaited = b.select(awaits, number, _I64(0))
-    fine = e.is_("==", e.look(bell, ready, awaited, looks), THERE)
-    is_ready = b.icmp_signed(">=", e.acquire(e.at(ready, 0)), number)
-    looks = b.select(is_ready, _I64(0), _I64(message_copy.LOOKS))
+    fine = e.is_("==", e.look(bell, b.add(line, _I64(8 * READY)), number, looks), THERE)
     block = e.load(line, 8 * BLOCK)
     index = b.and_(block, _I64(BLOCKS - 1))
     index = b.add(b.mul(b.udiv(slot, _I64(SLOTS)), _I64(BLOCKS)), index)
@@ -585,6 +574,7 @@ def _emit_begin(module: ir.Module) -> None:
         e.is_("==", e.load(order), FOUND),  # another thread may have begun it
         b.icmp_signed("==", e.load(known), block),
         e.is_("!=", address, 0),
+        e.is_("<=", nbytes, message_copy.MOST),
         b.icmp_signed("<=", nbytes, e.load(order, Order.room.offset)),
     ):
         fine = b.and_(fine, each)
@@ -597,7 +587,7 @@ def _emit_begin(module: ir.Module) -> None:
         b.store(e.driver(port, "wait", on, event, _I64(0)), status)
     with b.if_then(e.is_("==", b.load(status), 0)):
         source = b.add(e.load(known, 8), e.load(line, 8 * OFFSET))
-        words = slot, _I64(READ), number, looks
+        words = slot, _I64(READ), number
         b.store(e.launch(port, address, source, nbytes, on, *words), status)
     with b.if_then(e.is_("!=", b.load(status), 0), likely=False):
         e.store(_I64(FOUND), order)
@@ -643,7 +633,7 @@ def _emit_arrive(module: ir.Module) -> None:
     names = Order.port, Order.on, Order.slot, Order.number
     port, on, slot, number = (e.load(order, n.offset) for n in names)
     nothing = 3 * [_I64(0)]
-    status = e.launch(port, *nothing, on, slot, _I64(READ), number, _I64(0))
+    status = e.launch(port, *nothing, on, slot, _I64(READ), number)
     with b.if_then(e.is_("==", status, 0)):
         e.store(_I64(BEGUN), order)
     e.leave(status)
@@ -687,12 +677,16 @@ def _emit_take(module: ir.Module) -> None:
 def _emit_parts(module: ir.Module) -> None:
     """Emit functions for Python of what the others call.
 
-    ``wait(bell, word, value, looks)`` returns THERE if a word has at least a
+    ``copy(port, target, source, nbytes, stream, slot, word, number)`` enqueues a copy,
+    which may have no bytes, and the store of a word after it, and returns the driver's
+    status. ``wait(bell, word, value, looks)`` returns THERE if a word has at least a
     value, RINGS if the bell rings, and NOTHING after so many looks. ``reclaim(port)``
     and ``silence(port)`` return nothing of use.
     """
-    parts = ("wait", 4, "look"), ("reclaim", 1, "reclaim_all"), ("silence", 1, "quiet")
-    for name, numbers, inner in parts:
+    for name, numbers, inner in (
+        *(("copy", 8, "launch_copy"), ("wait", 4, "look")),
+        *(("reclaim", 1, "reclaim_all"), ("silence", 1, "quiet")),
+    ):
         e = _Fast(module, name, numbers)
         e.leave(e.python(inner, _I64, *e.args))
 

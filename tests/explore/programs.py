@@ -77,17 +77,6 @@ def see(address: int, word: int) -> None:
 
 
 @device_function
-def see_late(ready: int, word: int) -> None:
-    """Wait for a message's copy, or if that is late, for what it has looked for."""
-    if cuda.threadIdx.x == 0:
-        read, late = ready + 8, ready + 16
-        while ld_acquire_sys_u64(read) != word and ld_acquire_sys_u64(late) != word:
-            poll_pause()
-        while ld_acquire_sys_u64(ready) != word:
-            poll_pause()
-
-
-@device_function
 def send(ctx: Any, dst: int, inputs: int, first: int, count: int) -> None:
     """Write words into a peer's buffer, and signal after each."""
     if cuda.threadIdx.x == 0:

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 
-from numba_symm.collectives.kernels import message_copy
 from numba_symm.gpu import compiled, streams
 from numba_symm.gpu.compiled import WHERE, WORD, Config
 from numba_symm.mpi import rooms
@@ -21,7 +20,6 @@ from numba_symm.mpi.rooms import (
     MATCHED,
     NO_SLOT,
     NONE,
-    NOWHERE,
     ONCE,
     POSTED,
     READ,
@@ -122,6 +120,8 @@ def test_a_receive_comes_from_stage_to_stage(memory):
     assert memory.words[LINE * 2 + MATCHED] == 9  # a synchronous send ends
     assert not memory.bell.value
     memory.store(BLOCK, number=0)
+    assert memory.receive() == FOUND  # its data is not there
+    memory.store(READY)
     assert memory.receive(BEGUN) == BEGUN
     assert memory.receive() == BEGUN
     memory.store(READ)
@@ -129,25 +129,6 @@ def test_a_receive_comes_from_stage_to_stage(memory):
     assert len(memory.driver.works) == 1
     assert memory.port.values[:3] == [OUT, ROOM, 8]
     assert not memory.left()
-
-
-@pytest.mark.parametrize("there", [False, True])
-def test_a_kernel_looks_for_data_that_is_not_there_yet(memory, there):
-    memory.publish()
-    if there:
-        memory.store(READY)
-    assert memory.receive() == BEGUN
-    assert memory.port.values[6] == (0 if there else message_copy.LOOKS)
-
-
-def test_a_host_waits_for_data_after_a_late_copy(memory):
-    memory.port.rest = 3
-    memory.publish()
-    for _ in range(2):
-        assert memory.receive() == FOUND
-    memory.store(READY)
-    assert memory.receive() == BEGUN
-    assert memory.port.values[6] == memory.port.rest == 0
 
 
 @pytest.mark.parametrize(
@@ -176,7 +157,9 @@ def test_the_bell_rings_on_for_other_messages(memory):
     assert not memory.bell.value
 
 
-@pytest.mark.parametrize(("word", "value"), [("address", 0), ("room", 4)])
+@pytest.mark.parametrize(
+    ("word", "value"), [("address", 0), ("room", 4), ("nbytes", 1 << 21)]
+)
 def test_copies_of_other_kinds_are_left_to_python(memory, word, value):
     memory.publish()
     assert memory.receive(FOUND) == FOUND
@@ -218,17 +201,17 @@ def test_a_sender_reuses_the_memory_of_messages_that_were_read(memory):
     envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
     parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
     given = address(parcel), STREAM, 3, 0
-    slots = [send(*given, 0) % SLOTS_OF_ALL for _ in range(2)]
+    slots = [send(*given, 0, 0) % SLOTS_OF_ALL for _ in range(2)]
     assert slots == [1, 0]
     assert [memory.words[LINE * slot + ONCE] for slot in slots] == [1, 0]
-    assert send(*given, 0) == NONE
+    assert send(*given, 0, 0) == NONE
     assert memory.unread.value == 16
     memory.store(READ, slot=0, number=2)
-    assert send(*given, 0) == NONE  # the copy to its room has not ended
+    assert send(*given, 0, 0) == NONE  # the copy to its room has not ended
     memory.store(READY, slot=0, number=2)
-    assert send(*given, 8) == NONE  # above the limit
+    assert send(*given, 8, 0) == NONE  # above the limit
     assert memory.unread.value == 8
-    assert send(*given, 16) == 3 * SLOTS_OF_ALL
+    assert send(*given, 16, 0) == 3 * SLOTS_OF_ALL
     assert memory.left() == 3
     for slot, number in ((0, 3), (1, 1)):
         for word in (READY, READ):
@@ -237,33 +220,27 @@ def test_a_sender_reuses_the_memory_of_messages_that_were_read(memory):
     counts = port.free, memory.stack.free, used.free, port.lent, memory.unread.value
     assert counts == (2, 1, 1, 0, 0)  # a room for one message is not used again
     memory.driver.failing = {"cuLaunchKernelEx"}
-    assert send(*given, 0) < 0
-    assert memory.left() == 1  # a message that is nowhere, which its receiver refuses
-    slot, number = port.unread[0], port.number
-    assert memory.words[LINE * slot + BLOCK] == NOWHERE
-    for read in (False, True):
-        if read:
-            memory.store(READ, slot, number)
-        rooms.compiled("reclaim")(memory.at)
-        counts = port.free, memory.stack.free, port.lent, memory.unread.value
-        assert counts == ((2, 1, 0, 0) if read else (1, 0, 1, 8))
+    assert send(*given, 0, 0) < 0
+    counts = port.free, memory.stack.free, port.lent, memory.unread.value
+    assert (*counts, memory.left()) == (2, 1, 0, 0, 0)
 
 
 def test_what_lacks_is_told_before_a_message_is_announced(memory):
+    """A message that is held is announced, and Python copies it to its room."""
     send, port, address = rooms.compiled("send"), memory.port, ctypes.addressof
     port.free, memory.stack.free = 1, 1
     port.rooms[:5] = ROOM, 7, 256, 0, address(memory.stack)
     envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
     parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
-    given = address(parcel), STREAM, 3, 1, 0
+    given = address(parcel), STREAM, 3, 1, 0, 1
     memory.rings[0].sent = rooms.ENTRIES
     assert send(*given) == FULL
     memory.rings[0].sent = 0
-    assert send(*given) == SLOTS_OF_ALL
+    assert send(*given) == parcel.sent == SLOTS_OF_ALL
     assert send(*given) == NONE
     assert (memory.left(), memory.unread.value, port.lent) == (1, 8, 1)
     assert memory.words[BLOCK : BLOCK + 2] == [7, 256]
-    assert len(memory.driver.works) == 1
+    assert not memory.driver.works
 
 
 def test_a_closed_stream_of_copies_is_not_settled_again(monkeypatch):

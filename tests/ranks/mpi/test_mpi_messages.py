@@ -8,16 +8,13 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
-from numba_symm.gpu import kernels
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island
-simulated = pytest.mark.skipif(not SIMULATED, reason="kernels of the simulator")
 
 
 def array(*values, dtype="i4"):
@@ -286,40 +283,6 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
     assert not sum(other.post.unread)
     assert rooms.stack(LEAST).free >= max(before, 3)
     comm.Barrier()
-
-
-@simulated
-@pytest.mark.parametrize("number", [2, 100], ids=["one block", "two blocks"])
-@pytest.mark.parametrize("name", ["Sendrecv", "Irecv"])
-def test_a_copy_whose_data_is_late_is_launched_again(comm, monkeypatch, name, number):
-    """The kernels of the next messages do not look for their data."""
-    looks, held = [], []
-
-    def simulate(launch):
-        grid, values = launch._config.grid[0], tuple(launch._values)
-        looks.append(values[6])
-        if len(looks) == 1:
-            held.append((grid, values))
-            return
-        kernels.simulate(message_copy.kernel(), grid, 1, values)
-        while held:
-            grid, values = held.pop()
-            kernels.simulate(message_copy.kernel(), grid, 1, values)
-
-    x, out = array(*range(number)), room(number)
-    comm.Sendrecv(x, comm.rank, 0, out, comm.rank)  # makes what later messages use
-    monkeypatch.setattr(message_copy.Simulated, "simulate", simulate)
-    monkeypatch.setattr(comm.post.words.port, "rest", 0)
-    for _ in range(2):
-        out.copy_to_device(-x.copy_to_host())
-        if name == "Irecv":
-            requests = [comm.Irecv(out, comm.rank), comm.Isend(x, comm.rank)]
-            MPI.Request.Waitall(requests)
-        else:
-            comm.Sendrecv(x, comm.rank, 0, out, comm.rank)
-        assert list(out.copy_to_host()) == list(range(number))
-    assert looks == [0, message_copy.LOOKS, *(3 * [0])]
-    assert comm.post.words.port.rest > 0
 
 
 def test_a_refused_tag_keeps_no_memory(comm):
