@@ -99,6 +99,8 @@ def of_one(island: Island, heap: Heap, settings: "Settings", undo: ExitStack) ->
         nbytes = channels(size, True).end
         memory, workspace = heap.allocate(nbytes, "workspace of requests")
         calls.requests = Requests(end, workspace.addresses, memory, whole)
+        if not SIMULATED:
+            calls.requests.provide()
     return calls
 
 

@@ -20,7 +20,7 @@ from numba_symm import process
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.collectives.kernels import transfer
-from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
+from numba_symm.collectives.protocols.binding import Endpoint, Enqueue, along_ring
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import request_width
 from numba_symm.environment import SIMULATED
@@ -38,6 +38,10 @@ _PAUSE = 20e-6  # seconds between two looks at requests of which none is done
 def multiprocessors(size: int) -> int:
     """Return how many multiprocessors the requests of a rank occupy at most."""
     return 2 * (size - 1) * request_width(size)
+
+
+_EVENTS = 16
+"""Events of a direction that are made beforehand."""
 
 
 class Done(Protocol):
@@ -202,6 +206,20 @@ class Requests:
             found = kernel_set.kernels(names, ["uint8"], ["sum"], self._end, what)
             kernel_set.load(found, end.rank, end.size, what)
 
+    def provide(self) -> None:
+        """Make the streams and events of all directions, and use them once.
+
+        The driver may wait for the device when it does this beside a pending request.
+        """
+        try:
+            for peer in along_ring(self._end.rank, tuple(range(self._end.size))):
+                for receiving in (False, True):
+                    self._lanes[peer, receiving] = lane = _Direction()
+                    lane.provide()
+        except BaseException:
+            self.close()
+            raise
+
     def bind(self, message: Message, receiving: bool) -> Enqueue:
         """Return the packed launch of a message."""
         return transfer.bind_request(self._end, self._main, message, receiving)
@@ -286,6 +304,11 @@ class _Direction:
         self._side = SideStream(0)
         self._idle: list[Event] = []  # events of requests that the program has dropped
         self._worker = _Worker() if SIMULATED else None
+
+    def provide(self) -> None:
+        """Make events, and use the stream."""
+        self._idle += [Event() for _ in range(_EVENTS)]
+        self._side.mark(-1)
 
     def start(
         self,
