@@ -113,7 +113,9 @@ def calls_on_own_arrays(code, epochs=0, lag=0, names=None):
     """
 
     def scenario(machine):
-        world = World(machine, code, blocks=some_blocks(machine, code))
+        blocks = some_blocks(machine, code)
+        fewer = machine.random.choice([blocks, (blocks + 1) // 2])
+        world = World(machine, code, blocks, fewer)
         region = world.layout.direct
         if epochs:
             world.plant_epochs(region, epochs, epochs - lag)

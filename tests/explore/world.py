@@ -43,7 +43,7 @@ def add(enqueue, stream):
 class World(Messages):
     """Ranks with workspaces, boards and pads; their launches; the expected results."""
 
-    def __init__(self, machine, code, blocks=None):
+    def __init__(self, machine, code, blocks=None, multiprocessors=None):
         self.machine, self.memory, self.random = machine, machine.memory, machine.random
         self.code, self.blocks = code, code.shape.blocks
         self.size = machine.ranks
@@ -78,7 +78,7 @@ class World(Messages):
                 guard=guard,
                 workspaces=tuple(self.workspaces),
                 max_blocks=blocks or 2 * self.blocks,
-                multiprocessors=blocks or 2 * self.blocks,
+                multiprocessors=multiprocessors or blocks or 2 * self.blocks,
                 place=lambda address, nbytes: None,
                 order=Order(machine, guard.rank, Copies(code, self.size)),
                 choices=None,

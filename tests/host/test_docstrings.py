@@ -98,5 +98,5 @@ def test_conditions_in_words():
         "scan": "floats",
         "all_reduce": "symmetric ``x`` and ``out``",
         "all_gather": "symmetric ``x`` or ``out``, at the same place",
-        "broadcast": "symmetric ``x``, 3 ranks or more",
+        "broadcast": "symmetric ``x``",
     }

@@ -334,7 +334,10 @@ def test_a_batch_of_all_inputs_is_loaded_before_any_is_stored(case, cc):
     loads, (kept, *stores) = code.find(r"LDG\.E\.128"), code.find(r"STG\.E\.128")
     assert kept < loads[0]  # the addresses
     batch = {2: 3, 4: 1, 8: 1}[case[1]]
-    assert len(loads) == len(stores) == batch * case[1]
+    assert len(stores) == batch * case[1]
+    addresses, loads = loads[: -len(stores)], loads[-len(stores) :]
+    assert len(addresses) in (0, case[1] - 1)  # those of many ranks are loaded again
+    assert len(loads) == len(stores)
     assert not branches(code.between(loads[0], loads[-1]))
     assert loads[-1] < stores[0]
 
