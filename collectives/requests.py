@@ -257,8 +257,7 @@ class Requests:
         """
         with self._settling:
             if made.lane.idle():  # asking takes time; others may keep arrays, too
-                for lane in self._lanes.values():
-                    lane.idle()
+                self.settle()
             if not (self._busy or SIMULATED):
                 self._unfreed.enter_context(cuda.defer_cleanup())
             self._busy = True
@@ -274,7 +273,8 @@ class Requests:
         if not self._busy:
             return
         with self._settling:  # any thread may ask for the state of its request
-            if all(lane.idle() for lane in self._lanes.values()):
+            # A list: each forgets what has ended, also behind one that is busy.
+            if all([lane.idle() for lane in self._lanes.values()]):
                 self._busy = False
                 self._unfreed.close()
 
