@@ -693,6 +693,9 @@ def test_a_tensor_is_read_at_once():
 
 
 def test_reading_a_tensor_keeps_no_reference():
+    def pick(tensor, what):
+        return what
+
     x, dtype = torch.ones(2, 300), np.dtype("float32")
     read = exchange.reader(torch.Tensor, [(dtype, x)], print, exchange.CPU)
     kept = read(x, "")
@@ -704,6 +707,12 @@ def test_reading_a_tensor_keeps_no_reference():
     for _ in range(1000):
         read(x, "")
     assert np.abs(np.subtract(counts(), before)).max() < 100  # others may use them
+    read = exchange.reader(torch.Tensor, [(dtype, x)], pick, exchange.CPU)
+    for other in (x.t(), torch.ones(2, 300, requires_grad=True)):
+        blocks = sys.getallocatedblocks()
+        for _ in range(1000):
+            assert read(other, other) is other
+        assert sys.getallocatedblocks() - blocks < 500  # also none of the lengths
 
 
 def test_the_example_learns_under_torchrun():

@@ -106,6 +106,8 @@ class _Reader(Emitter):
         types, c, requires_grad, is_neg = map(self.object, kept)
         b = self.b
         self.found = b.ptrtoint(b.alloca(I64, ctypes.sizeof(_Tensor) // 8), I64)
+        self.lengths = b.alloca(ANY)  # the tuple, as soon as there is one
+        b.store(ANY(None), self.lengths)
         call = ir.FunctionType(I32, [ANY, I64]).as_pointer()
         status = b.call(b.inttoptr(I64(fill), call), [b.load(args), self.found])
         self.go_on_if(b.icmp_signed("==", status, I32(0)))
@@ -114,15 +116,17 @@ class _Reader(Emitter):
         dtype = self.python("PyDict_GetItemWithError", ANY, types, number)
         self.drop(number)
         self.go_on_if(self.exists(dtype))
+        self.shape()  # the lengths are valid until torch has control again
         self.go_on_unless("PyObject_GetAttr", b.load(args), requires_grad)
         alone = args, I64(1), ANY(None)
         self.go_on_unless("PyObject_VectorcallMethod", is_neg, *alone)
-        shape = self.shape()
+        shape = b.load(self.lengths)
         address = b.add(self.field("data"), self.field("offset"))
         number = self.new("PyLong_FromLong", address)
         kept_on = map(self.keep, (dtype, c, self.object(False)))
         b.ret(self.tuple_of(number, shape, *kept_on))
         b.position_at_end(self.other)
+        self.drop(b.load(self.lengths))
         self.python("PyErr_Clear", ir.VoidType())
         b.ret(
             self.python("PyObject_Vectorcall", ANY, otherwise, args, count, ANY(None))
@@ -175,10 +179,11 @@ class _Reader(Emitter):
         self.drop(answer)
         self.go_on_if(self.b.icmp_unsigned("==", answer, self.object(False)))
 
-    def shape(self) -> Any:
-        """Return the tuple of lengths of a contiguous tensor."""
+    def shape(self) -> None:
+        """Make the tuple of lengths, and go on if the tensor is contiguous."""
         b, axes = self.b, self.b.sext(self.field("axes", I32), I64)
         made = self.new("PyTuple_New", axes)
+        b.store(made, self.lengths)
         left, filled, expected = (b.alloca(I64) for _ in range(3))
         b.store(axes, left)
         b.store(I64(1), filled)
@@ -204,7 +209,4 @@ class _Reader(Emitter):
         dense = b.or_(
             self.is_("!=", b.load(filled), 0), self.is_("==", b.load(expected), 0)
         )
-        with b.if_then(b.not_(dense), likely=False):
-            self.drop(made)
         self.go_on_if(dense)
-        return made
