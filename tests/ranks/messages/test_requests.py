@@ -103,6 +103,24 @@ def test_arrays_are_released_and_freed_later(comm, world):
 
 
 @needs_peers
+def test_a_start_lets_memory_be_freed_if_all_have_ended(comm, world, monkeypatch):
+    """Though the program only lets streams wait, and asks for no message's end."""
+    right, left = right_and_left(comm)
+    x, out, closed = filled(5, comm.rank), filled(5, -1), []
+    for request in (comm.irecv(out, src=left), comm.isend(x, dst=right)):
+        request.wait()
+        request._done.synchronize()
+    unfreed = comm._calls.requests._unfreed
+    monkeypatch.setattr(unfreed, "close", lambda: closed.append(unfreed.pop_all()))
+    last = comm.irecv(out, src=left)
+    assert len(closed) == 1
+    closed.pop().close()
+    comm.isend(x, dst=right).synchronize()
+    last.synchronize()
+    world.barrier()
+
+
+@needs_peers
 def test_arrays_of_an_interrupted_request_are_kept(world, monkeypatch):
     """Its kernel may still read them."""
     place = (requests._Worker, "launch") if SIMULATED else (PackedCall, "resume")
