@@ -622,6 +622,17 @@ START, WAIT, BOTH = "start", "wait", "both"
 _exchange_for = functools.cache(exchange_for)
 
 
+def _type_of(counts: Any) -> Any:
+    """Return the type of all counts, or None if they have several.
+
+    NumPy would find a common one for a tuple, which a kernel on a GPU does not.
+    """
+    if hasattr(counts, "dtype"):
+        return counts.dtype
+    found = {np.asarray(each).dtype for each in counts}
+    return found.pop() if len(found) == 1 else None
+
+
 def collective(
     name: str,
     part: str,
@@ -654,12 +665,9 @@ def collective(
     if varied != (received is not None):
         raise ArgumentError(f"{kind.name}: {BOTH_COUNTS}")
     for counts in (sent, received) if varied else ():
-        of = counts if hasattr(counts, "dtype") else np.asarray(counts)
-        if (
-            np.ndim(counts) != 1
-            or len(counts) != ws.team.size
-            or of.dtype.kind not in "iu"
-        ):
+        few = np.ndim(counts) != 1 or len(counts) != ws.team.size
+        of = None if few else _type_of(counts)
+        if of is None or of.kind not in "iu":
             raise ArgumentError(
                 f"{kind.name}: expected a count for each of {ws.team.size} ranks, all "
                 f"of one type of integers, got {counts!r}"

@@ -613,9 +613,15 @@ def gather_by_counts_of_two_types(ws, op, x, floats):
     symm.all_gather(ws, x, x, counts=(op, floats[0]))
 
 
+@cuda.jit
+def gather_by_counts_of_two_widths(ws, op, x, floats):
+    symm.all_gather(ws, x, x, counts=(np.int32(op), op))
+
+
 WRONG = [
     *(reduce_words, reduce_bits_of_floats, gather_into_another_type),
-    *(reduce_with_gaps, reduce_by_a_number, gather_by_counts_of_two_types),
+    *(reduce_with_gaps, reduce_by_a_number),
+    *(gather_by_counts_of_two_types, gather_by_counts_of_two_widths),
 ]
 
 
@@ -628,6 +634,7 @@ REFUSED = [  # the first one with another context
         "expected contiguous arrays of at least one dimension, got a strided",
     ),
     (ns.ArgumentError, "all_reduce: expected an operator, got op=7"),
+    (ns.ArgumentError, "a count for each of . ranks, all of one type of integers, got"),
     (ns.ArgumentError, "a count for each of . ranks, all of one type of integers, got"),
 ]
 
