@@ -117,10 +117,13 @@ class ExploredCalls(Calls):
         make: Any = functools.partial(StandIn, "numba_symm.Communicator")
         self.enqueuer = _Enqueuer(self)
         # One thread makes all calls. None is remembered, staged, or compared.
-        slow = lambda: entry.SLOW  # noqa: E731
         self.thread = make(
-            **{"alone": nullcontext, "claim": slow, "open": slow},
-            **{"begin": _nothing, "finish": _nothing, "close": _nothing},
+            alone=nullcontext,
+            claim=lambda: entry.SLOW,
+            open=lambda: entry.SLOW,
+            begin=_nothing,
+            finish=_nothing,
+            close=_nothing,
         )
         self.staging = make(apart=nullcontext)
         self.memory = make(get=self._made, put=_nothing, young={})
