@@ -271,7 +271,8 @@ def make_direct(
             at = block * THREADS + cuda.threadIdx.x, grid * THREADS, vectors
             move(sent, inputs, outputs, places, at, count, low, high)
         part(guard, operation, ring, own, block, found, failed)
-        # No block waits for a rank now, so the last launch may have any size.
+        # The last launch may begin when one block of each thread block is here. Others
+        # may still wait, but for thread blocks that are running on all ranks.
         intrinsics.griddepcontrol_launch_dependents()
 
     return direct

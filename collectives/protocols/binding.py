@@ -254,8 +254,9 @@ def launch(
         end: this rank's end.
         grid: the number of blocks.
         arguments: the kernel's own arguments.
-        follows: whether it is launched by the end of a grid of the same call, whose
-            blocks wait for no rank any more. Then it may be early and take all.
+        follows: whether it is launched by blocks of a grid of the same call, of which
+            all thread blocks are running on all ranks. Then it may be early and take
+            all.
         waits: whether it waits for other ranks.
         long: whether it gains more from all multiprocessors than from an early start.
     """

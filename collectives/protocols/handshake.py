@@ -23,8 +23,9 @@ arrays. So ranks whose calls differ fail together, before any array is written. 
 others have given up, a late block writes nothing either, nor does one that waited for
 it. For this purpose, a block that has failed marks all ranks as failed. Each block
 loads its rank's mark after it has sent its packets, and reads the board after a long
-wait. A failure while the last packets are in transit is found too late. After a
-failure, the last launch does nothing, either.
+wait. A failure while the last packets are in transit is found too late, and so is the
+end of a process that had sent its packets, which marks nobody. After a failure, the
+last launch does nothing, either.
 
 A mailbox is used again in the next call. A block begins that call only after all others
 have read the mailbox: they have parted, or are in the last launch's wait for each other
