@@ -1,15 +1,27 @@
-"""A copy of a message between memory of two ranks, whose end a word of the host tells.
+"""Copies of messages between memory of two ranks, whose ends words of the host tell.
 
-The kernel waits for no rank. A sender's host launches it to copy a message into memory
-that its peers map. When the receiver's host sees the word, it launches a copy from
-there, after whose word the sender uses that memory again. So a kernel must see what its
-host has seen, as it sees what its stream did before.
+A sender's host launches the kernel to copy a message into memory that its peers map.
+The receiver's host launches a copy from there, after whose word the sender uses that
+memory again. So a kernel must see what its host has seen, as it sees what its stream
+did before.
 
-Memory order. All threads of a block meet after their loads and stores. Then thread 0
-adds to the count with release, or if it is the only block, its fence orders them before
-the word. The thread that counts the last block has read what all others released.
+One launch may have both: a copy that sends, and blocks behind it that receive another
+message, for which a peer's kernel does the same. These blocks look for the peer's word
+a few times. Block 0 looks, and tells the others through the count: a GPU makes such
+loads of the host's memory one after another. A block that is not told in time copies
+nothing. If there is one, the last block stores another word, after which the host waits
+itself, and launches the copy alone. So no kernel waits for a rank that is late, and a
+copy that sends waits for nothing.
+
+Memory order. Thread 0 loads the sender's word with acquire, or what block 0 has
+released after that, and then all threads of a block meet. They meet again after their
+loads and stores. Then thread 0 adds to the count with release, or if it is the only
+block, its fence orders them before the word. The thread that counts the last block has
+read what all others released. A message to oneself has a count for each of its copies,
+because both may run at once.
 """
 
+import ctypes
 import functools
 from typing import Any
 
@@ -21,12 +33,19 @@ from numba_symm.gpu.compiled import Config
 from numba_symm.gpu.kernels import Kernel, simulate
 
 THREADS = 8 if SIMULATED else 512
-MOST_BLOCKS = 2 if SIMULATED else 32
-MOST = 512 if SIMULATED else 1 << 20
-"""Bytes that the kernel copies at most. Copy engines copy more in the same time."""
+MOST_BLOCKS = 2 if SIMULATED else 64
+LOOKS = 16
+"""For the sender's word; on PCI Express, in some 20 microseconds."""
+
+_TIMES = 4  # as often do other blocks look for block 0
+
+ARGUMENTS = 16
+"""Of a copy that sends, and as many of one that receives."""
 
 VECTOR = 16
 """Bytes that a thread copies at a time, where addresses permit it."""
+
+_LATE, _FOUND = 1 << 16, 1 << 32  # what blocks add to the count, besides 1
 
 
 def make_message_copy() -> Any:
@@ -42,9 +61,41 @@ def make_message_copy() -> Any:
         count_at: int,
         word_at: int,
         word: int,
+        other_target: int,
+        other_source: int,
+        other_nbytes: int,
+        other_width: int,
+        other_grid: int,
+        other_count_at: int,
+        other_word_at: int,
+        other_word: int,
     ) -> None:
-        thread = intrinsics.thread_index_x()
-        first, step = intrinsics.block_index() * THREADS + thread, grid * THREADS
+        thread, block = intrinsics.thread_index_x(), intrinsics.block_index()
+        late = 0
+        if block >= grid:
+            block -= grid
+            target, source, nbytes = other_target, other_source, other_nbytes
+            width, grid, count_at = other_width, other_grid, other_count_at
+            word_at, word, looks = other_word_at, other_word, LOOKS
+            if thread == 0 and block == 0:
+                # The sender's word is before this copy's.
+                # explore: await
+                while looks > 0 and intrinsics.ld_acquire_sys_u64(word_at - 8) < word:
+                    looks -= 1
+                told = _FOUND if looks > 0 else _LATE
+                if grid > 1:
+                    intrinsics.atom_add_release_sys_u64(count_at, told)  # explore: tell
+            elif thread == 0:
+                told, looks = 0, looks * _TIMES
+                while looks > 0 and told < _LATE:
+                    told = intrinsics.ld_acquire_sys_u64(count_at)  # explore: listen
+                    looks -= 1
+                looks = told // _FOUND
+            # After thread 0's loads, and before all other ones.
+            # explore: meet
+            if intrinsics.syncthreads_or(thread == 0 and looks == 0):
+                late, nbytes = 1, 0
+        first, step = block * THREADS + thread, grid * THREADS
         i, count = first, 0
         if width == VECTOR:
             count = nbytes // VECTOR
@@ -77,13 +128,15 @@ def make_message_copy() -> Any:
         if thread != 0:
             return
         if grid > 1:
+            mine = 1 + late * _LATE  # explore: late
             # explore: count
-            others = intrinsics.atom_add_release_sys_u64(count_at, 1)
-            if others != grid - 1:
+            blocks = mine + intrinsics.atom_add_release_sys_u64(count_at, mine)
+            if blocks % _LATE != grid:
                 return
+            late = min(1, blocks % _FOUND // _LATE)
             intrinsics.st_relaxed_sys_u64(count_at, 0)  # for the next copy
         intrinsics.fence_acq_rel_sys()  # explore: fence
-        intrinsics.st_relaxed_sys_u64(word_at, word)
+        intrinsics.st_relaxed_sys_u64(word_at + 8 * late, word)
 
     return message_copy
 
@@ -91,7 +144,10 @@ def make_message_copy() -> Any:
 @functools.cache
 def kernel() -> Kernel:
     """Return the kernel, compiled when first bound."""
-    return Kernel(make_message_copy, (), (types.int64,) * 8, THREADS)
+    return Kernel(make_message_copy, (), (types.int64,) * ARGUMENTS, THREADS)
+
+
+_MOST = 512
 
 
 class Simulated:
@@ -106,5 +162,23 @@ class Simulated:
         self._values, self._config = values, Config.from_address(config)
 
     def simulate(self) -> None:
-        """Run the kernel."""
-        simulate(kernel(), self._config.grid[0], 1, tuple(self._values))
+        """Run the kernel, which copies no more bytes than take a short time."""
+        values, blocks = list(self._values), self._config.grid[0]
+        if values[2] > _MOST:
+            ctypes.memmove(*values[:3])
+            values[2] = 0
+        target, source, nbytes = values[8:11]
+        if blocks == values[4] or nbytes <= _MOST:
+            simulate(kernel(), blocks, 1, tuple(values))
+            return
+        simulate(kernel(), values[4], 1, tuple(values))
+        words = _Words.from_address(values[14] - 8)
+        found = _Words(words[0])  # the kernel stores the others here
+        values[4], values[10], values[14] = 0, 0, ctypes.addressof(found) + 8
+        simulate(kernel(), values[12], 1, tuple(values))
+        if found[1]:
+            ctypes.memmove(target, source, nbytes)
+        words[1 if found[1] else 2] = values[15]
+
+
+_Words = ctypes.c_int64 * 3  # the sender's, the receiver's, and that it is late

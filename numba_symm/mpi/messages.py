@@ -240,7 +240,8 @@ class Post:
         """Wait for this rank's copies."""
         self.copies.settle()
         for slot, number in self.words.lent(self.unread):
-            waited(partial(self.words.holds, slot, READY, number), self._check)
+            if not self.words.is_nowhere(slot):
+                waited(partial(self.words.holds, slot, READY, number), self._check)
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""

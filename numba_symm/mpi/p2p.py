@@ -21,25 +21,26 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import CollectiveTimeout, DriverError, SymmError
+from numba_symm.errors import CollectiveTimeout, SymmError
 from numba_symm.gpu import streams
-from numba_symm.gpu.arrays import KINDS, Memory
-from numba_symm.launch.waiting import begin
+from numba_symm.gpu.arrays import KINDS
 from numba_symm.mpi import buffers, progress
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.calls import PAUSE, StartedCall, describe, waited
-from numba_symm.mpi.datatypes import like, translated
+from numba_symm.mpi.datatypes import dense, like, translated
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import Incoming, Message, receiving
 from numba_symm.mpi.requests import Own, Prequest, Started
 from numba_symm.mpi.rooms import (
+    BEGUN,
     FULL,
     LINE,
     MATCHED,
+    NO_ORDER,
     NO_SLOT,
     NONE,
+    POSTED,
     READY,
     SLOTS_OF_ALL,
     Parcel,
@@ -79,6 +80,8 @@ class Outgoing(NamedTuple):
     def of(cls, post: Post, found: buffers.Items, dest: int) -> "Outgoing":
         """Return the message, or refuse its destination."""
         post.check_message("Send", dest, 0)
+        if not found.nbytes:  # an empty array's address may be 0, which has no places
+            found = found._replace(layout=dense(_BYTE), number=0)
         nbytes, apart = found.nbytes, post.islands[dest] != post.islands[post.rank]
         address, size, parcel, at = found.address, size_of(nbytes), None, 0
         if not apart:
@@ -89,7 +92,7 @@ class Outgoing(NamedTuple):
                 post.words.port_at, stack, address, nbytes, *envelope, unread
             )
             at = ctypes.addressof(parcel)
-        plain = not apart and found.layout.runs is None and nbytes <= message_copy.MOST
+        plain = not apart and found.layout.runs is None
         items = found._replace(array=None)
         return cls(items, dest, nbytes, address, size, apart, plain, parcel, at)
 
@@ -123,7 +126,14 @@ def send(
     limit = post.limit if limited else 0
     if outgoing.plain:
         with post._lock:
-            found = post._send(outgoing.parcel_at, stream, tag, matched, limit, False)
+            first = next(iter(post.posted), None)
+            order = NO_ORDER if first is None else first._order
+            parcel = outgoing.parcel_at
+            found = post._send(order, parcel, stream, tag, matched, limit)
+            if first is not None and order[0] != POSTED:
+                post.posted.pop(first, None)
+                if order[0] == BEGUN or not first._active:
+                    first.receive_alone()  # also if its request is dropped
         if 0 <= found < FULL:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
             return made
@@ -176,31 +186,20 @@ class Sending(Own):
         self._by_mpi(stream)
 
     def _copied(self, stream: int) -> bool:
-        """Send the envelope, and copy to a room; return False if there is no slot."""
-        post, parcel, found = self.post, self.outgoing.parcel, FULL
-        sent, given = parcel.sent, (stream, self.tag, self._matched, 0, True)
-        ended: list[int] = []
-        try:
-            while found == FULL:
-                found = post._send(self.outgoing.parcel_at, *given)
-                if found == FULL:
-                    self._pause()
-            if found == NONE:
-                return False
+        """Send the message through a room; return False if there is no slot."""
+        post, outgoing, array = self.post, self.outgoing, self._array
+        if outgoing.items.layout.runs is not None:
+            packed = buffers.packed(outgoing.items._replace(array=array), stream)
+            array, outgoing.parcel.source = packed.array, packed.address
+        given = NO_ORDER, outgoing.parcel_at, stream, self.tag, self._matched, 0
+        while (found := post._send(*given)) == FULL:
+            self._pause()
+        if found < 0:
+            raise failure_of(-1 - found)
+        if found != NONE:
             self.number, self.slot = divmod(found, SLOTS_OF_ALL)
-            self._fill(stream, ended)
-        except BaseException as error:
-            if parcel.sent != sent:  # an interrupt may have come after that
-                self.number, self.slot = divmod(parcel.sent, SLOTS_OF_ALL)
-                if isinstance(error, Exception):
-                    with suppress(DriverError):  # after which nothing writes
-                        if not SIMULATED:
-                            streams.synchronize(stream)  # a copy may write the room
-                    post.words.end(self.slot, self.number)
-                elif not ended:  # no word tells yet that the room is full
-                    self._fill(stream, ended)
-            raise
-        return True
+            self._array = array
+        return found != NONE
 
     def _pause(self) -> None:
         """Wait for a receiver that has looked at none of very many envelopes."""
@@ -224,26 +223,6 @@ class Sending(Own):
                 rest = self.tag, outgoing.nbytes, NO_SLOT, self.number, False
                 while not words.publish(*fields, *rest):
                     self._pause()
-
-    def _fill(self, stream: int, ended: list[int]) -> None:
-        """Enqueue the copy of the items to a room, and its word, whose status is added.
-
-        An interrupt right after the word has not lost it: a second copy could come to
-        the room after the receiver has read it, and another message has it.
-        """
-        outgoing, words = self.outgoing, self.post.words
-        items, nbytes, target = outgoing.items, outgoing.nbytes, words.room(self.slot)
-        if items.layout.runs is not None:
-            packed = Memory(target, nbytes, self).array(nbytes, _BYTE)
-            buffers.pack(items, packed)(stream)
-            nbytes = 0
-        elif nbytes > message_copy.MOST:
-            streams.copy(target, outgoing.address, nbytes, stream)
-            nbytes = 0
-        given = target, outgoing.address, nbytes, stream, self.slot, READY, self.number
-        begin(ended, words.copy, words.port_at, *given)
-        if ended[0]:
-            raise failure_of(ended[0])
 
     def _is_matched(self) -> bool:
         """Return whether a receive has matched the message."""
@@ -386,7 +365,7 @@ class Messages:
             self.host.Recv(None if source == NOBODY else buf, source, tag, status)
         else:
             given = self.post, into, array, source, tag, True, None, stream
-            _complete(receiving(*given), status)
+            _complete(status, receiving(*given))
 
     @translated
     def Irecv(
@@ -416,7 +395,7 @@ class Messages:
     ) -> None:
         """Send a message and receive one."""
         given = sendbuf, dest, sendtag, recvbuf, source, recvtag
-        _complete(self._exchanged(*given, waits=True), status)
+        _complete(status, *self._exchanged(*given, waits=True))
 
     @translated
     def Isendrecv(
@@ -430,7 +409,7 @@ class Messages:
     ) -> Any:
         """Send a message and receive one; return a request."""
         given = sendbuf, dest, sendtag, recvbuf, source, recvtag
-        return self._exchanged(*given)
+        return Together(*self._exchanged(*given))
 
     def _exchanged(
         self,
@@ -441,8 +420,11 @@ class Messages:
         source: int,
         recvtag: int,
         waits: bool = False,
-    ) -> "Together":
-        """Start to send a message, and to receive one as ``receiving`` does."""
+    ) -> tuple[Any, Any]:
+        """Start to receive a message as ``receiving`` does, and to send one.
+
+        It returns the requests, of either kind.
+        """
         into, array, on = self._items(recvbuf, source, Incoming)
         sent, of_sent, stream = self._items(sendbuf, dest, Outgoing)
         if into is None or sent is None:
@@ -450,7 +432,7 @@ class Messages:
                 on_device(sendbuf, recvbuf)  # refuses one of each kind
             receives = self.Irecv(recvbuf, source, recvtag)
             try:
-                return Together(receives, self.Isend(sendbuf, dest, sendtag))
+                return receives, self.Isend(sendbuf, dest, sendtag)
             except BaseException:
                 if isinstance(receives, StartedCall):
                     receives._withdraw()
@@ -459,16 +441,15 @@ class Messages:
                     receives.Wait()
                 raise
         self.post.check_receive(source, recvtag)  # before the send is announced
-        sends = send(self.post, sent, of_sent, sendtag, stream=stream)
+        given = self.post, into, array, source, recvtag, waits, None, on
+        receives = receiving(*given) if waits else None  # so that one launch does both
+        sends = None
         try:
-            given = self.post, into, array, source, recvtag, waits, None, on
-            receives = receiving(*given)
+            sends = send(self.post, sent, of_sent, sendtag, stream=stream)
+            return receives or receiving(*given), sends
         except BaseException:
-            sends._withdraw()
+            _withdraw(receives, sends)
             raise
-        both = object.__new__(Together)  # Together(...) takes longer
-        both._receives, both._sends = receives, sends
-        return both
 
     @translated
     def Sendrecv_replace(
@@ -483,7 +464,7 @@ class Messages:
         """Send an array's message, and receive another one into the array."""
         if on_device(buf):
             given = buf, dest, sendtag, buf, source, recvtag
-            _complete(self._exchanged(*given), status)
+            _complete(status, *self._exchanged(*given))
         else:
             self.host.Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
 
@@ -500,7 +481,7 @@ class Messages:
         if not on_device(buf):
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
         given = buf, dest, sendtag, buf, source, recvtag
-        return self._exchanged(*given)
+        return Together(*self._exchanged(*given))
 
     # Persistent ones.
 
@@ -596,7 +577,7 @@ def _sends(kind: str, *how: bool) -> None:
     name = f"{kind}send"
 
     def blocking(self: Messages, buf: Any, dest: int, tag: int) -> None:
-        _complete(self._sent(name.capitalize(), buf, dest, tag, *how))
+        _complete(None, self._sent(name.capitalize(), buf, dest, tag, *how))
 
     def nonblocking(self: Messages, buf: Any, dest: int, tag: int) -> Any:
         return self._sent(f"I{name}", buf, dest, tag, *how)
@@ -613,15 +594,27 @@ for _kind, *_how in (("",), ("r",), ("s", True), ("b", False, False)):
     _sends(_kind, *_how)
 
 
-def _complete(request: Any, status: MPI.Status | None = None) -> None:
-    """Wait for a request that the program does not get, so it cannot wait again."""
-    if request is None:  # mpi4py has waited
-        return
+def _complete(status: MPI.Status | None, *requests: Any) -> None:
+    """Wait for requests that the program does not get, so it cannot wait again.
+
+    The status is that of the first one. None is a call that mpi4py has made.
+    """
     try:
-        request._finish(status)
+        for request in requests:
+            if isinstance(request, StartedCall):
+                request._finish(status)
+            elif request is not None:
+                request.Wait(status)
+            status = None
     except BaseException:
-        request._withdraw()
+        _withdraw(*requests)
         raise
+
+
+def _withdraw(*requests: Any) -> None:
+    for each in requests:
+        if isinstance(each, StartedCall):
+            each._withdraw()
 
 
 class Together(Own):
@@ -637,9 +630,7 @@ class Together(Own):
             self._receives._await_start()
 
     def _withdraw(self) -> None:
-        for each in (self._receives, self._sends):
-            if isinstance(each, StartedCall):
-                each._withdraw()
+        _withdraw(self._receives, self._sends)
 
     def _finish(self, status: MPI.Status | None) -> None:
         for each, found in ((self._receives, status), (self._sends, None)):

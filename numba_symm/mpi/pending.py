@@ -8,7 +8,6 @@ import numpy as np
 from mpi4py import MPI
 
 from numba_symm.collectives.invocation import check_writable
-from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.gpu import arrays, streams
@@ -28,7 +27,7 @@ from numba_symm.mpi.rooms import (
     CANCELLED,
     ENDED,
     FOUND,
-    LINE,
+    LATE,
     NO_SLOT,
     POSTED,
     READ,
@@ -246,13 +245,15 @@ class Receiving(Own):
                 if order[0] == FOUND:
                     self._begin(found)
                 if order[0] == BEGUN:
-                    at = LINE * found.slot + READ
+                    slot, number = found.slot, found.number
                     if (
-                        post.words.values[at] >= found.number
+                        post.words.holds(slot, READ, number)
                         if self._done is None
                         else self._done.query()
                     ):
                         order[0] = ENDED
+                    elif self._done is None and post.words.holds(slot, LATE, number):
+                        order[0] = FOUND
             except Exception as error:  # for its own request, whoever calls this
                 self._error, order[0] = error, ENDED
                 if found is not None and found.slot != NO_SLOT:
@@ -265,7 +266,9 @@ class Receiving(Own):
         """Start the copy, if the data is there. The caller has the lock."""
         post, into, nbytes, slot = self._post, self._into, found.nbytes, found.slot
         words = post.words
-        if slot != NO_SLOT and words.values[LINE * slot + READY] < found.number:
+        if slot != NO_SLOT and not words.holds(slot, READY, found.number):
+            if words.is_nowhere(slot):
+                raise _not_sent(found)
             return
         if slot == NO_SLOT:
             data, requests = post.data_of(found) or (None, [])
@@ -280,15 +283,12 @@ class Receiving(Own):
             place = view(self._staged, "Recv").address
             streams.copy_from_host(place, data.ctypes.data, nbytes, self._on)
         else:
-            opened = words.opened(slot)
-            if opened is None:
-                raise _not_sent(found)
-            if into.dense and nbytes <= message_copy.MOST:
+            self._block, place = words.opened(slot)
+            if into.dense:
                 status = post.receive(self._order, BEGUN, 1, 0)
                 if status < 0 and status != REFUSED:
                     raise failure_of(-1 - status)
                 return
-            self._block, place = opened
         stream = self._on
         if self._after is not None:
             self._after.wait(stream)

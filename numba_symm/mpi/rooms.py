@@ -21,9 +21,8 @@ and one reader. No signal's handler runs within a function, so none loses an env
 
 ``send`` and ``receive`` do all of a plain message: they match, launch the kernel of
 ``message_copy.py``, wait for its word, and reuse memory. Python would need longer for
-each step than the GPU. What is not plain, Python does in steps, with ``copy`` and
-``arrive``: strided items, more bytes than the kernel copies, other islands, a message
-above the limit, and a receive that is not the first to match.
+each step than the GPU. What is not plain, Python does in steps: strided items, other
+islands, a message above the limit, and a receive that is not the first to match.
 """
 
 import ctypes
@@ -83,7 +82,7 @@ ROOMS = 1 << 14
 LINE = 8
 """Words of a slot: a cache line."""
 
-READY, READ, MATCHED, BLOCK, OFFSET, ONCE = range(6)
+READY, READ, LATE, MATCHED, BLOCK, OFFSET, ONCE = range(7)
 """The words of a slot; see ``words.py``."""
 
 Ring = struct(
@@ -110,7 +109,7 @@ Port = struct(
     config=WORD,  # addresses of what a launch reads
     kernel=WORD,
     parameters=WORD,
-    values=WORD * 8,  # the kernel's arguments
+    values=WORD * message_copy.ARGUMENTS,
     busy=WORD,  # whether a thread launches
     host=WORD,  # addresses of the words for this process, and for GPUs
     words=WORD,
@@ -123,6 +122,7 @@ Port = struct(
     never=WORD,  # 0
     opened=WORD,  # address of the numbers and addresses of the peers' blocks
     number=WORD,  # of this process' last message
+    rest=WORD,  # sends that wait for no message, because none came in time
     free=WORD,  # how many slots are free
     slots=WORD * SLOTS,  # these slots
     rooms=WORD * (5 * ROOMS),  # of each: address, what the slot has, and its stack
@@ -144,7 +144,6 @@ Parcel = struct(
     context=WORD,  # the envelope's first fields
     place=WORD,
     unread=WORD,  # address of the number of bytes that the receiver has not read
-    sent=WORD,  # what ``send`` has returned last, if it has sent the message
 )
 """A message that ``send`` sends, each time with another tag."""
 
@@ -172,6 +171,9 @@ Order = struct(
 POSTED, FOUND, BEGUN, ENDED, CANCELLED = range(5)
 """Stages of a receive: a message is awaited, has matched, is copied, was copied."""
 
+NO_ORDER = bytearray(bytes(Order(stage=CANCELLED)))
+"""Instead of a receive."""
+
 ANY = 1 << 62
 """The tag of a receive for each tag."""
 
@@ -180,6 +182,12 @@ Stack = struct("Stack", free=WORD, rooms=WORD * ROOMS)
 
 NOTHING, THERE, RINGS = range(3)
 """What ``wait`` has found."""
+
+NOWHERE = -1
+"""The block of a message that its sender could not copy."""
+
+LOOKS = 2000
+"""Looks for a message that a send makes, in some 3 microseconds."""
 
 SLOTS_OF_ALL = 1 << 24
 """More than there are slots of all ranks of an island."""
@@ -216,7 +224,11 @@ class _Stepper(Emitter):
         b.atomic_rmw("or", self.at(bell, 0), _I64(1), "release")
 
     def launch(self, *args: Any) -> Any:
-        """Launch a copy, whose arguments are those of ``copy``; return the status."""
+        """Launch one copy or two, which ``_emit_launch`` describes; return the status.
+
+        Each is given by target, source, bytes, slot, word and number.
+        """
+        args = *args, *(12 - len(args[2:])) * [_I64(0)]
         return self.python("launch_copy", _I64, *args)
 
     def look(self, *args: Any) -> Any:
@@ -285,10 +297,12 @@ class _Fast(Builtin, _Stepper):
 
 
 def _emit_launch(module: ir.Module) -> None:
-    """Emit the launch of a copy, for the functions here."""
-    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 8)
-    b = e.b
-    port, target, source, nbytes, stream, slot, word, number = e.function.args
+    """Emit the launch of a copy, for the functions here, and of a second one behind it.
+
+    There is no second one if its number is 0.
+    """
+    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 14)
+    b, (port, stream, *args) = e.b, e.function.args
     names = "another", "yield", "mine"
     another, yields, mine = map(e.function.append_basic_block, names)
     b.branch(another)
@@ -300,23 +314,28 @@ def _emit_launch(module: ir.Module) -> None:
     b.branch(another)
     b.position_at_end(mine)
     e.store(_I64(1), port, Port.busy.offset)
-    low = b.and_(b.or_(target, source), _I64(15))
-    eight = e.is_("==", b.and_(low, _I64(7)), 0)
-    width = b.select(eight, _I64(8), _I64(1))
-    width = b.select(e.is_("==", low, 0), _I64(message_copy.VECTOR), width)
-    one = b.mul(width, _I64(message_copy.THREADS))
-    blocks = b.udiv(b.add(nbytes, b.sub(one, _I64(1))), one)
-    blocks = b.select(e.is_("<", blocks, 1), _I64(1), blocks)
-    most = message_copy.MOST_BLOCKS
-    blocks = b.select(e.is_(">", blocks, most), _I64(most), blocks)
-    count = b.add(e.load(port, Port.counts.offset), b.shl(slot, _I64(3)))
-    index = b.add(b.mul(slot, _I64(LINE)), word)
-    place = b.add(e.load(port, Port.words.offset), b.shl(index, _I64(3)))
-    given = target, source, nbytes, width, blocks, count, place, number
-    for n, value in enumerate(given):
+    values, grid = [], _I64(0)
+    for target, source, nbytes, slot, word, number in (args[:6], args[6:]):
+        low = b.and_(b.or_(target, source), _I64(15))
+        eight = e.is_("==", b.and_(low, _I64(7)), 0)
+        width = b.select(eight, _I64(8), _I64(1))
+        width = b.select(e.is_("==", low, 0), _I64(message_copy.VECTOR), width)
+        one = b.mul(width, _I64(message_copy.THREADS))
+        blocks = b.udiv(b.add(nbytes, b.sub(one, _I64(1))), one)
+        blocks = b.select(e.is_("<", blocks, 1), _I64(1), blocks)
+        most = message_copy.MOST_BLOCKS
+        blocks = b.select(e.is_(">", blocks, most), _I64(most), blocks)
+        blocks = b.select(e.is_("==", number, 0), _I64(0), blocks)
+        grid = b.add(grid, blocks)
+        index = b.add(b.shl(slot, _I64(1)), word)  # of both copies of a message
+        count = b.add(e.load(port, Port.counts.offset), b.shl(index, _I64(3)))
+        index = b.add(b.mul(slot, _I64(LINE)), word)
+        place = b.add(e.load(port, Port.words.offset), b.shl(index, _I64(3)))
+        values += [target, source, nbytes, width, blocks, count, place, number]
+    for n, value in enumerate(values):
         e.store(value, port, Port.values.offset + 8 * n)
     config = e.load(port, Port.config.offset)
-    e.store(blocks, config, Config.grid.offset)  # and 0 as the next number
+    e.store(grid, config, Config.grid.offset)  # and 0 as the next number
     b.store(_I32(1), e.at(config, Config.grid.offset + 4, _I32))
     e.store(stream, config, Config.stream.offset)
     rest = (
@@ -390,9 +409,10 @@ def _emit_reclaim(module: ir.Module) -> None:
         slot = e.load(b.add(unread, b.shl(n, _I64(3))))
         loan, line = e.loan(port, slot), e.line(port, slot)
         number, room, count, nbytes = (e.load(loan, 8 * field) for field in range(4))
-        # A message may be refused before it was copied.
+        # A message may be refused before it was copied, or could not be copied.
         done = [e.acquire(e.at(line, 8 * word)) for word in (READ, READY)]
         read, ready = (b.icmp_signed(">=", each, number) for each in done)
+        ready = b.or_(ready, e.is_("==", e.load(line, 8 * BLOCK), NOWHERE))
         with b.if_else(b.and_(read, ready)) as (is_read, is_not):
             with is_read:
                 e.push(b.add(port, _I64(_FREE)), slot)
@@ -411,17 +431,21 @@ def _emit_reclaim(module: ir.Module) -> None:
 
 
 def _emit_send(module: ir.Module) -> None:
-    """Emit ``send(parcel, stream, tag, asks, limit, held)``.
+    """Emit ``send(order, parcel, stream, tag, asks, limit)``.
 
-    The parcel's address comes first. It returns NONE if the stream may be captured,
-    there is no slot or room, or there were more bytes than the limit that the receiver
-    has not read; and FULL if there is no place in the ring. Otherwise the message is
-    announced, and it returns its number times SLOTS_OF_ALL plus its slot; or the
-    driver's status, as -1 less it. Python copies a message that is held.
+    The parcel is an address. It returns NONE if the stream may be captured, there is no
+    slot or room, or there were more bytes than the limit that the receiver has not
+    read; and FULL if there is no place in the ring. Otherwise the message is announced,
+    and it returns its number times SLOTS_OF_ALL plus its slot; or, if the
+    launch of its copy has failed, the driver's status, as -1 less it.
+
+    The order is the first receive that was posted. Two ranks often send to each other.
+    So ``send`` waits a short time for the receive's message, and launches both copies
+    in one kernel if they are ordered by one stream, and not by their array.
     """
-    e = _Fast(module, "send", 6)
-    b = e.b
-    parcel, stream, tag, asks, limit, held = e.args
+    e = _Fast(module, "send", 5, block=True)
+    b, order = e.b, e.block
+    parcel, stream, tag, asks, limit = e.args
     port, stack, source, nbytes, ring, bell, context, place, unread = (
         e.load(parcel, 8 * n) for n in range(9)
     )
@@ -454,21 +478,46 @@ def _emit_send(module: ir.Module) -> None:
         e.store(value, loan, 8 * n)
     for n, word in enumerate((BLOCK, OFFSET, ONCE)):
         e.store(e.load(where, 8 * (n + 1)), line, 8 * word)
-    with b.if_then(e.is_("==", held, 0)):
-        words = slot, _I64(READY), number
-        status = e.launch(port, e.load(where), source, nbytes, stream, *words)
-        with b.if_then(e.is_("!=", status, 0), likely=False):
-            e.push(slots, slot)
-            e.push(stack, room)
-            e.leave(b.sub(_I64(-1), status))
     lent = e.load(port, Port.lent.offset)
     e.store(slot, b.add(port, b.shl(lent, _I64(3))), Port.unread.offset)
     e.store(b.add(lent, _I64(1)), port, Port.lent.offset)
     e.count(unread, nbytes)
+    # Before the launch, beside which the receiver matches it, and launches its copy.
     e.publish(ring, bell, (context, place, tag, nbytes, slot, number, asks))
-    sent = b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot)
-    e.store(sent, parcel, Parcel.sent.offset)
-    e.leave(sent)
+    other = b.alloca(_I64)
+    b.store(_I64(0), other)
+    address, on = (e.load(order, n.offset) for n in (Order.address, Order.stream))
+    joins = e.is_("==", e.load(order), POSTED)
+    for each in (
+        e.is_("!=", e.load(order, Order.ring.offset), 0),
+        b.icmp_signed("==", on, stream),
+        b.icmp_signed("!=", address, source),
+    ):
+        joins = b.and_(joins, each)
+    with b.if_then(joins):
+        rest = e.load(port, Port.rest.offset)
+        rests = e.is_(">", rest, 0)
+        looks = b.select(rests, _I64(1), _I64(LOOKS))
+        e.python("match", ir.VoidType(), order, port, looks, _I64(1))
+        came = e.is_("!=", e.load(order), POSTED)
+        less = b.select(rests, b.sub(rest, _I64(1)), _I64(MOST))
+        e.store(b.select(came, _I64(0), less), port, Port.rest.offset)
+        with b.if_then(e.is_("==", e.load(order), FOUND)):
+            b.store(e.python("claim", _I64, order, port, _I64(0), _I64(1)), other)
+    room_of_it = b.load(other)
+    both = e.is_("!=", room_of_it, 0)
+    names = Order.nbytes, Order.slot, Order.number
+    size, slot_of_it, number_of_it = (e.load(order, n.offset) for n in names)
+    second = address, room_of_it, size, slot_of_it, _I64(READ)
+    first = e.load(where), source, nbytes, slot, _I64(READY), number
+    last = b.select(both, number_of_it, _I64(0))
+    status = e.launch(port, stream, *first, *second, last)
+    with b.if_then(e.is_("!=", status, 0), likely=False):
+        e.store(_I64(NOWHERE), line, 8 * BLOCK)
+        with b.if_then(both):
+            e.store(_I64(FOUND), order)
+        e.leave(b.sub(_I64(-1), status))
+    e.leave(b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot))
 
 
 def _emit_expect(module: ir.Module) -> None:
@@ -553,6 +602,38 @@ def _emit_match(module: ir.Module) -> None:
     b.ret_void()
 
 
+def _emit_claim(module: ir.Module) -> None:
+    """Emit ``claim(order, port, ready, looks)``: let a receive begin, if it can now.
+
+    It returns where the message is, or 0 if ``READY`` has not come to a number after so
+    many looks, or if Python has to copy.
+    """
+    e = _Stepper(module, "claim", _I64, *[_I64] * 4)
+    b, (order, port, ready, looks) = e.b, e.function.args
+    names = Order.slot, Order.nbytes, Order.address
+    slot, nbytes, address = (e.load(order, n.offset) for n in names)
+    with b.if_then(e.is_("==", slot, NO_SLOT), likely=False):
+        b.ret(_I64(0))
+    line, bell = e.line(port, slot), e.load(port, Port.bell.offset)
+    fine = e.is_("==", e.look(bell, b.add(line, _I64(8 * READY)), ready, looks), THERE)
+    block = e.load(line, 8 * BLOCK)
+    index = b.and_(block, _I64(BLOCKS - 1))
+    index = b.add(b.mul(b.udiv(slot, _I64(SLOTS)), _I64(BLOCKS)), index)
+    known = b.add(e.load(port, Port.opened.offset), b.shl(index, _I64(4)))
+    for each in (
+        e.is_("==", e.load(order), FOUND),  # another thread may have begun it
+        b.icmp_signed("==", e.load(known), block),
+        e.is_("!=", address, 0),
+        b.icmp_signed("<=", nbytes, e.load(order, Order.room.offset)),
+    ):
+        fine = b.and_(fine, each)
+    with b.if_then(b.not_(fine)):
+        b.ret(_I64(0))
+    e.store(_I64(BEGUN), order)  # before another thread may run
+    e.store(_I64(0), line, 8 * LATE)  # no kernel stores it now
+    b.ret(b.add(e.load(known, 8), e.load(line, 8 * OFFSET)))
+
+
 def _emit_begin(module: ir.Module) -> None:
     """Emit ``begin(order, port, looks)``: launch the copy of a message that is there.
 
@@ -562,33 +643,16 @@ def _emit_begin(module: ir.Module) -> None:
     b, (order, port, looks) = e.b, e.function.args
     names = Order.slot, Order.number, Order.nbytes, Order.address, Order.on, Order.event
     slot, number, nbytes, address, on, event = (e.load(order, n.offset) for n in names)
-    with b.if_then(e.is_("==", slot, NO_SLOT), likely=False):
+    source = e.python("claim", _I64, order, port, number, looks)
+    with b.if_then(e.is_("==", source, 0)):
         b.ret(_I64(0))
-    line, bell = e.line(port, slot), e.load(port, Port.bell.offset)
-    fine = e.is_("==", e.look(bell, b.add(line, _I64(8 * READY)), number, looks), THERE)
-    block = e.load(line, 8 * BLOCK)
-    index = b.and_(block, _I64(BLOCKS - 1))
-    index = b.add(b.mul(b.udiv(slot, _I64(SLOTS)), _I64(BLOCKS)), index)
-    known = b.add(e.load(port, Port.opened.offset), b.shl(index, _I64(4)))
-    for each in (
-        e.is_("==", e.load(order), FOUND),  # another thread may have begun it
-        b.icmp_signed("==", e.load(known), block),
-        e.is_("!=", address, 0),
-        e.is_("<=", nbytes, message_copy.MOST),
-        b.icmp_signed("<=", nbytes, e.load(order, Order.room.offset)),
-    ):
-        fine = b.and_(fine, each)
-    with b.if_then(b.not_(fine)):
-        b.ret(_I64(0))
-    e.store(_I64(BEGUN), order)  # before another thread may run
     status = b.alloca(_I64)
     b.store(_I64(0), status)
     with b.if_then(e.is_("!=", event, 0)):
         b.store(e.driver(port, "wait", on, event, _I64(0)), status)
     with b.if_then(e.is_("==", b.load(status), 0)):
-        source = b.add(e.load(known, 8), e.load(line, 8 * OFFSET))
-        words = slot, _I64(READ), number
-        b.store(e.launch(port, address, source, nbytes, on, *words), status)
+        given = address, source, nbytes, slot, _I64(READ), number
+        b.store(e.launch(port, on, *given), status)
     with b.if_then(e.is_("!=", b.load(status), 0), likely=False):
         e.store(_I64(FOUND), order)
     b.ret(b.load(status))
@@ -616,10 +680,13 @@ def _emit_receive(module: ir.Module) -> None:
     slot, number = (e.load(order, n.offset) for n in (Order.slot, Order.number))
     waits = b.and_(e.is_("==", e.load(order), BEGUN), e.is_("!=", slot, NO_SLOT))
     with b.if_then(b.and_(waits, e.is_(">", stage, BEGUN))):
-        word = b.add(e.line(port, slot), _I64(8 * READ))
-        found = e.look(e.load(port, Port.bell.offset), word, number, looks)
+        read, late = (b.add(e.line(port, slot), _I64(8 * n)) for n in (READ, LATE))
+        found = e.look(late, read, number, looks)
         with b.if_then(e.is_("==", found, THERE)):
             e.store(_I64(ENDED), order)
+        again = b.icmp_signed("==", e.load(late), number)
+        with b.if_then(b.and_(again, e.is_("==", e.load(order), BEGUN)), likely=False):
+            e.store(_I64(FOUND), order)  # so that it is launched when READY is there
     e.leave(e.load(order))
 
 
@@ -633,7 +700,7 @@ def _emit_arrive(module: ir.Module) -> None:
     names = Order.port, Order.on, Order.slot, Order.number
     port, on, slot, number = (e.load(order, n.offset) for n in names)
     nothing = 3 * [_I64(0)]
-    status = e.launch(port, *nothing, on, slot, _I64(READ), number)
+    status = e.launch(port, on, *nothing, slot, _I64(READ), number)
     with b.if_then(e.is_("==", status, 0)):
         e.store(_I64(BEGUN), order)
     e.leave(status)
@@ -677,16 +744,12 @@ def _emit_take(module: ir.Module) -> None:
 def _emit_parts(module: ir.Module) -> None:
     """Emit functions for Python of what the others call.
 
-    ``copy(port, target, source, nbytes, stream, slot, word, number)`` enqueues a copy,
-    which may have no bytes, and the store of a word after it, and returns the driver's
-    status. ``wait(bell, word, value, looks)`` returns THERE if a word has at least a
+    ``wait(bell, word, value, looks)`` returns THERE if a word has at least a
     value, RINGS if the bell rings, and NOTHING after so many looks. ``reclaim(port)``
     and ``silence(port)`` return nothing of use.
     """
-    for name, numbers, inner in (
-        *(("copy", 8, "launch_copy"), ("wait", 4, "look")),
-        *(("reclaim", 1, "reclaim_all"), ("silence", 1, "quiet")),
-    ):
+    parts = ("wait", 4, "look"), ("reclaim", 1, "reclaim_all"), ("silence", 1, "quiet")
+    for name, numbers, inner in parts:
         e = _Fast(module, name, numbers)
         e.leave(e.python(inner, _I64, *e.args))
 
@@ -695,7 +758,7 @@ def _emit_parts(module: ir.Module) -> None:
 def _engine() -> Any:
     return engine_of(
         *(_emit_launch, _emit_captured, _emit_look, _emit_reclaim),
-        *(_emit_send, _emit_expect, _emit_quiet, _emit_match, _emit_begin),
+        *(_emit_expect, _emit_quiet, _emit_match, _emit_claim, _emit_begin, _emit_send),
         *(_emit_receive, _emit_arrive, _emit_publish, _emit_take, _emit_parts),
     )
 

@@ -13,13 +13,16 @@ there does not matter:
 
 - ``READY``: the sender's GPU has copied the message into its block.
 - ``READ``: the receiver's GPU has copied it from there, or its host has refused it.
+- ``LATE``: the receiver's GPU has not found ``READY`` soon, and copied nothing. Its
+  host launches the copy again when ``READY`` is there, and resets this word before.
 - ``MATCHED``: a receive has matched it; stored only if the sender asks for that.
 - ``BLOCK``, ``OFFSET``, ``ONCE``: not a number, but where the message is, and whether
-  the block is for it alone; valid with ``READY``.
+  the block is for it alone; valid with the envelope. If the sender cannot copy it,
+  ``BLOCK`` becomes ``NOWHERE``, and there is no ``READY``.
 
-Memory order. The host reads ``READY`` before it launches the receiver's copy, and
-``READ`` before it uses slot and room again. The sender stores ``BLOCK`` and ``OFFSET``
-before it launches the copy whose end is ``READY``.
+Memory order. The receiver's host or kernel reads ``READY`` before it copies, and the
+sender's host ``READ`` before it uses slot and room again. The sender stores ``BLOCK``,
+``OFFSET`` and ``ONCE`` before the envelope.
 """
 
 import ctypes
@@ -46,10 +49,10 @@ from numba_symm.mpi.rooms import (
     BLOCKS,
     LINE,
     NO_SLOT,
+    NOWHERE,
     OFFSET,
     ONCE,
     READ,
-    READY,
     SLOTS,
     Opened,
     Port,
@@ -57,7 +60,7 @@ from numba_symm.mpi.rooms import (
     Rooms,
 )
 
-_NOWHERE, _UNKNOWN = -1, -2  # numbers that no block has
+_UNKNOWN = -2  # the number of no block, as NOWHERE
 
 HANDLE = 2048
 """Bytes of the handle of a block, at most, with its length."""
@@ -115,7 +118,7 @@ class Words:
         to: by place, this rank's ring there, and the bell.
         rings: by place, the ring from that rank here.
         bell: this rank's.
-        copy, publish, reclaim: see ``mpi/rooms.py``.
+        publish, reclaim: see ``mpi/rooms.py``.
         look: see ``mpi/rooms.py``: ``wait``.
     """
 
@@ -152,7 +155,7 @@ class Words:
                 self._undo = undo  # in case a rank fails
                 self._on_gpu = waiting.undisturbed(self._register)
                 self._counts = buffers.copied_to_device(
-                    np.zeros(SLOTS * size, np.int64)
+                    np.zeros(2 * SLOTS * size, np.int64)
                 )
                 self._counts_at = arrays.view(self._counts, "Comm").address
                 self._launch = self._bound()
@@ -163,7 +166,7 @@ class Words:
         self.port.slots[:] = range(SLOTS * rank, SLOTS * (rank + 1))
         self.port.free = SLOTS
         self._entries = deque(range(BLOCKS))
-        self._take, self.copy = rooms.compiled("take"), rooms.compiled("copy")
+        self._take = rooms.compiled("take")
         self.publish, self.look = rooms.compiled("publish"), rooms.compiled("wait")
         self.reclaim = rooms.compiled("reclaim")
         self._silence = rooms.compiled("silence")
@@ -197,10 +200,13 @@ class Words:
 
     def _bound(self) -> Any:
         """Bind the kernel of copies to the port's arguments; return what it needs."""
-        port, launch = self.port, message_copy.kernel().bind(1, *8 * [0])
+        port, launch = (
+            self.port,
+            message_copy.kernel().bind(1, *message_copy.ARGUMENTS * [0]),
+        )
         _, port.config, port.kernel, _ = launch.steps[0]
-        first = self.port_at + Port.values.offset
-        pointers = (WORD * 8)(*range(first, first + 64, 8))
+        first, number = self.port_at + Port.values.offset, message_copy.ARGUMENTS
+        pointers = (WORD * number)(*range(first, first + 8 * number, 8))
         port.parameters = ctypes.addressof(pointers)
         for name, function in (
             *(("launch", "cuLaunchKernelEx"), ("capturing", "cuStreamIsCapturing")),
@@ -250,33 +256,23 @@ class Words:
         counts = ((slot, port.loans[at], port.loans[at + 2]) for slot, at in found)
         return [(slot, number) for slot, number, at in counts if first <= at < last]
 
-    def room(self, slot: int) -> int:
-        """Return the address of the room that was lent to a slot."""
-        return int(self.port.rooms[5 * self.port.loans[4 * (slot % SLOTS) + 1]])
+    def is_nowhere(self, slot: int) -> bool:
+        """Return whether the sender could not copy a message, which has no READY."""
+        return bool(self.values[LINE * slot + BLOCK] == NOWHERE)
 
-    def end(self, slot: int, number: int) -> None:
-        """Store that a message is nowhere, because its sender could not copy it."""
-        self.values[LINE * slot + BLOCK] = _NOWHERE
-        self.values[LINE * slot + READY] = number
-
-    def opened(self, slot: int) -> tuple[Opened, int] | None:
-        """Return the block that has a message, mapped here, and the address there.
-
-        It returns None if the message is nowhere.
-        """
+    def opened(self, slot: int) -> tuple[Opened, int]:
+        """Return the block that has a message, mapped here, and the address there."""
         first, place = LINE * slot, slot // SLOTS
         number, offset = self.values[first + BLOCK], self.values[first + OFFSET]
-        if number == _NOWHERE:
-            return None
         index = BLOCKS * place + number % BLOCKS
         found = self._opened.get(index)
         if found is None or self._places[2 * index] != number:
             at = self._handle_at(place, number)
             handle = ctypes.string_at(at + 8, WORD.from_address(at).value)
             found = rooms.opened(handle, bool(self.values[first + ONCE]))
+            self._places[2 * index : 2 * index + 2] = [number, found.address]
             if not found.once:
                 self._opened[index] = found
-                self._places[2 * index : 2 * index + 2] = [number, found.address]
         return found, found.address + offset
 
     def progress(self) -> None:

@@ -24,6 +24,7 @@ from numba_symm.device.intrinsics import (
     ld_acquire_sys_u64,
     ld_u64,
     poll_pause,
+    st_release_sys_u64,
     st_u64,
     syncthreads,
     syncthreads_or,
@@ -73,6 +74,24 @@ def see(address: int, word: int) -> None:
     """Wait until memory has a word, as a host does that then launches a kernel."""
     if cuda.threadIdx.x == 0:
         while ld_acquire_sys_u64(address) != word:
+            poll_pause()
+
+
+@device_function
+def tell(address: int, word: int) -> None:
+    """Store a word after all that this rank has done, as a host does."""
+    if cuda.threadIdx.x == 0:
+        st_release_sys_u64(address, word)
+
+
+@device_function
+def see_late(ready: int, word: int) -> None:
+    """Wait for a message's copy, or if that is late, for what it has looked for."""
+    if cuda.threadIdx.x == 0:
+        read, late = ready + 8, ready + 16
+        while ld_acquire_sys_u64(read) != word and ld_acquire_sys_u64(late) != word:
+            poll_pause()
+        while ld_acquire_sys_u64(ready) < word:
             poll_pause()
 
 

@@ -271,6 +271,7 @@ def _device_code(
             _shrink(module, shape)
         if last == "message_copy":
             module.THREADS, module.MOST_BLOCKS = shape.threads, shape.blocks
+            module.LOOKS = 2
         if last == "partition":
             module.LINE = 1  # shards of any number of vectors
         if last == "few_tokens":

@@ -1,7 +1,10 @@
 """Messages through a room: copies that tell hosts of their end by words."""
 
+from dataclasses import replace
+
 import pytest
 
+from explore import intrinsics
 from explore.markers import removed, within
 from explore.scenarios import breaks, by_anything_and_by_result, holds
 from explore.source import device_code
@@ -17,51 +20,118 @@ BROKEN = {
         "intrinsics.atom_add_release_sys_u64",
         "intrinsics.atom_add_relaxed_sys_u64",
     ),
+    "the sender's word relaxed": within(
+        *("message_copy", "await"),
+        "intrinsics.ld_acquire_sys_u64",
+        "intrinsics.ld_relaxed_sys_u64",
+    ),
+    "the sender's word told relaxed": within(
+        *("message_copy", "tell"),
+        "intrinsics.atom_add_release_sys_u64",
+        "intrinsics.atom_add_relaxed_sys_u64",
+    ),
+    "the sender's word heard relaxed": within(
+        *("message_copy", "listen"),
+        "intrinsics.ld_acquire_sys_u64",
+        "intrinsics.ld_relaxed_sys_u64",
+    ),
+    "copies before thread 0 has found the word": within(
+        *("message_copy", "meet"),
+        "intrinsics.syncthreads_or(thread == 0 and looks == 0)",
+        "thread == 0 and looks == 0",
+    ),
+    "late blocks counted as others": within(
+        *("message_copy", "late"), "late * _LATE", "0"
+    ),
 }
 
 
-def messages_through_a_room(code, reused_early=False):
-    """The first rank sends messages to the second one, which copies each to an array.
+def messages_through_a_room(code, reused_early=False, alone=0.3, count_of_both=False):
+    """Ranks send messages to each other or to themselves, through a room of each rank.
 
-    Hosts see a word, and then launch the next copy. All messages use one room, and two
-    slots of words in turn. If it is reused early, the sender waits for no word.
+    Hosts see a word, and then launch the next copy. Or one launch has the copies of the
+    message that a rank sends and of the one that it receives, and the second one is
+    launched again if it was late. All messages of a rank use one room, and two slots of
+    words in turn. If it is reused early, the sender waits for no word. The part
+    ``alone`` of the copies have a launch each. Both copies of a message may have one
+    count, which is wrong.
     """
 
     def scenario(machine):
         world, random = World(machine, code), machine.random
         most, offset = 16 * 18, random.choice([0, 8, 1])
-        room = world.map("room", most + 16)[0]
-        words = world.memory.map("words", 32, fill=0)
-        counts = world.map("counts", 16, fill=0)
-        sizes = [16 * random.choice([1, 3, 4, 9, 18]) for _ in range(3)]
-        if offset == 1 or random.random() < 0.5:  # with bytes at the end
-            sizes = 3 * [random.choice([3, 35])]
-        for number, nbytes in enumerate(sizes, 1):
+        rooms = world.map("room", most + 16)
+        words = [world.memory.map(f"words of {n}", 48, fill=0) for n in range(2)]
+        counts = world.map("counts", 64, fill=0)
+        envelopes = world.memory.map("envelopes", 64, fill=0)
+        ends = random.choice([3, 35] if offset == 1 else [3, 35, 0, 0])  # with bytes
+        for number in range(1, 4):
             place = number % 2
-            ready, read = words + 16 * place, words + 16 * place + 8
-            if number > 1 and not reused_early:
-                before = words + 16 * (1 - place) + 8
-                world.launch(0, code.programs.see, 1, before, number - 1)
-            source, target = (
-                world.map(name, most + 16)[rank] + offset
-                for rank, name in enumerate(("sent", "received"))
-            )
-            plant(world, source, target, nbytes)
-            copy(world, 0, room + offset, source, nbytes, counts, place, ready, number)
-            world.launch(1, code.programs.see, 1, ready, number)
-            copy(world, 1, target, room + offset, nbytes, counts, place, read, number)
+            slots = [mine + 24 * place for mine in words]
+            arrays = [world.map(name, most + 16) for name in ("sent", "received")]
+            senders = random.choice([(0, 1), (1, 0), (1, 0)])  # by receiver
+            sizes = [16 * random.choice([1, 3, 4, 9, 18]) for _ in rooms]
+            if ends:
+                sizes = 2 * [ends]
+            for rank, sender in enumerate(senders):
+                sent, received = (each[rank] + offset for each in arrays)
+                plant(world, arrays[0][sender] + offset, received, sizes[sender])
+                if number > 1 and not reused_early:
+                    before = words[rank] + 24 * (1 - place) + 8
+                    world.launch(rank, code.programs.see, 1, before, number - 1)
+                mine, theirs = (
+                    envelopes + 32 * each + 8 * number for each in (rank, sender)
+                )
+                world.launch(rank, code.programs.tell, 1, mine, number)
+                count = [
+                    counts[rank] + 8 * (4 * place + 2 * each + second)
+                    for each, second in ((rank, 0), (sender, not count_of_both))
+                ]
+                ready = slots[sender]
+                sends = rooms[rank] + offset, sent, sizes[rank], count[0]
+                receives = received, rooms[sender] + offset, sizes[sender], count[1]
+                sends = part(code, *sends, slots[rank], number)
+                receives = part(code, *receives, ready + 8, number)
+                if random.random() < alone:
+                    launch(world, rank, sends)
+                    world.launch(rank, code.programs.see, 1, ready, number)
+                    launch(world, rank, receives)
+                    continue
+                world.launch(rank, code.programs.see, 1, theirs, number)
+                launch(world, rank, sends, receives)
+                world.launch(rank, code.programs.see_late, 1, ready, number)
+                again = launch(world, rank, receives)
+                late = if_late(again.kernel, ready + 16, number)
+                world.streams[rank][-1] = replace(again, kernel=late)
         world.run()
 
+    scenario.blocks = lambda ranks, shape: 2 * shape.blocks
     return scenario
 
 
-def copy(world, rank, target, source, nbytes, counts, place, *word):
-    """Enqueue a copy, as the host does."""
-    made = world.code.message_copy
+def if_late(kernel, late, number):
+    """Return a kernel that is run only after it was late, as the host does."""
+
+    def again(*args):
+        if (yield from intrinsics.ld_acquire_sys_u64(late)) == number:
+            yield from kernel(*args)
+
+    return again
+
+
+def part(code, target, source, nbytes, *rest):
+    """Return the arguments of a copy."""
+    made = code.message_copy
     width = width_of(made, target, source)
     grid = min(-(-nbytes // (width * made.THREADS)), made.MOST_BLOCKS)
-    given = target, source, nbytes, width, grid, counts[rank] + 8 * place, *word
-    world.streams[rank].append(made.kernel().bind(grid, *given))
+    return target, source, nbytes, width, grid, *rest
+
+
+def launch(world, rank, first, second=(0,) * 8):
+    """Enqueue one copy or two, as the host does, and return their launch."""
+    grid, made = first[4] + second[4], world.code.message_copy
+    world.streams[rank].append(made.kernel().bind(grid, *first, *second))
+    return world.streams[rank][-1]
 
 
 def width_of(made, target, source):
@@ -90,9 +160,10 @@ def test_messages_through_a_room():
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", BROKEN)
 def test_copies_broken_are_found(what, races):
-    breaks(messages_through_a_room(device_code(BROKEN[what])), 2, races=races)
+    breaks(messages_through_a_room(device_code(BROKEN[what]), alone=0), 2, races=races)
 
 
 @by_anything_and_by_result
-def test_a_room_that_is_reused_early_is_found(races):
-    breaks(messages_through_a_room(device_code(), reused_early=True), 2, races=races)
+@pytest.mark.parametrize("how", ["reused_early", "count_of_both"])
+def test_memory_that_is_shared_is_found(how, races):
+    breaks(messages_through_a_room(device_code(), **{how: True}), 2, races=races)

@@ -307,26 +307,6 @@ def test_data_for_another_island_is_read_when_its_copy_has_ended(gpu):
     gpu.host("MPI", data.ctypes.data)()
 
 
-@orders("mpi.p2p.Sending._copied")
-def test_a_failed_copy_is_reported_when_nothing_writes_its_room(gpu, monkeypatch):
-    gpu.take(p2p)
-    message, parcel = p2p.Sending(), SimpleNamespace(sent=0)
-
-    def send(*_):
-        parcel.sent = 1
-
-    def fill(stream, ended):
-        gpu.work(stream)
-        raise MemoryError
-
-    message.tag, message._matched, message._fill = 0, False, fill
-    message.outgoing = SimpleNamespace(parcel=parcel, parcel_at=0)
-    words = SimpleNamespace(end=lambda slot, number: gpu.reads("the receiver")())
-    message.post = SimpleNamespace(words=words, _send=lambda *_: send() or 1)
-    with pytest.raises(MemoryError):
-        message._copied(STREAM)
-
-
 @orders("mpi.host_only.Op.Reduce_local")
 def test_a_local_reduction_waits_for_its_kernel_and_refuses_a_capture(gpu, monkeypatch):
     gpu.take(host_only)

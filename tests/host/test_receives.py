@@ -16,10 +16,13 @@ from numba_symm.mpi.rooms import (
     ENDED,
     FOUND,
     FULL,
+    LATE,
     LINE,
     MATCHED,
+    NO_ORDER,
     NO_SLOT,
     NONE,
+    NOWHERE,
     ONCE,
     POSTED,
     READ,
@@ -77,8 +80,10 @@ class Memory:
         self.take = rooms.compiled("take")
 
     def _launched(self, params):
-        target, source, nbytes, *_ = self.port.values
-        return "copy", (source, nbytes) if nbytes else (), (target, nbytes)
+        values = self.port.values
+        copies = [values[n : n + 3] for n in (0, 8) if values[n + 4]]
+        loads = [(source, nbytes) for _, source, nbytes in copies if nbytes]
+        return "copy", loads, [(target, nbytes) for target, _, nbytes in copies]
 
     def ring(self, writer):
         return ctypes.addressof(self.rings[writer])
@@ -131,6 +136,87 @@ def test_a_receive_comes_from_stage_to_stage(memory):
     assert not memory.left()
 
 
+def sending(memory, tag=3):
+    """Return what sends a message to this rank, and begins a receive then."""
+    port, address = memory.port, ctypes.addressof
+    port.free, memory.stack.free, port.slots[0] = 1, 1, 4
+    port.rooms[:5] = ROOM + 256, 1, 256, 0, address(memory.stack)
+    envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
+    memory.parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
+    given = memory.order, address(memory.parcel), STREAM, tag, 0, 0
+    return partial(rooms.compiled("send"), *given)
+
+
+def test_a_send_begins_the_first_receive_in_its_launch(memory):
+    send = sending(memory)
+    memory.set(stream=STREAM, on=STREAM, wanted=3)
+    memory.store(BLOCK, number=0)
+    memory.store(LATE)
+    memory.publish()
+    assert send() == SLOTS_OF_ALL + 4
+    assert memory.order[0] == BEGUN
+    assert len(memory.driver.works) == 1
+    assert memory.config.grid[0] == 2
+    copies = [memory.port.values[n : n + 3] for n in (0, 8)]
+    assert copies == [[ROOM + 256, DATA, 8], [OUT, ROOM, 8]]
+    counts = [memory.port.values[n] // 8 for n in (5, 13)]
+    assert counts == [2 * 4 + READY, 2 * 2 + READ]
+    assert memory.receive() == BEGUN
+    memory.store(LATE)
+    assert memory.receive() == FOUND  # its kernel has copied nothing
+    for launched in (False, True):
+        assert memory.receive() == (BEGUN if launched else FOUND)
+        memory.store(READY)
+    assert len(memory.driver.works) == 2
+    assert (memory.port.values[:3], memory.port.values[12]) == ([OUT, ROOM, 8], 0)
+    memory.store(READ)
+    assert memory.receive() == ENDED
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"stage": FOUND}, {"ring": 0}, {"stream": COPIES}, {"address": DATA}),
+        *({"wanted": 4}, {"room": 4}, {"address": 0}),
+    ],
+)
+def test_other_receives_begin_later(memory, wrong):
+    send = sending(memory)
+    memory.set(**{"stream": STREAM, **wrong})
+    memory.store(BLOCK, number=0)
+    memory.publish()
+    assert send() > 0
+    assert memory.order[0] == (
+        FOUND if {"stage": FOUND, "address": 0}.items() & wrong.items() else POSTED
+    )
+    assert memory.config.grid[0] == 1
+
+
+def test_a_send_whose_launch_fails_begins_no_receive(memory):
+    send = sending(memory)
+    memory.set(stream=STREAM)
+    memory.store(BLOCK, number=0)
+    memory.publish()
+    memory.driver.failing = {"cuLaunchKernelEx"}
+    assert send() < 0
+    assert memory.order[0] == FOUND
+    assert memory.words[LINE * 4 + BLOCK] == NOWHERE
+
+
+def test_sends_look_rarely_for_messages_that_come_late(memory):
+    send, port = sending(memory), memory.port
+    memory.set(stream=STREAM)
+    for rest in (*range(rooms.MOST, -1, -1), rooms.MOST):
+        port.free, memory.stack.free = 1, 1
+        assert send() > 0
+        assert port.rest == rest
+    memory.store(BLOCK, number=0)
+    memory.publish()
+    port.free, memory.stack.free = 1, 1
+    assert send() > 0
+    assert (memory.order[0], port.rest) == (BEGUN, 0)
+
+
 @pytest.mark.parametrize(
     "sent",
     [
@@ -157,9 +243,7 @@ def test_the_bell_rings_on_for_other_messages(memory):
     assert not memory.bell.value
 
 
-@pytest.mark.parametrize(
-    ("word", "value"), [("address", 0), ("room", 4), ("nbytes", 1 << 21)]
-)
+@pytest.mark.parametrize(("word", "value"), [("address", 0), ("room", 4)])
 def test_copies_of_other_kinds_are_left_to_python(memory, word, value):
     memory.publish()
     assert memory.receive(FOUND) == FOUND
@@ -200,18 +284,18 @@ def test_a_sender_reuses_the_memory_of_messages_that_were_read(memory):
         port.rooms[5 * n : 5 * n + 5] = words
     envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
     parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
-    given = address(parcel), STREAM, 3, 0
-    slots = [send(*given, 0, 0) % SLOTS_OF_ALL for _ in range(2)]
+    given = NO_ORDER, address(parcel), STREAM, 3, 0
+    slots = [send(*given, 0) % SLOTS_OF_ALL for _ in range(2)]
     assert slots == [1, 0]
     assert [memory.words[LINE * slot + ONCE] for slot in slots] == [1, 0]
-    assert send(*given, 0, 0) == NONE
+    assert send(*given, 0) == NONE
     assert memory.unread.value == 16
     memory.store(READ, slot=0, number=2)
-    assert send(*given, 0, 0) == NONE  # the copy to its room has not ended
+    assert send(*given, 0) == NONE  # the copy to its room has not ended
     memory.store(READY, slot=0, number=2)
-    assert send(*given, 8, 0) == NONE  # above the limit
+    assert send(*given, 8) == NONE  # above the limit
     assert memory.unread.value == 8
-    assert send(*given, 16, 0) == 3 * SLOTS_OF_ALL
+    assert send(*given, 16) == 3 * SLOTS_OF_ALL
     assert memory.left() == 3
     for slot, number in ((0, 3), (1, 1)):
         for word in (READY, READ):
@@ -220,27 +304,33 @@ def test_a_sender_reuses_the_memory_of_messages_that_were_read(memory):
     counts = port.free, memory.stack.free, used.free, port.lent, memory.unread.value
     assert counts == (2, 1, 1, 0, 0)  # a room for one message is not used again
     memory.driver.failing = {"cuLaunchKernelEx"}
-    assert send(*given, 0, 0) < 0
-    counts = port.free, memory.stack.free, port.lent, memory.unread.value
-    assert (*counts, memory.left()) == (2, 1, 0, 0, 0)
+    assert send(*given, 0) < 0
+    assert memory.left() == 1  # a message that is nowhere, which its receiver refuses
+    slot, number = port.unread[0], port.number
+    assert memory.words[LINE * slot + BLOCK] == NOWHERE
+    for read in (False, True):
+        if read:
+            memory.store(READ, slot, number)
+        rooms.compiled("reclaim")(memory.at)
+        counts = port.free, memory.stack.free, port.lent, memory.unread.value
+        assert counts == ((2, 1, 0, 0) if read else (1, 0, 1, 8))
 
 
 def test_what_lacks_is_told_before_a_message_is_announced(memory):
-    """A message that is held is announced, and Python copies it to its room."""
     send, port, address = rooms.compiled("send"), memory.port, ctypes.addressof
     port.free, memory.stack.free = 1, 1
     port.rooms[:5] = ROOM, 7, 256, 0, address(memory.stack)
     envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
     parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
-    given = address(parcel), STREAM, 3, 1, 0, 1
+    given = NO_ORDER, address(parcel), STREAM, 3, 1, 0
     memory.rings[0].sent = rooms.ENTRIES
     assert send(*given) == FULL
     memory.rings[0].sent = 0
-    assert send(*given) == parcel.sent == SLOTS_OF_ALL
+    assert send(*given) == SLOTS_OF_ALL
     assert send(*given) == NONE
     assert (memory.left(), memory.unread.value, port.lent) == (1, 8, 1)
     assert memory.words[BLOCK : BLOCK + 2] == [7, 256]
-    assert not memory.driver.works
+    assert len(memory.driver.works) == 1
 
 
 def test_a_closed_stream_of_copies_is_not_settled_again(monkeypatch):

@@ -9,7 +9,7 @@ from numba_symm import mpi
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu import compiled
 from numba_symm.mpi import messages
-from numba_symm.mpi.rooms import BEGUN, FOUND, READY, Order
+from numba_symm.mpi.rooms import BEGUN, FOUND, NO_ORDER, READY, Order
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def copying_late(monkeypatch):
     """
 
     def of(post):
-        late, receive = [], post.receive
+        late, receive, send = [], post.receive, post._send
 
         def receive_later(order, stage, looks, alone):
             receive(order, FOUND, looks, alone)
@@ -77,6 +77,7 @@ def copying_late(monkeypatch):
                 receive(late.pop(0), BEGUN, 1, 0)
 
         monkeypatch.setattr(post, "receive", receive_later)
+        monkeypatch.setattr(post, "_send", lambda _, *given: send(NO_ORDER, *given))
         return late, begin
 
     return of

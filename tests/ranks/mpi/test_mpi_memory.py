@@ -9,7 +9,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm.gpu import streams
+from numba_symm.gpu import compiled, streams
 from numba_symm.mpi import p2p, pending
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST, NONE, Stack
@@ -61,11 +61,6 @@ def test_slots_and_rooms_are_used_again(own):
 NO_SLOTS = SimpleNamespace(free=0, number=1 << 20)
 
 
-def in_steps(send):
-    """Return what leaves all but the envelope of a message to Python."""
-    return lambda *given: send(*given) if given[-1] else NONE
-
-
 @pytest.mark.parametrize("what", ["slots", "blocks"])
 def test_messages_without_a_slot_or_a_block_pass_through_mpi(own, monkeypatch, what):
     """They arrive in order with others, and synchronous ones wait for their match."""
@@ -78,7 +73,7 @@ def test_messages_without_a_slot_or_a_block_pass_through_mpi(own, monkeypatch, w
             patch.setattr(own.post, "_send", lambda *_: NONE)
             patch.setattr(words, "port", NO_SLOTS)
         else:
-            patch.setattr(own.post, "_send", in_steps(own.post._send))
+            patch.setattr(own.post, "_send", lambda *_: NONE)
             patch.setattr(words.rooms, "provide", lambda size: False)
         own.Send(x, right, 5)
         request = own.Issend([x, 3], right, 5)
@@ -111,21 +106,20 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
     def failing(*_):
         raise MemoryError
 
-    before, send = used(), post._send
-    for owner, name, *without in (
-        (words, "copy"),
-        (words.rooms, "provide"),
-        (p2p.streams, "copy_to_host", (words, "port", NO_SLOTS)),
+    before = used()
+    failed = compiled.callback(failing, 4)
+    for owner, name, what, *without in (
+        (words.port, "launch", compiled.address_of(failed)),
+        (words.rooms, "provide", failing, (post, "_send", lambda *_: NONE)),
+        (p2p.streams, "copy_to_host", failing, (post, "_send", lambda *_: NONE)),
     ):
-        later = name == "copy"  # the envelope was sent
         with monkeypatch.context() as patch:
-            patch.setattr(post, "_send", in_steps(send) if later else lambda *_: NONE)
-            patch.setattr(owner, name, failing)
+            patch.setattr(owner, name, what)
             for given in without:
                 patch.setattr(*given)
             with pytest.raises(MemoryError):
                 comm.Send(array(1), comm.rank, 1)
-        if later:
+        if name == "launch":  # the envelope was sent
             with pytest.raises(MPI.Exception, match="could not send its message"):
                 comm.Recv(out, comm.rank, 1)
         assert used() == before
@@ -227,10 +221,11 @@ def test_a_message_that_nobody_waits_for_is_received(own, monkeypatch, copying_l
     MPI.Request.Waitall([given_up])
 
 
-def test_no_message_is_copied_after_free(comm):
+def test_no_message_is_copied_after_free(comm, copying_late):
     """Its sender reuses the memory."""
     own, out = comm.Dup(), array(-1)
     right, left = around(own)
+    copying_late(own.post)
     matched = own.Irecv(out, left, 1)
     for tag in range(3):
         own.Send(array(tag), right, tag)
@@ -312,8 +307,7 @@ def test_a_receive_that_was_freed_before_its_match_gets_its_message(own):
     assert short.copy_to_host()[0] == -1
 
 
-@pytest.mark.parametrize("steps", [False, True])
-def test_an_interrupt_right_after_a_launch_loses_no_memory(own, monkeypatch, steps):
+def test_an_interrupt_right_after_a_launch_loses_no_memory(own, monkeypatch):
     words, post, out = own.post.words, own.post, array(-1)
     own.Sendrecv(array(1), own.rank, 1, out, own.rank, 1)
     stack = words.rooms.stack(LEAST)
@@ -324,8 +318,7 @@ def test_an_interrupt_right_after_a_launch_loses_no_memory(own, monkeypatch, ste
 
     before = free()
     with monkeypatch.context() as patch:
-        owner, name = (p2p, "begin") if steps else (post, "_send")
-        plain, calls = getattr(owner, name), []
+        plain, calls = post._send, []
 
         def interrupted(*given):
             found = plain(*given)
@@ -334,9 +327,7 @@ def test_an_interrupt_right_after_a_launch_loses_no_memory(own, monkeypatch, ste
                 raise KeyboardInterrupt
             return found
 
-        if steps:
-            patch.setattr(post, "_send", in_steps(post._send))
-        patch.setattr(owner, name, interrupted)
+        patch.setattr(post, "_send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             own.Send(array(2), own.rank, 2)
     assert len(calls) == 1  # a second copy could come when another message is there

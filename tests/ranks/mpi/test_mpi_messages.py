@@ -8,13 +8,16 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
+from numba_symm.gpu import kernels
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island
+simulated = pytest.mark.skipif(not SIMULATED, reason="kernels of the simulator")
 
 
 def array(*values, dtype="i4"):
@@ -283,6 +286,40 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
     assert not sum(other.post.unread)
     assert rooms.stack(LEAST).free >= max(before, 3)
     comm.Barrier()
+
+
+@simulated
+@pytest.mark.parametrize("number", [2, 100], ids=["one block", "two blocks"])
+@pytest.mark.parametrize("name", ["Sendrecv", "Irecv"])
+def test_the_copies_of_an_exchange_are_launched_together(
+    comm, monkeypatch, name, number
+):
+    """If the sender's was late, the receiver's is launched again, alone."""
+    launches, kernel = [], message_copy.kernel()
+
+    def simulate(launch):
+        values = list(launch._values)
+        sends, receives = values[4], values[12]
+        launches.append((sends > 0) + (receives > 0))
+        if len(launches) == 1:
+            late = *values[:4], 0, *values[5:]
+            kernels.simulate(kernel, receives, 1, late)
+            receives = 0
+        kernels.simulate(kernel, sends + receives, 1, tuple(values))
+
+    x, out = array(*range(number)), room(number)
+    comm.Sendrecv(x, comm.rank, 0, out, comm.rank)  # makes what later messages use
+    monkeypatch.setattr(message_copy.Simulated, "simulate", simulate)
+    monkeypatch.setattr(comm.post.words.port, "rest", 0)
+    for _ in range(2):
+        out.copy_to_device(-x.copy_to_host())
+        if name == "Irecv":
+            requests = [comm.Irecv(out, comm.rank), comm.Isend(x, comm.rank)]
+            MPI.Request.Waitall(requests)
+        else:
+            comm.Sendrecv(x, comm.rank, 0, out, comm.rank)
+        assert list(out.copy_to_host()) == list(range(number))
+    assert launches == [2, 1, 2]
 
 
 def test_a_refused_tag_keeps_no_memory(comm):

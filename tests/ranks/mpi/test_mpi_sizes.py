@@ -5,7 +5,6 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm.collectives.kernels import message_copy
 from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST
 
 
@@ -17,7 +16,7 @@ def around(comm):
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
 
-LIMITS = message_copy.MOST, LEAST, 2 * LEAST
+LIMITS = 512, LEAST, 2 * LEAST
 
 
 @pytest.mark.parametrize("islands", [False, True])
@@ -73,5 +72,8 @@ def test_items_with_gaps_and_messages_that_do_not_fit(comm):
     out = bytes_of(np.zeros(24))
     message.Recv(out)
     assert out.copy_to_host().tolist() == [each + left for each in range(24)]
+    x = bytes_of([])  # there is nothing to pack
+    comm.Sendrecv([x, 0, vector], right, 3, out, left, 3, status)
+    assert status.Get_count(MPI.BYTE) == 0
     vector.Free()
     comm.Barrier()
