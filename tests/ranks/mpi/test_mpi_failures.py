@@ -209,8 +209,9 @@ def test_threads_that_send_and_receive_at_a_time(comm, own):
             found.append(int(out.copy_to_host()[0]))
         return found
 
-    with ThreadPoolExecutor(3) as threads:
-        for found in threads.map(play, (1, 2, 3)):
+    gpu = comm.communicator.device.ordinal  # a new thread has the first one
+    with ThreadPoolExecutor(3, initializer=cuda.select_device, initargs=(gpu,)) as pool:
+        for found in pool.map(play, (1, 2, 3)):
             assert found == list(range(ROUNDS))
     comm.Barrier()
     for each in comms if own else ():
