@@ -6,19 +6,18 @@ memory again. So a kernel must see what its host has seen, as it sees what its s
 did before.
 
 One launch may have both: a copy that sends, and blocks behind it that receive another
-message, for which a peer's kernel does the same. These blocks look for the peer's word
-a few times. Block 0 looks, and tells the others through the count: a GPU makes such
-loads of the host's memory one after another. A block that is not told in time copies
-nothing. If there is one, the last block stores another word, after which the host waits
-itself, and launches the copy alone. So no kernel waits for a rank that is late, and a
-copy that sends waits for nothing.
+message, for which a peer's kernel does the same. These blocks look a few times for the
+message's number before its room, in GPU memory, because a look at the host's memory
+takes longer. A block that does not find it copies nothing. If there is one, the last
+block stores another word, after which the host waits itself, and launches the copy
+alone. So no kernel waits for a rank that is late, and a copy that sends waits for
+nothing.
 
-Memory order. Thread 0 loads the sender's word with acquire, or what block 0 has
-released after that, and then all threads of a block meet. They meet again after their
-loads and stores. Then thread 0 adds to the count with release, or if it is the only
-block, its fence orders them before the word. The thread that counts the last block has
-read what all others released. A message to oneself has a count for each of its copies,
-because both may run at once.
+Memory order. Thread 0 loads the number with acquire, and then all threads of a block
+meet. They meet again after their loads and stores. Then thread 0 adds to the count with
+release, or if it is the only block, its fence orders them before the number and the
+word. The thread that counts the last block has read what all others released. A message
+to oneself has a count for each of its copies, because both may run at once.
 """
 
 import ctypes
@@ -34,18 +33,19 @@ from numba_symm.gpu.kernels import Kernel, simulate
 
 THREADS = 8 if SIMULATED else 512
 MOST_BLOCKS = 2 if SIMULATED else 64
-LOOKS = 16
-"""For the sender's word; on PCI Express, in some 20 microseconds."""
+LOOKS = 40
+"""For a message's number, in some 30 microseconds over NVLink."""
 
-_TIMES = 4  # as often do other blocks look for block 0
+HEAD = 128
+"""Bytes before a room, of which the first word is the message's number."""
 
-ARGUMENTS = 16
-"""Of a copy that sends, and as many of one that receives."""
+ARGUMENTS = 17
+"""Of a copy that sends, as many of one that receives, and how often that looks."""
 
 VECTOR = 16
 """Bytes that a thread copies at a time, where addresses permit it."""
 
-_LATE, _FOUND = 1 << 16, 1 << 32  # what blocks add to the count, besides 1
+_LATE = 1 << 16  # what a block that is late adds to the count, besides 1
 
 
 def make_message_copy() -> Any:
@@ -69,32 +69,27 @@ def make_message_copy() -> Any:
         other_count_at: int,
         other_word_at: int,
         other_word: int,
+        looks: int,
     ) -> None:
         thread, block = intrinsics.thread_index_x(), intrinsics.block_index()
-        late = 0
-        if block >= grid:
+        number_at, receives, late = target - HEAD, block >= grid, 0
+        if receives:
             block -= grid
             target, source, nbytes = other_target, other_source, other_nbytes
             width, grid, count_at = other_width, other_grid, other_count_at
-            word_at, word, looks = other_word_at, other_word, LOOKS
-            if thread == 0 and block == 0:
-                # The sender's word is before this copy's.
+            word_at, word, number_at = other_word_at, other_word, source - HEAD
+            if looks > 0:
                 # explore: await
-                while looks > 0 and intrinsics.ld_acquire_sys_u64(word_at - 8) < word:
+                while (
+                    thread == 0
+                    and looks > 0
+                    and intrinsics.ld_acquire_sys_u64(number_at) < word
+                ):
                     looks -= 1
-                told = _FOUND if looks > 0 else _LATE
-                if grid > 1:
-                    intrinsics.atom_add_release_sys_u64(count_at, told)  # explore: tell
-            elif thread == 0:
-                told, looks = 0, looks * _TIMES
-                while looks > 0 and told < _LATE:
-                    told = intrinsics.ld_acquire_sys_u64(count_at)  # explore: listen
-                    looks -= 1
-                looks = told // _FOUND
-            # After thread 0's loads, and before all other ones.
-            # explore: meet
-            if intrinsics.syncthreads_or(thread == 0 and looks == 0):
-                late, nbytes = 1, 0
+                # After thread 0's loads, and before all other ones.
+                # explore: meet
+                if intrinsics.syncthreads_or(thread == 0 and looks == 0):
+                    late, nbytes = 1, 0
         first, step = block * THREADS + thread, grid * THREADS
         i, count = first, 0
         if width == VECTOR:
@@ -133,9 +128,11 @@ def make_message_copy() -> Any:
             blocks = mine + intrinsics.atom_add_release_sys_u64(count_at, mine)
             if blocks % _LATE != grid:
                 return
-            late = min(1, blocks % _FOUND // _LATE)
+            late = min(1, blocks // _LATE)
             intrinsics.st_relaxed_sys_u64(count_at, 0)  # for the next copy
         intrinsics.fence_acq_rel_sys()  # explore: fence
+        if not receives:
+            intrinsics.st_relaxed_sys_u64(number_at, word)
         intrinsics.st_relaxed_sys_u64(word_at + 8 * late, word)
 
     return message_copy
@@ -163,22 +160,19 @@ class Simulated:
 
     def simulate(self) -> None:
         """Run the kernel, which copies no more bytes than take a short time."""
-        values, blocks = list(self._values), self._config.grid[0]
-        if values[2] > _MOST:
-            ctypes.memmove(*values[:3])
-            values[2] = 0
-        target, source, nbytes = values[8:11]
-        if blocks == values[4] or nbytes <= _MOST:
-            simulate(kernel(), blocks, 1, tuple(values))
-            return
-        simulate(kernel(), values[4], 1, tuple(values))
-        words = _Words.from_address(values[14] - 8)
-        found = _Words(words[0])  # the kernel stores the others here
-        values[4], values[10], values[14] = 0, 0, ctypes.addressof(found) + 8
-        simulate(kernel(), values[12], 1, tuple(values))
-        if found[1]:
-            ctypes.memmove(target, source, nbytes)
-        words[1 if found[1] else 2] = values[15]
+        for first in (0, 8):
+            values = list(self._values)
+            target, source, nbytes, _, blocks, _, word_at, word = values[first:][:8]
+            values[12 - first] = 0  # blocks of the other copy
+            if blocks and nbytes > _MOST:
+                number = _Word.from_address(source - HEAD).value if first else word
+                if values[16] and number < word:
+                    _Word.from_address(word_at + 8).value = word  # it is late
+                    continue
+                ctypes.memmove(target, source, nbytes)
+                values[first + 2] = values[16] = 0
+            if blocks:
+                simulate(kernel(), blocks, 1, tuple(values))
 
 
-_Words = ctypes.c_int64 * 3  # the sender's, the receiver's, and that it is late
+_Word = ctypes.c_int64

@@ -124,7 +124,7 @@ class Post:
         self.timeout, self.threads = environment.chosen_timeout(timeout), local()
         words.counted.append(self.unread)
         self._send, self.expect = compiled("send"), compiled("expect")
-        self.receive, self.arrive = compiled("receive"), compiled("arrive")
+        self.receive = compiled("receive")
         self.known = Cache(1024)
         self._interrupted = False  # whether some messages of set-up are left in MPI
         self._exchange = StoreExchange(ranks.whole(self._own, owned=False), "Comm")
@@ -240,8 +240,7 @@ class Post:
         """Wait for this rank's copies."""
         self.copies.settle()
         for slot, number in self.words.lent(self.unread):
-            if not self.words.is_nowhere(slot):
-                waited(partial(self.words.holds, slot, READY, number), self._check)
+            waited(partial(self.words.holds, slot, READY, number), self._check)
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""

@@ -132,8 +132,10 @@ def send(
             found = post._send(order, parcel, stream, tag, matched, limit)
             if first is not None and order[0] != POSTED:
                 post.posted.pop(first, None)
-                if order[0] == BEGUN or not first._active:
-                    first.receive_alone()  # also if its request is dropped
+                if order[0] == BEGUN:
+                    first.hold()
+                elif not first._active:
+                    first.receive_alone()
         if 0 <= found < FULL:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
             return made
@@ -440,13 +442,15 @@ class Messages:
                     receives.Cancel()
                     receives.Wait()
                 raise
-        self.post.check_receive(source, recvtag)  # before the send is announced
         given = self.post, into, array, source, recvtag, waits, None, on
-        receives = receiving(*given) if waits else None  # so that one launch does both
-        sends = None
+        receives = sends = None
         try:
+            if waits:  # so that one launch copies both messages
+                receives = receiving(*given)
+            else:
+                self.post.check_receive(source, recvtag)  # before the send
             sends = send(self.post, sent, of_sent, sendtag, stream=stream)
-            return receives or receiving(*given), sends
+            return receiving(*given) if receives is None else receives, sends
         except BaseException:
             _withdraw(receives, sends)
             raise

@@ -27,7 +27,6 @@ from numba_symm.mpi.rooms import (
     CANCELLED,
     ENDED,
     FOUND,
-    LATE,
     NO_SLOT,
     POSTED,
     READ,
@@ -162,12 +161,10 @@ class Receiving(Own):
                 )
             raise
         posted.pop(self, None)
-        if self._taken:
+        if order[0] >= ENDED:
+            self._end()
+        elif self._taken:
             self.advance()
-        elif order[0] >= ENDED:
-            after, self._array, self._after = self._after, None, None
-            if after is not None:
-                post.copies.reuse(after)
 
     def _refuse(self, status: int) -> None:
         """Raise what a status of the compiled functions tells."""
@@ -226,10 +223,15 @@ class Receiving(Own):
         if self._order[0] == ENDED:
             self._taken = True
             return
+        self.hold()
+
+    def hold(self) -> None:
+        """Keep it until its copy has ended, also if its request is dropped."""
+        post = self._post
         with post._lock:
             if len(post.arriving) >= MOST:
                 post.reap()
-            # Also if its request is dropped; no interrupt comes between these two.
+            # No interrupt comes between these two.
             post.arriving[self] = None
             self._taken = True
 
@@ -245,15 +247,11 @@ class Receiving(Own):
                 if order[0] == FOUND:
                     self._begin(found)
                 if order[0] == BEGUN:
-                    slot, number = found.slot, found.number
-                    if (
-                        post.words.holds(slot, READ, number)
-                        if self._done is None
-                        else self._done.query()
-                    ):
+                    if self._done is None:
+                        post.receive(order, ENDED, 1, 0)
+                    elif self._done.query():
+                        post.refuse(found)
                         order[0] = ENDED
-                    elif self._done is None and post.words.holds(slot, LATE, number):
-                        order[0] = FOUND
             except Exception as error:  # for its own request, whoever calls this
                 self._error, order[0] = error, ENDED
                 if found is not None and found.slot != NO_SLOT:
@@ -267,8 +265,6 @@ class Receiving(Own):
         post, into, nbytes, slot = self._post, self._into, found.nbytes, found.slot
         words = post.words
         if slot != NO_SLOT and not words.holds(slot, READY, found.number):
-            if words.is_nowhere(slot):
-                raise _not_sent(found)
             return
         if slot == NO_SLOT:
             data, requests = post.data_of(found) or (None, [])
@@ -283,7 +279,10 @@ class Receiving(Own):
             place = view(self._staged, "Recv").address
             streams.copy_from_host(place, data.ctypes.data, nbytes, self._on)
         else:
-            self._block, place = words.opened(slot)
+            opened = words.opened(slot)
+            if opened is None:
+                raise _not_sent(found)
+            self._block, place = opened
             if into.dense:
                 status = post.receive(self._order, BEGUN, 1, 0)
                 if status < 0 and status != REFUSED:
@@ -300,12 +299,7 @@ class Receiving(Own):
             buffers.unpack(items, packed)(stream)
         else:
             streams.copy(into.address, place, nbytes, stream)
-        if slot == NO_SLOT:
-            self._done, self._order[0] = post.copies.event(stream), BEGUN
-            return
-        status = post.arrive(self._order)
-        if status:
-            raise failure_of(status)
+        self._done, self._order[0] = post.copies.event(stream), BEGUN
 
     def _end(self) -> None:
         """Let go of what the copy has needed."""
@@ -315,8 +309,6 @@ class Receiving(Own):
             if event is not None:
                 post.copies.reuse(event)
         if self._taken:
-            if self._data is not None and self.envelope is not None:
-                post.data.pop(post.key_of(self.envelope), None)
             block, self._block = self._block, None
             if block is not None and block.once:
                 rooms.copied(block)

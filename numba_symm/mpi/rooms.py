@@ -186,13 +186,14 @@ NOTHING, THERE, RINGS = range(3)
 NOWHERE = -1
 """The block of a message that its sender could not copy."""
 
-LOOKS = 2000
-"""Looks for a message that a send makes, in some 3 microseconds."""
+LOOKS = 8000
+"""Looks for a message that a send makes, in some 12 microseconds."""
 
 SLOTS_OF_ALL = 1 << 24
 """More than there are slots of all ranks of an island."""
 
 _ENTRY, _FREE = 8 * (FIELDS + 1), Port.free.offset
+_NONE = 5 * [_I64(0)]  # no copy
 
 
 class _Stepper(Emitter):
@@ -224,11 +225,7 @@ class _Stepper(Emitter):
         b.atomic_rmw("or", self.at(bell, 0), _I64(1), "release")
 
     def launch(self, *args: Any) -> Any:
-        """Launch one copy or two, which ``_emit_launch`` describes; return the status.
-
-        Each is given by target, source, bytes, slot, word and number.
-        """
-        args = *args, *(12 - len(args[2:])) * [_I64(0)]
+        """Launch copies, which ``_emit_launch`` describes; return the status."""
         return self.python("launch_copy", _I64, *args)
 
     def look(self, *args: Any) -> Any:
@@ -297,12 +294,14 @@ class _Fast(Builtin, _Stepper):
 
 
 def _emit_launch(module: ir.Module) -> None:
-    """Emit the launch of a copy, for the functions here, and of a second one behind it.
+    """Emit ``launch_copy(port, stream, *sent, *received, looks)``.
 
-    There is no second one if its number is 0.
+    It launches the copies of a message that is sent and of one that is received, of
+    which the second one looks so often for the message. Each is given by target,
+    source, bytes, slot and number; if the number is 0, there is none.
     """
-    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 14)
-    b, (port, stream, *args) = e.b, e.function.args
+    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 13)
+    b, (port, stream, *args, looks) = e.b, e.function.args
     names = "another", "yield", "mine"
     another, yields, mine = map(e.function.append_basic_block, names)
     b.branch(another)
@@ -315,7 +314,8 @@ def _emit_launch(module: ir.Module) -> None:
     b.position_at_end(mine)
     e.store(_I64(1), port, Port.busy.offset)
     values, grid = [], _I64(0)
-    for target, source, nbytes, slot, word, number in (args[:6], args[6:]):
+    for word, given in ((READY, args[:5]), (READ, args[5:])):
+        target, source, nbytes, slot, number = given
         low = b.and_(b.or_(target, source), _I64(15))
         eight = e.is_("==", b.and_(low, _I64(7)), 0)
         width = b.select(eight, _I64(8), _I64(1))
@@ -327,12 +327,12 @@ def _emit_launch(module: ir.Module) -> None:
         blocks = b.select(e.is_(">", blocks, most), _I64(most), blocks)
         blocks = b.select(e.is_("==", number, 0), _I64(0), blocks)
         grid = b.add(grid, blocks)
-        index = b.add(b.shl(slot, _I64(1)), word)  # of both copies of a message
+        index = b.add(b.shl(slot, _I64(1)), _I64(word))  # of both copies of a message
         count = b.add(e.load(port, Port.counts.offset), b.shl(index, _I64(3)))
-        index = b.add(b.mul(slot, _I64(LINE)), word)
+        index = b.add(b.mul(slot, _I64(LINE)), _I64(word))
         place = b.add(e.load(port, Port.words.offset), b.shl(index, _I64(3)))
         values += [target, source, nbytes, width, blocks, count, place, number]
-    for n, value in enumerate(values):
+    for n, value in enumerate([*values, looks]):
         e.store(value, port, Port.values.offset + 8 * n)
     config = e.load(port, Port.config.offset)
     e.store(grid, config, Config.grid.offset)  # and 0 as the next number
@@ -409,10 +409,9 @@ def _emit_reclaim(module: ir.Module) -> None:
         slot = e.load(b.add(unread, b.shl(n, _I64(3))))
         loan, line = e.loan(port, slot), e.line(port, slot)
         number, room, count, nbytes = (e.load(loan, 8 * field) for field in range(4))
-        # A message may be refused before it was copied, or could not be copied.
+        # A message may be refused before it was copied.
         done = [e.acquire(e.at(line, 8 * word)) for word in (READ, READY)]
         read, ready = (b.icmp_signed(">=", each, number) for each in done)
-        ready = b.or_(ready, e.is_("==", e.load(line, 8 * BLOCK), NOWHERE))
         with b.if_else(b.and_(read, ready)) as (is_read, is_not):
             with is_read:
                 e.push(b.add(port, _I64(_FREE)), slot)
@@ -508,12 +507,14 @@ def _emit_send(module: ir.Module) -> None:
     both = e.is_("!=", room_of_it, 0)
     names = Order.nbytes, Order.slot, Order.number
     size, slot_of_it, number_of_it = (e.load(order, n.offset) for n in names)
-    second = address, room_of_it, size, slot_of_it, _I64(READ)
-    first = e.load(where), source, nbytes, slot, _I64(READY), number
-    last = b.select(both, number_of_it, _I64(0))
-    status = e.launch(port, stream, *first, *second, last)
+    sent = e.load(where), source, nbytes, slot, number
+    number_of_it = b.select(both, number_of_it, _I64(0))
+    received = address, room_of_it, size, slot_of_it, number_of_it
+    looks = _I64(message_copy.LOOKS)
+    status = e.launch(port, stream, *sent, *received, looks)
     with b.if_then(e.is_("!=", status, 0), likely=False):
         e.store(_I64(NOWHERE), line, 8 * BLOCK)
+        b.store_atomic(number, e.at(line, 8 * READY), "release", 8)
         with b.if_then(both):
             e.store(_I64(FOUND), order)
         e.leave(b.sub(_I64(-1), status))
@@ -651,8 +652,8 @@ def _emit_begin(module: ir.Module) -> None:
     with b.if_then(e.is_("!=", event, 0)):
         b.store(e.driver(port, "wait", on, event, _I64(0)), status)
     with b.if_then(e.is_("==", b.load(status), 0)):
-        given = address, source, nbytes, slot, _I64(READ), number
-        b.store(e.launch(port, on, *given), status)
+        received = address, source, nbytes, slot, number
+        b.store(e.launch(port, on, *_NONE, *received, _I64(0)), status)
     with b.if_then(e.is_("!=", b.load(status), 0), likely=False):
         e.store(_I64(FOUND), order)
     b.ret(b.load(status))
@@ -677,8 +678,10 @@ def _emit_receive(module: ir.Module) -> None:
         status = e.python("begin", _I64, order, port, looks)
         with b.if_then(e.is_("!=", status, 0), likely=False):
             e.leave(b.sub(_I64(-1), status))
-    slot, number = (e.load(order, n.offset) for n in (Order.slot, Order.number))
-    waits = b.and_(e.is_("==", e.load(order), BEGUN), e.is_("!=", slot, NO_SLOT))
+    names = Order.slot, Order.number, Order.address
+    slot, number, address = (e.load(order, n.offset) for n in names)
+    waits = b.and_(e.is_("!=", slot, NO_SLOT), e.is_("!=", address, 0))
+    waits = b.and_(waits, e.is_("==", e.load(order), BEGUN))
     with b.if_then(b.and_(waits, e.is_(">", stage, BEGUN))):
         read, late = (b.add(e.line(port, slot), _I64(8 * n)) for n in (READ, LATE))
         found = e.look(late, read, number, looks)
@@ -688,22 +691,6 @@ def _emit_receive(module: ir.Module) -> None:
         with b.if_then(b.and_(again, e.is_("==", e.load(order), BEGUN)), likely=False):
             e.store(_I64(FOUND), order)  # so that it is launched when READY is there
     e.leave(e.load(order))
-
-
-def _emit_arrive(module: ir.Module) -> None:
-    """Emit ``arrive(order)``: enqueue the end of a copy that Python has enqueued.
-
-    It returns the driver's status.
-    """
-    e = _Fast(module, "arrive", 0, block=True)
-    b, order = e.b, e.block
-    names = Order.port, Order.on, Order.slot, Order.number
-    port, on, slot, number = (e.load(order, n.offset) for n in names)
-    nothing = 3 * [_I64(0)]
-    status = e.launch(port, on, *nothing, slot, _I64(READ), number)
-    with b.if_then(e.is_("==", status, 0)):
-        e.store(_I64(BEGUN), order)
-    e.leave(status)
 
 
 def _emit_publish(module: ir.Module) -> None:
@@ -759,7 +746,7 @@ def _engine() -> Any:
     return engine_of(
         *(_emit_launch, _emit_captured, _emit_look, _emit_reclaim),
         *(_emit_expect, _emit_quiet, _emit_match, _emit_claim, _emit_begin, _emit_send),
-        *(_emit_receive, _emit_arrive, _emit_publish, _emit_take, _emit_parts),
+        *(_emit_receive, _emit_publish, _emit_take, _emit_parts),
     )
 
 
@@ -845,13 +832,18 @@ class Rooms:
 
     def _make(self, size: int, stack: Any) -> None:
         """Make rooms of a size, unless there are too many blocks or rooms."""
-        nbytes = max(size, BLOCK_BYTES)
+        step = size + message_copy.HEAD
+        nbytes = max(step, BLOCK_BYTES)
         once = size > BLOCK_BYTES and self._kept + size > self.most
-        starts = range(0, nbytes - size + 1, size)
+        starts = range(message_copy.HEAD, nbytes - size + 1, step)
         if len(self._unused) < len(starts):
             return
         block = self._allocator.allocate(nbytes)
         memory = Memory(block.address, nbytes, block)
+        zeros, copies = np.zeros(min(nbytes, BLOCK_BYTES), _BYTE), CopyStream()
+        into, size_of_them = block.address, zeros.size  # all rooms' numbers
+        streams.copy_from_host(into, zeros.ctypes.data, size_of_them, copies.stream)
+        copies.close()
         shared = share(memory.array(nbytes, _BYTE), opens=1 if once else _OPENS)
         leave_out(shared)  # the program itself has not shared it
         number = self._blocks.add(shared.to_bytes())

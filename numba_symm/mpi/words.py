@@ -18,7 +18,7 @@ there does not matter:
 - ``MATCHED``: a receive has matched it; stored only if the sender asks for that.
 - ``BLOCK``, ``OFFSET``, ``ONCE``: not a number, but where the message is, and whether
   the block is for it alone; valid with the envelope. If the sender cannot copy it,
-  ``BLOCK`` becomes ``NOWHERE``, and there is no ``READY``.
+  ``BLOCK`` becomes ``NOWHERE`` before ``READY``.
 
 Memory order. The receiver's host or kernel reads ``READY`` before it copies, and the
 sender's host ``READ`` before it uses slot and room again. The sender stores ``BLOCK``,
@@ -256,14 +256,15 @@ class Words:
         counts = ((slot, port.loans[at], port.loans[at + 2]) for slot, at in found)
         return [(slot, number) for slot, number, at in counts if first <= at < last]
 
-    def is_nowhere(self, slot: int) -> bool:
-        """Return whether the sender could not copy a message, which has no READY."""
-        return bool(self.values[LINE * slot + BLOCK] == NOWHERE)
+    def opened(self, slot: int) -> tuple[Opened, int] | None:
+        """Return the block that has a message, mapped here, and the address there.
 
-    def opened(self, slot: int) -> tuple[Opened, int]:
-        """Return the block that has a message, mapped here, and the address there."""
+        It returns None if the message is nowhere.
+        """
         first, place = LINE * slot, slot // SLOTS
         number, offset = self.values[first + BLOCK], self.values[first + OFFSET]
+        if number == NOWHERE:
+            return None
         index = BLOCKS * place + number % BLOCKS
         found = self._opened.get(index)
         if found is None or self._places[2 * index] != number:

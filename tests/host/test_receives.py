@@ -132,7 +132,7 @@ def test_a_receive_comes_from_stage_to_stage(memory):
     memory.store(READ)
     assert memory.receive() == ENDED
     assert len(memory.driver.works) == 1
-    assert memory.port.values[:3] == [OUT, ROOM, 8]
+    assert memory.port.values[8:11] == [OUT, ROOM, 8]
     assert not memory.left()
 
 
@@ -168,7 +168,8 @@ def test_a_send_begins_the_first_receive_in_its_launch(memory):
         assert memory.receive() == (BEGUN if launched else FOUND)
         memory.store(READY)
     assert len(memory.driver.works) == 2
-    assert (memory.port.values[:3], memory.port.values[12]) == ([OUT, ROOM, 8], 0)
+    values = memory.port.values
+    assert (values[4], values[8:11], values[16]) == (0, [OUT, ROOM, 8], 0)
     memory.store(READ)
     assert memory.receive() == ENDED
 
@@ -308,6 +309,7 @@ def test_a_sender_reuses_the_memory_of_messages_that_were_read(memory):
     assert memory.left() == 1  # a message that is nowhere, which its receiver refuses
     slot, number = port.unread[0], port.number
     assert memory.words[LINE * slot + BLOCK] == NOWHERE
+    assert memory.words[LINE * slot + READY] == number
     for read in (False, True):
         if read:
             memory.store(READ, slot, number)

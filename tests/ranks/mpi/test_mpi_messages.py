@@ -302,8 +302,7 @@ def test_the_copies_of_an_exchange_are_launched_together(
         sends, receives = values[4], values[12]
         launches.append((sends > 0) + (receives > 0))
         if len(launches) == 1:
-            late = *values[:4], 0, *values[5:]
-            kernels.simulate(kernel, receives, 1, late)
+            kernels.simulate(kernel, receives, 1, (*values[:4], 0, *values[5:]))
             receives = 0
         kernels.simulate(kernel, sends + receives, 1, tuple(values))
 

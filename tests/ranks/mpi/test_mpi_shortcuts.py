@@ -132,7 +132,7 @@ def test_the_copies_of_messages_wait_for_no_stream(comm, monkeypatch, number):
     comm.Sendrecv(x, right, 0, out, left)  # makes what later messages use again
     comm.Barrier()
     post.take_back()
-    for name in ("_send", "receive", "arrive"):
+    for name in ("_send", "receive"):
         noting(post, name)
     for name in ("record", "wait", "synchronize", "query"):
         noting(Event, name)
