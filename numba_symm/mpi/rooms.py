@@ -122,7 +122,7 @@ Port = struct(
     never=WORD,  # 0
     opened=WORD,  # address of the numbers and addresses of the peers' blocks
     number=WORD,  # of this process' last message
-    rest=WORD,  # sends that wait for no message, because none came in time
+    rests=WORD,  # bits of a message's number without which a send waits for another
     free=WORD,  # how many slots are free
     slots=WORD * SLOTS,  # these slots
     rooms=WORD * (5 * ROOMS),  # of each: address, what the slot has, and its stack
@@ -193,7 +193,6 @@ SLOTS_OF_ALL = 1 << 24
 """More than there are slots of all ranks of an island."""
 
 _ENTRY, _FREE = 8 * (FIELDS + 1), Port.free.offset
-_NONE = 5 * [_I64(0)]  # no copy
 
 
 class _Stepper(Emitter):
@@ -294,16 +293,19 @@ class _Fast(Builtin, _Stepper):
 
 
 def _emit_launch(module: ir.Module) -> None:
-    """Emit ``launch_copy(port, stream, *sent, *received, looks)``.
+    """Emit ``launch_copy(port, stream, *sent, order, place, looks)``.
 
-    It launches the copies of a message that is sent and of one that is received, of
-    which the second one looks so often for the message. Each is given by target,
-    source, bytes, slot and number; if the number is 0, there is none.
+    It launches the copy of a message that is sent, given by target, source, bytes, slot
+    and number, unless that is 0. And it launches that of a receive, unless the place of
+    its message is 0, which so often looks for the message. It returns the status.
     """
-    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 13)
-    b, (port, stream, *args, looks) = e.b, e.function.args
-    names = "another", "yield", "mine"
-    another, yields, mine = map(e.function.append_basic_block, names)
+    e = _Stepper(module, "launch_copy", _I64, *[_I64] * 10)
+    b, (port, stream, *sent, order, place, looks) = e.b, e.function.args
+    names = Order.address, Order.nbytes, Order.slot, Order.number
+    address, *rest = (e.load(order, each.offset) for each in names)
+    copies = (READY, sent), (READ, [address, place, *rest])
+    labels = "another", "yield", "mine"
+    another, yields, mine = map(e.function.append_basic_block, labels)
     b.branch(another)
     b.position_at_end(another)  # another thread may launch, without the lock
     b.cbranch(e.is_("==", e.load(port, Port.busy.offset), 0), mine, yields)
@@ -314,7 +316,7 @@ def _emit_launch(module: ir.Module) -> None:
     b.position_at_end(mine)
     e.store(_I64(1), port, Port.busy.offset)
     values, grid = [], _I64(0)
-    for word, given in ((READY, args[:5]), (READ, args[5:])):
+    for word, given in copies:
         target, source, nbytes, slot, number = given
         low = b.and_(b.or_(target, source), _I64(15))
         eight = e.is_("==", b.and_(low, _I64(7)), 0)
@@ -325,26 +327,27 @@ def _emit_launch(module: ir.Module) -> None:
         blocks = b.select(e.is_("<", blocks, 1), _I64(1), blocks)
         most = message_copy.MOST_BLOCKS
         blocks = b.select(e.is_(">", blocks, most), _I64(most), blocks)
-        blocks = b.select(e.is_("==", number, 0), _I64(0), blocks)
+        none = e.is_("==", number if word == READY else place, 0)
+        blocks = b.select(none, _I64(0), blocks)
         grid = b.add(grid, blocks)
         index = b.add(b.shl(slot, _I64(1)), _I64(word))  # of both copies of a message
         count = b.add(e.load(port, Port.counts.offset), b.shl(index, _I64(3)))
         index = b.add(b.mul(slot, _I64(LINE)), _I64(word))
-        place = b.add(e.load(port, Port.words.offset), b.shl(index, _I64(3)))
-        values += [target, source, nbytes, width, blocks, count, place, number]
+        word_at = b.add(e.load(port, Port.words.offset), b.shl(index, _I64(3)))
+        values += [target, source, nbytes, width, blocks, count, word_at, number]
     for n, value in enumerate([*values, looks]):
         e.store(value, port, Port.values.offset + 8 * n)
     config = e.load(port, Port.config.offset)
     e.store(grid, config, Config.grid.offset)  # and 0 as the next number
     b.store(_I32(1), e.at(config, Config.grid.offset + 4, _I32))
     e.store(stream, config, Config.stream.offset)
-    rest = (
-        e.load(port, getattr(Port, name).offset) for name in ("kernel", "parameters")
-    )
+    rest = [e.load(port, each.offset) for each in (Port.kernel, Port.parameters)]
     saved = e.python("PyEval_SaveThread", _ANY)  # the driver's queue may be full
     status = e.driver(port, "launch", config, *rest, _I64(0))
     e.python("PyEval_RestoreThread", ir.VoidType(), saved)
     e.store(_I64(0), port, Port.busy.offset)
+    with b.if_then(e.is_("!=", status, 0), likely=False):
+        e.store(b.select(none, e.load(order), _I64(FOUND)), order)
     b.ret(status)
 
 
@@ -494,29 +497,19 @@ def _emit_send(module: ir.Module) -> None:
     ):
         joins = b.and_(joins, each)
     with b.if_then(joins):
-        rest = e.load(port, Port.rest.offset)
-        rests = e.is_(">", rest, 0)
-        looks = b.select(rests, _I64(1), _I64(LOOKS))
+        waits = e.is_("==", b.and_(number, e.load(port, Port.rests.offset)), 0)
+        looks = b.select(waits, _I64(LOOKS), _I64(1))
         e.python("match", ir.VoidType(), order, port, looks, _I64(1))
-        came = e.is_("!=", e.load(order), POSTED)
-        less = b.select(rests, b.sub(rest, _I64(1)), _I64(MOST))
-        e.store(b.select(came, _I64(0), less), port, Port.rest.offset)
+        missed = b.mul(b.zext(e.is_("==", e.load(order), POSTED), _I64), _I64(MOST - 1))
+        e.store(missed, port, Port.rests.offset)
         with b.if_then(e.is_("==", e.load(order), FOUND)):
             b.store(e.python("claim", _I64, order, port, _I64(0), _I64(1)), other)
-    room_of_it = b.load(other)
-    both = e.is_("!=", room_of_it, 0)
-    names = Order.nbytes, Order.slot, Order.number
-    size, slot_of_it, number_of_it = (e.load(order, n.offset) for n in names)
     sent = e.load(where), source, nbytes, slot, number
-    number_of_it = b.select(both, number_of_it, _I64(0))
-    received = address, room_of_it, size, slot_of_it, number_of_it
     looks = _I64(message_copy.LOOKS)
-    status = e.launch(port, stream, *sent, *received, looks)
+    status = e.launch(port, stream, *sent, order, b.load(other), looks)
     with b.if_then(e.is_("!=", status, 0), likely=False):
         e.store(_I64(NOWHERE), line, 8 * BLOCK)
         b.store_atomic(number, e.at(line, 8 * READY), "release", 8)
-        with b.if_then(both):
-            e.store(_I64(FOUND), order)
         e.leave(b.sub(_I64(-1), status))
     e.leave(b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot))
 
@@ -642,21 +635,17 @@ def _emit_begin(module: ir.Module) -> None:
     """
     e = _Stepper(module, "begin", _I64, *[_I64] * 3)
     b, (order, port, looks) = e.b, e.function.args
-    names = Order.slot, Order.number, Order.nbytes, Order.address, Order.on, Order.event
-    slot, number, nbytes, address, on, event = (e.load(order, n.offset) for n in names)
-    source = e.python("claim", _I64, order, port, number, looks)
-    with b.if_then(e.is_("==", source, 0)):
+    names = Order.number, Order.on, Order.event
+    number, on, event = (e.load(order, each.offset) for each in names)
+    place = e.python("claim", _I64, order, port, number, looks)
+    with b.if_then(e.is_("==", place, 0)):
         b.ret(_I64(0))
-    status = b.alloca(_I64)
-    b.store(_I64(0), status)
     with b.if_then(e.is_("!=", event, 0)):
-        b.store(e.driver(port, "wait", on, event, _I64(0)), status)
-    with b.if_then(e.is_("==", b.load(status), 0)):
-        received = address, source, nbytes, slot, number
-        b.store(e.launch(port, on, *_NONE, *received, _I64(0)), status)
-    with b.if_then(e.is_("!=", b.load(status), 0), likely=False):
-        e.store(_I64(FOUND), order)
-    b.ret(b.load(status))
+        status = e.driver(port, "wait", on, event, _I64(0))
+        with b.if_then(e.is_("!=", status, 0), likely=False):
+            e.store(_I64(FOUND), order)
+            b.ret(status)
+    b.ret(e.launch(port, on, *5 * [_I64(0)], order, place, _I64(0)))
 
 
 def _emit_receive(module: ir.Module) -> None:
