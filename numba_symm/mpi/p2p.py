@@ -132,10 +132,8 @@ def send(
             found = post._send(order, parcel, stream, tag, matched, limit)
             if first is not None and order[0] != POSTED:
                 post.posted.pop(first, None)
-                if order[0] == BEGUN:
-                    first.hold()
-                elif not first._active:
-                    first.receive_alone()
+                if order[0] == BEGUN or not first._active:
+                    first.receive_alone()  # also if its request is dropped
         if 0 <= found < FULL:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
             return made
@@ -178,30 +176,27 @@ class Sending(Own):
     _requests: Sequence[MPI.Request] = ()  # of MPI, if that sends it
 
     def _send(self, stream: int, limit: int) -> None:
-        """Send a message that the compiled function does not send."""
-        post, size = self.post, self.outgoing.size
+        """Send a message that the compiled function does not send at once."""
+        post, outgoing, found = self.post, self.outgoing, NONE
         with post._lock:  # envelopes are in the order of their numbers
-            self._over = limit > 0 and not post.admits(self.outgoing)
-            roomy = not (self.outgoing.apart or self._over) and post.room_for(size)
-            if roomy and self._copied(stream):
-                return
-        self._by_mpi(stream)
-
-    def _copied(self, stream: int) -> bool:
-        """Send the message through a room; return False if there is no slot."""
-        post, outgoing, array = self.post, self.outgoing, self._array
-        if outgoing.items.layout.runs is not None:
-            packed = buffers.packed(outgoing.items._replace(array=array), stream)
-            array, outgoing.parcel.source = packed.array, packed.address
-        given = NO_ORDER, outgoing.parcel_at, stream, self.tag, self._matched, 0
-        while (found := post._send(*given)) == FULL:
-            self._pause()
-        if found < 0:
-            raise failure_of(-1 - found)
-        if found != NONE:
-            self.number, self.slot = divmod(found, SLOTS_OF_ALL)
-            self._array = array
-        return found != NONE
+            self._over = limit > 0 and not post.admits(outgoing)
+            if not (outgoing.apart or self._over) and post.room_for(outgoing.size):
+                packed = None
+                if outgoing.items.layout.runs is not None:
+                    items = outgoing.items._replace(array=self._array)
+                    packed = buffers.packed(items, stream)
+                    outgoing.parcel.source = packed.address
+                given = NO_ORDER, outgoing.parcel_at, stream, self.tag, self._matched, 0
+                while (found := post._send(*given)) == FULL:
+                    self._pause()
+                if found < 0:
+                    raise failure_of(-1 - found)
+        if found == NONE:
+            self._by_mpi(stream)
+            return
+        self.number, self.slot = divmod(found, SLOTS_OF_ALL)
+        if packed is not None:
+            self._array = packed.array
 
     def _pause(self) -> None:
         """Wait for a receiver that has looked at none of very many envelopes."""

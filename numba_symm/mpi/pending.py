@@ -29,7 +29,6 @@ from numba_symm.mpi.rooms import (
     FOUND,
     NO_SLOT,
     POSTED,
-    READ,
     READY,
     REFUSED,
     Opened,
@@ -163,8 +162,6 @@ class Receiving(Own):
         posted.pop(self, None)
         if order[0] >= ENDED:
             self._end()
-        elif self._taken:
-            self.advance()
 
     def _refuse(self, status: int) -> None:
         """Raise what a status of the compiled functions tells."""
@@ -174,9 +171,7 @@ class Receiving(Own):
 
     def _go_on(self) -> bool:
         """Do what Python does now; return whether the receive has ended."""
-        found = self.envelope
-        if found is not None:
-            self._take(found)
+        self._take()
         return self.cancelled or self.advance()
 
     def _finish(self, status: MPI.Status | None) -> None:
@@ -199,9 +194,10 @@ class Receiving(Own):
         self._finish(status)
         return True
 
-    def _take(self, found: Envelope) -> None:
+    def _take(self) -> None:
         """Begin with the message that has matched; no other receive gets it then."""
-        if self._taken:
+        found = self.envelope
+        if self._taken or found is None:
             return
         post, nbytes = self._post, found.nbytes
         if post._freed or not hasattr(post.threads, "ready"):
@@ -223,15 +219,10 @@ class Receiving(Own):
         if self._order[0] == ENDED:
             self._taken = True
             return
-        self.hold()
-
-    def hold(self) -> None:
-        """Keep it until its copy has ended, also if its request is dropped."""
-        post = self._post
         with post._lock:
             if len(post.arriving) >= MOST:
                 post.reap()
-            # No interrupt comes between these two.
+            # Also if its request is dropped; no interrupt comes between these two.
             post.arriving[self] = None
             self._taken = True
 
@@ -246,16 +237,17 @@ class Receiving(Own):
                 assert found is not None
                 if order[0] == FOUND:
                     self._begin(found)
-                if order[0] == BEGUN:
-                    if self._done is None:
-                        post.receive(order, ENDED, 1, 0)
-                    elif self._done.query():
-                        post.refuse(found)
-                        order[0] = ENDED
+                if self._done is None:
+                    status = post.receive(order, ENDED, 1, 0)
+                    if REFUSED < status < 0:
+                        raise failure_of(-1 - status)
+                elif self._done.query():
+                    post.refuse(found)
+                    order[0] = ENDED
             except Exception as error:  # for its own request, whoever calls this
                 self._error, order[0] = error, ENDED
-                if found is not None and found.slot != NO_SLOT:
-                    post.words.store(found.slot, READ, found.number)
+                if found is not None:
+                    post.refuse(found)
             if order[0] == ENDED:
                 self._end()
         return order[0] == ENDED
@@ -284,10 +276,7 @@ class Receiving(Own):
                 raise _not_sent(found)
             self._block, place = opened
             if into.dense:
-                status = post.receive(self._order, BEGUN, 1, 0)
-                if status < 0 and status != REFUSED:
-                    raise failure_of(-1 - status)
-                return
+                return  # because ``receive`` copies them
         stream = self._on
         if self._after is not None:
             self._after.wait(stream)
@@ -308,12 +297,11 @@ class Receiving(Own):
         for event in events:
             if event is not None:
                 post.copies.reuse(event)
-        if self._taken:
-            block, self._block = self._block, None
-            if block is not None and block.once:
-                rooms.copied(block)
-            self._data = self._staged = None
-            post.arriving.pop(self, None)  # last, so that an interrupt leaves nothing
+        block, self._block = self._block, None
+        if block is not None and block.once:
+            rooms.copied(block)
+        self._data = self._staged = None
+        post.arriving.pop(self, None)  # last, so that an interrupt leaves nothing
 
     def _withdraw(self) -> None:
         if self._active and not self._taken:
@@ -332,8 +320,7 @@ class Receiving(Own):
         """Begin with the message of a request that was given up, if there is one."""
         # The lock: a thread that matches a message now would take it, too.
         with self._post.words.lock, suppress(SymmError):  # nobody waits for it
-            if self.envelope is not None:
-                self._take(self.envelope)
+            self._take()
 
     def _describe(self, status: MPI.Status) -> None:
         found = self.envelope
