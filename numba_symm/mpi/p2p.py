@@ -132,8 +132,14 @@ def send(
             found = post._send(order, parcel, stream, tag, matched, limit)
             if first is not None and order[0] != POSTED:
                 post.posted.pop(first, None)
-                if order[0] == BEGUN or not first._active:
-                    first.receive_alone()  # also if its request is dropped
+                if order[0] == BEGUN:
+                    if len(post.arriving) >= progress.MOST:
+                        post.reap()
+                    # Also if its request is dropped; no interrupt comes between these.
+                    post.arriving[first] = None
+                    first._taken = True
+                elif not first._active:
+                    first.receive_alone()
         if 0 <= found < FULL:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
             return made

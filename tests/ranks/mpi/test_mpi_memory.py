@@ -10,7 +10,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.gpu import compiled, streams
-from numba_symm.mpi import p2p, pending
+from numba_symm.mpi import p2p, pending, progress
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST, NONE, Stack
 from numba_symm.sharing import collect, stats
@@ -219,6 +219,19 @@ def test_a_message_that_nobody_waits_for_is_received(own, monkeypatch, copying_l
     assert not own.post.arriving
     assert [out.copy_to_host()[0] for out in outs] == [0, 1]
     MPI.Request.Waitall([given_up])
+
+
+def test_arrays_of_dropped_receives_are_kept_until_their_copies_end(own):
+    """Not longer, however many receives there are."""
+    right, left = around(own)
+    for number in range(3 * progress.MOST):
+        own.Irecv(array(-1), left)
+        own.Send(array(number), right)
+        assert len(own.post.arriving) + len(own.post.posted) <= 2 * progress.MOST
+        own.Barrier()
+    while own.post.posted or own.post.arriving:
+        own.Iprobe()
+    own.Barrier()
 
 
 def test_no_message_is_copied_after_free(comm, copying_late):
