@@ -33,8 +33,11 @@ from numba_symm.gpu.kernels import Kernel, simulate
 
 THREADS = 8 if SIMULATED else 512
 MOST_BLOCKS = 2 if SIMULATED else 64
-LOOKS = 40
-"""For a message's number, in some 30 microseconds over NVLink."""
+LOOKS = 16
+"""For a message's number, in some 15 microseconds over NVLink."""
+
+MORE = 19
+"""There is a look more for ``1 << MORE`` bytes of the message."""
 
 HEAD = 128
 """Bytes before a room, of which the first word is the message's number."""

@@ -187,11 +187,10 @@ class Sending(Own):
         with post._lock:  # envelopes are in the order of their numbers
             self._over = limit > 0 and not post.admits(outgoing)
             if not (outgoing.apart or self._over) and post.room_for(outgoing.size):
-                packed = None
                 if outgoing.items.layout.runs is not None:
-                    items = outgoing.items._replace(array=self._array)
-                    packed = buffers.packed(items, stream)
+                    packed = buffers.packed(outgoing.items, stream)
                     outgoing.parcel.source = packed.address
+                    self._array = self._array, packed.array
                 given = NO_ORDER, outgoing.parcel_at, stream, self.tag, self._matched, 0
                 while (found := post._send(*given)) == FULL:
                     self._pause()
@@ -201,8 +200,6 @@ class Sending(Own):
             self._by_mpi(stream)
             return
         self.number, self.slot = divmod(found, SLOTS_OF_ALL)
-        if packed is not None:
-            self._array = packed.array
 
     def _pause(self) -> None:
         """Wait for a receiver that has looked at none of very many envelopes."""

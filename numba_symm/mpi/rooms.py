@@ -505,7 +505,8 @@ def _emit_send(module: ir.Module) -> None:
         with b.if_then(e.is_("==", e.load(order), FOUND)):
             b.store(e.python("claim", _I64, order, port, _I64(0), _I64(1)), other)
     sent = e.load(where), source, nbytes, slot, number
-    looks = _I64(message_copy.LOOKS)
+    more = b.lshr(e.load(order, Order.nbytes.offset), _I64(message_copy.MORE))
+    looks = b.add(_I64(message_copy.LOOKS), more)
     status = e.launch(port, stream, *sent, order, b.load(other), looks)
     with b.if_then(e.is_("!=", status, 0), likely=False):
         e.store(_I64(NOWHERE), line, 8 * BLOCK)
@@ -830,8 +831,8 @@ class Rooms:
         block = self._allocator.allocate(nbytes)
         memory = Memory(block.address, nbytes, block)
         zeros, copies = np.zeros(min(nbytes, BLOCK_BYTES), _BYTE), CopyStream()
-        into, size_of_them = block.address, zeros.size  # all rooms' numbers
-        streams.copy_from_host(into, zeros.ctypes.data, size_of_them, copies.stream)
+        given = block.address, zeros.ctypes.data, zeros.size
+        streams.copy_from_host(*given, copies.stream)  # the numbers before the rooms
         copies.close()
         shared = share(memory.array(nbytes, _BYTE), opens=1 if once else _OPENS)
         leave_out(shared)  # the program itself has not shared it
