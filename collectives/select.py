@@ -94,14 +94,14 @@ _SCATTERED = Choice(
 # For two ranks, a two-shot reduction to a root has no advantage.
 _REDUCED = Choice(
     floats=(
-        Step("one_shot_sentinel", (1280 * _K, 256 * _K, 128 * _K)),
+        Step("one_shot_sentinel", (2 * _M, 256 * _K, 128 * _K)),
         Step("two_shot_sentinel", (NONE, 3 * _M, 4 * _M)),
         Step("chunked", (10 * _M, NONE, NONE)),
         Step("direct", (ALL, ALL, ALL)),
     ),
     others=(
         Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
-        Step("one_shot_marked", (1280 * _K, 256 * _K, 128 * _K)),
+        Step("one_shot_marked", (2 * _M, 256 * _K, 128 * _K)),
         Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
         Step("chunked", (10 * _M, NONE, NONE)),
         Step("direct", (ALL, ALL, ALL)),
@@ -119,14 +119,14 @@ _BROADCAST = (
 ON_GPUS = {
     "all_reduce": Choice(
         floats=(
-            Step("one_shot_sentinel", (1 * _M, 128 * _K, 64 * _K)),
+            Step("one_shot_sentinel", (2 * _M, 128 * _K, 64 * _K)),
             Step("two_shot_sentinel", (6 * _M, 256 * _M, 8 * _M)),
             Step("direct", (ALL, ALL, ALL)),
         ),
         others=(
             # Packets are twice the bytes, and need fewer instructions.
             Step("one_shot_ll", (64 * _K, 8 * _K, 32 * _K)),
-            Step("one_shot_marked", (1536 * _K, 128 * _K, 64 * _K)),
+            Step("one_shot_marked", (2 * _M, 128 * _K, 64 * _K)),
             Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
             Step("direct", (ALL, 48 * _M, ALL)),
             Step("chunked", (NONE, ALL, NONE)),
