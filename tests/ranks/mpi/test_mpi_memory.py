@@ -1,5 +1,6 @@
 """When senders of messages in mpi4py's spelling reuse their memory."""
 
+import ctypes
 import gc
 import time
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.collectives.kernels import message_copy
+from numba_symm.environment import SIMULATED
 from numba_symm.gpu import compiled, streams
 from numba_symm.mpi import p2p, pending, progress
 from numba_symm.mpi.messages import Post
@@ -219,6 +222,28 @@ def test_a_message_that_nobody_waits_for_is_received(own, monkeypatch, copying_l
     assert not own.post.arriving
     assert [out.copy_to_host()[0] for out in outs] == [0, 1]
     MPI.Request.Waitall([given_up])
+
+
+@pytest.mark.skipif(not SIMULATED, reason="looks at memory from the host")
+def test_a_new_room_has_no_message(own, monkeypatch):
+    """Memory that is allocated may contain anything, also a message's number."""
+    words, size, allocate = own.post.words, 1 << 16, own.post.words.allocator.allocate
+
+    def used(nbytes):
+        block = allocate(nbytes)
+        ctypes.memset(block.address, 0x7F, nbytes)
+        return block
+
+    with monkeypatch.context() as patch:
+        patch.setattr(words.allocator, "allocate", used)
+        stack = words.rooms.stack(size)
+        before = stack.free
+        words.rooms._make(size, stack)
+    new = stack.rooms[before : stack.free]
+    assert len(new) == BLOCK_BYTES // (size + message_copy.HEAD)
+    for room in new:
+        at = words.port.rooms[5 * room] - message_copy.HEAD
+        assert ctypes.c_int64.from_address(at).value == 0
 
 
 def test_arrays_of_dropped_receives_are_kept_until_their_copies_end(own):

@@ -1,5 +1,6 @@
 """Sends, receives and probes in mpi4py's spelling."""
 
+import ctypes
 import gc
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
 from numba_symm.gpu import kernels
+from numba_symm.gpu.compiled import Config
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST
 from tests.ranks.helpers import needs_peers, of_one_island
@@ -319,6 +321,24 @@ def test_the_copies_of_an_exchange_are_launched_together(
             comm.Sendrecv(x, comm.rank, 0, out, comm.rank)
         assert list(out.copy_to_host()) == list(range(number))
     assert launches == [2, 1, 2]
+
+
+@simulated
+def test_a_simulated_copy_of_many_bytes_is_late_too():
+    head = message_copy.HEAD
+    memory, out = np.arange(head + 1024, dtype="u1"), np.zeros(1024, "u1")
+    words, count = np.zeros(3, int), np.zeros(1, int)  # READY, READ, LATE
+    memory[:8] = 0
+    room, at = memory.ctypes.data + head, words.ctypes.data + 8
+    received = out.ctypes.data, room, 1024, 16, 2, count.ctypes.data, at, 5
+    values = (ctypes.c_int64 * message_copy.ARGUMENTS)(*8 * [0], *received, 1)
+    copies = message_copy.Simulated(values, ctypes.addressof(Config()))
+    copies.simulate()
+    assert (list(words), out.any()) == ([0, 0, 5], False)
+    memory[0] = 5
+    copies.simulate()
+    assert list(words) == [0, 5, 5]
+    assert list(out) == list(memory[head:])
 
 
 def test_a_refused_tag_keeps_no_memory(comm):
