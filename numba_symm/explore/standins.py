@@ -48,7 +48,7 @@ from numba_symm.explore.threads import (
     me,
     unsupported,
 )
-from numba_symm.launch.failures import TABLE
+from numba_symm.launch.failures import describe
 
 _SCALARS = (int, float, complex, bool, np.generic, str, type(None), tuple, Array)
 
@@ -66,7 +66,7 @@ class StandIn(ModuleType):
         raise unsupported(f"{self.__name__}.{name}")
 
 
-def _check_awaited(args: Any, site: CodePlace) -> None:
+def _check_awaited(args: Any) -> None:
     """Refuse a kernel that has started a collective and has not awaited it."""
     module = device_module("block_exchange")
     for ws in args:
@@ -75,9 +75,12 @@ def _check_awaited(args: Any, site: CodePlace) -> None:
             region, offset = running().memory.at(first, 1)
             nbytes = module.EPOCHS * ws.threads * ws.blocks
             words = region.buffer[offset : offset + nbytes].view(np.uint32)
-            if module.in_flight(words):
-                sites = [(f"rank {ws.rank}", site)]
-                raise Fault("error", module.NOT_AWAITED, sites=sites)
+            found = module.not_awaited(ws, words)
+            if found:
+                text, start = found
+                raise Fault(
+                    "error", text, sites=[(f"rank {ws.rank}", CodePlace(*start))]
+                )
 
 
 class ExploredKernel:
@@ -98,7 +101,7 @@ class ExploredKernel:
                     )
             caller = running().me()
             caller.local.check_stream(stream)
-            check = functools.partial(_check_awaited, args, running().site())
+            check = functools.partial(_check_awaited, args)
             given = (grid, block), args, int(dynamic), caller.clock.copy(), check
             caller.local.stream.enqueue(Grid(self.py_func, *given))
 
@@ -542,13 +545,8 @@ def _receive(guard: Any, box: int, number: int, record: int, lost: int) -> Any:
 
 def fail(guard: Any, record: int) -> None:
     """Replace ``polling.fail``: what a kernel reports is a fault."""
-    operation, rank, peer = (
-        record >> 56 & 0x7F,
-        record >> 48 & 0xFF,
-        record >> 40 & 0xFF,
-    )
-    words = TABLE[operation].words
-    raise Fault("result", f"rank {rank} reports a failure: {words}, of rank {peer}")
+    sites = [(f"rank {guard.rank}", running().site())]
+    raise Fault("result", describe(record).text, sites=sites)
 
 
 def _no_clock() -> int:
