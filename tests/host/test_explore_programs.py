@@ -46,9 +46,9 @@ def test_a_program_is_explored_completely(program):
     report = explore.run(ROOT / program, ranks, 60, arguments)
     assert report.complete, str(report)
     assert [each.ranks for each in report.coverage] == list(ranks)
-    if program == EXAMPLES + "histogram.py":
-        # Of n ranks, n blocks take n chunks in n**n ways, and see the end in n! orders.
-        assert [each.orders for each in report.coverage] == [8]
+    # Two blocks take two chunks in four ways, and see the end in two orders.
+    orders = 8 if program == EXAMPLES + "histogram.py" else 1
+    assert {each.orders for each in report.coverage} == {orders}
 
 
 def edited(file, edits, folder):
@@ -95,15 +95,14 @@ def test_programs_with_kernels_are_explored_or_listed():
 
 def test_the_page_counts_what_is_removed():
     page = (ROOT / "docs/check-kernels.md").read_text()
-    rows = re.findall(r"\| `(\w+.py)` \| [^|]* \| (\d+) \| (\d+) \| (\d+) \|", page)
+    rows = re.findall(r"\| `(\w+.py)` \| (\d+) \| (\d+) \|", page)
     counted = {}
     for file, _, kind in EDITS.values():
         found = counted.setdefault(file, [0, 0])
         found[kind is IMPLIED] += 1
-    assert {name: (int(n), int(m)) for name, _, n, m in rows} == {
+    assert {name: (int(n), int(m)) for name, n, m in rows} == {
         name: tuple(found) for name, found in counted.items()
     }
-    assert all(int(n) + int(m) == int(k) for _, k, n, m in rows)
 
 
 IMPLIED = None  # the edit leaves no fault
