@@ -660,8 +660,7 @@ def _described(
     program: Program, chooser: Any, fault: Fault, execution: int, search: Search
 ) -> FoundFault:
     """Repeat the execution of a fault, and describe it."""
-    replay = Replay(list(chooser.choices))
-    machine = program.execute(replay, search.futile)
+    machine = program.execute(Replay(list(chooser.choices)), search.futile)
     observed = diagnosis.Observed(machine, fault)
     with contextlib.suppress(Fault, Pruned):
         program.run(machine)
@@ -670,9 +669,9 @@ def _described(
     places = [_access(observed, each) for each in accesses]
     others = *details.get("sites", ()), *diagnosis.waiting(fault, machine)
     places += [_place(text or "the program", site, files) for text, site in others]
-    hints = [diagnosis.nearest_order(observed, *accesses)] if len(accesses) == 2 else []
     return FoundFault(
-        fault.kind, fault.text, program.ranks, execution, places, hints,
+        fault.kind, fault.text, program.ranks, execution, places,
+        [diagnosis.nearest_order(observed, *accesses)] if len(accesses) == 2 else [],
         diagnosis.trace(observed), list(chooser.choices),
         [(*name,) for name in program.numbers.names],
     )  # fmt: skip

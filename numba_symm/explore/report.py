@@ -148,8 +148,10 @@ def _show_fault(fault: FoundFault, console: Console) -> None:
         element = f" [cyan]{escape(place.element)}[/]" if place.element else ""
         line(f"  {escape(place.text)}{element}")
         if place.file:
-            at = escape(f"{Path(place.file).name}:{place.line}")
-            line(f"    [dim]{at}[/]  {escape(place.code)}")
+            line(
+                f"    [dim]{escape(Path(place.file).name)}:{place.line}[/]  "
+                f"{escape(place.code)}"
+            )
     for hint in fault.hints:
         line(f"  [yellow]{escape(hint)}[/]")
     if fault.trace:

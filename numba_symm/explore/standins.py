@@ -489,19 +489,22 @@ def make_wait(has_arrived: Callable[[int, Any], bool]) -> Callable[..., bool]:
     return wait
 
 
-def _packet_word(address: int, holds: Callable[[int], bool]) -> int:
+def _packet_word(address: int, holds: Callable[[int], bool], peer: int) -> int:
     """Wait for half of a packet pair: 4 bytes of data, and above them the epoch."""
     op = op_at(AWAIT, address, 8, RELAXED)
+    op.wanted = f"packets of rank {peer}, which it has not sent"
     return running().await_word(op, lambda word: holds(word >> 32)) & 0xFFFFFFFF
 
 
-def _vector(box: int, stride: int, holds: Callable[[int], bool]) -> tuple[int, int]:
+def _vector(
+    box: int, stride: int, holds: Callable[[int], bool], peer: int
+) -> tuple[int, int]:
     """Wait for a vector's packets, one word after another; return its two words."""
-    words = [_packet_word(box + at, holds) for at in (0, 8, stride, stride + 8)]
+    words = [_packet_word(box + at, holds, peer) for at in (0, 8, stride, stride + 8)]
     return word_of(words[0] | words[1] << 32), word_of(words[2] | words[3] << 32)
 
 
-def make_poll(size: int, peek: Any, late_rank: Any = None) -> Callable[..., bool]:
+def make_poll(size: int, peek: Any, late_rank: Any) -> Callable[..., bool]:
     """Replace ``packets.make_poll``.
 
     It waits for one word after another. A program that polls all of them in turn may
@@ -522,7 +525,8 @@ def make_poll(size: int, peek: Any, late_rank: Any = None) -> Callable[..., bool
             region, offset, _, _ = thread.probed  # the last word of the vector
             stride = region.base + offset - 8 - box
             if wanted >> k & 1:
-                low[k + 1], high[k + 1] = _vector(box, stride, flag.__eq__)
+                peer = late_rank(guard, k)
+                low[k + 1], high[k + 1] = _vector(box, stride, flag.__eq__, peer)
             else:
                 low[k + 1], high[k + 1], _ = peek(box, epoch)
         return True
@@ -539,8 +543,7 @@ def _receive(guard: Any, box: int, number: int, record: int, lost: int) -> Any:
             fail(guard, lost)
         return epoch == number & 0xFFFFFFFF
 
-    low, high = _vector(box, 16, ends)
-    return low, high, True
+    return *_vector(box, 16, ends, record >> 40 & 0xFF), True
 
 
 def fail(guard: Any, record: int) -> None:

@@ -13,7 +13,7 @@ KINDS = {
         "divergence",
         "2 threads of rank 0 block 0 wait at syncthreads",
     ),
-    "hipfire_575": ("race", "is a syncthreads missing between lines"),
+    "hipfire_575": ("race", "Is a syncthreads missing between lines"),
     "nvshmem_98": ("deadlock", "memory[0] of rank 0 to change, which is 0"),
     "primus_turbo_482": ("race", "is a release missing at line"),
     "pytorch_137257": ("race", "in launch 2, that rank 1"),
