@@ -62,8 +62,9 @@ def edited(file, edits, folder):
     return program
 
 
-def test_a_queue_of_many_chunks_is_explored_at_random():
-    report = explore.run(ROOT / EXAMPLES / "histogram.py", 2, 2)
+def test_a_queue_of_many_blocks_is_explored_at_random():
+    path, many = ROOT / EXAMPLES / "histogram.py", ["--chunks", "1", "--blocks", "4"]
+    report = explore.run(path, 2, 3, many)
     assert report.fault is None, str(report)
     assert "incomplete: " in str(report)
     assert report.coverage[0].random > 0
