@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from numba_symm.explore.machine import Fiber, Machine, Name
 from numba_symm.explore.memory import (
     ACQUIRE,
@@ -24,7 +26,7 @@ from numba_symm.explore.memory import (
     Value,
     frame_of,
 )
-from numba_symm.explore.threads import Array
+from numba_symm.explore.threads import Array, of_bits
 
 
 class TracedStep(NamedTuple):
@@ -344,10 +346,17 @@ _COMPARISONS = "==", "!=", ">", ">=", "<", "<="
 """By the numbers of ``symm.EQ`` and so on."""
 
 
+def _number(op: Strong, bits: int) -> Any:
+    """Return a word in the dtype of the program's array, or else signed."""
+    fits = getattr(op.region.dtype, "itemsize", 0) == op.nbytes
+    dtype = op.region.dtype if fits else np.dtype(f"i{op.nbytes}")
+    return of_bits(dtype, int(bits)).item()
+
+
 def _wanted(name: Name, op: Strong, machine: Machine) -> str:
     region, place = op.region, op.region.places.get(op.offset)
     values = place.values[1:] if place is not None else []
-    bits, wanted = region.bits(op.offset, op.nbytes), "to change"
+    bits, wanted = _number(op, region.bits(op.offset, op.nbytes)), "to change"
     if isinstance(op.wanted, str):
         return op.wanted
     if op.wanted is not None:
@@ -377,8 +386,7 @@ def trace(observed: Observed) -> list[dict[str, Any]]:
     for number, step in enumerate(observed.steps[: observed.ends]):
         op = step.op
         verbs = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}
-        late = step.value is None
-        does = "looks too late at" if late else verbs.get(op.kind, "updates")
+        value = None if step.value is None else _number(op, step.value)
         found.append(
             {
                 "step": number,
@@ -386,10 +394,12 @@ def trace(observed: Observed) -> list[dict[str, Any]]:
                 "file": op.site.file,
                 "line": op.site.line,
                 "called": op.site.called,
-                "does": does,
+                "does": "looks too late at"
+                if value is None
+                else verbs.get(op.kind, "updates"),
                 "order": op.order,
                 "element": element_name(op.region, op.offset, None, machine.files),
-                "value": None if late else int(step.value),
+                "value": value,
             }
         )
     return found

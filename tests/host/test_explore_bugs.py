@@ -14,6 +14,8 @@ KINDS = {
         "2 threads of rank 0 block 0 wait at syncthreads",
     ),
     "hipfire_575": ("race", "Is a syncthreads missing between lines"),
+    "mori_494": ("deadlock", "waits for memory[0] of rank 0 to change, which is 0"),
+    "mscclpp_553": ("deadlock", "words[0] of rank 0 to change, which is -1"),
     "nvshmem_98": ("deadlock", "memory[0] of rank 0 to change, which is 0"),
     "primus_turbo_482": ("race", "is a release missing at line"),
     "pytorch_137257": ("race", "in launch 2, that rank 1"),
