@@ -1,6 +1,7 @@
 """What a report of an exploration says, and what the command does with it."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -227,6 +228,10 @@ def test_other_faults(program, body, kind, text):
     assert report.fault is not None
     assert report.fault.kind == kind
     assert text in str(report)
+    assert report.fault.places
+    for place in report.fault.places:
+        assert re.search(r"rank \d block 0 thread \d|threads of rank", place.text)
+        assert place.code in body
 
 
 def test_atomics_of_one_gpu_are_right_within_it(program):
