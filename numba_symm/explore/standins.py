@@ -536,19 +536,19 @@ def make_poll(size: int, peek: Any, late_rank: Any) -> Callable[..., bool]:
 
 def _receive(guard: Any, box: int, number: int, record: int, lost: int) -> Any:
     """Replace ``packets._receive``: a later epoch is a fault."""
+    site = running().site()  # the search calls what follows outside of the program
 
     def ends(epoch: int) -> bool:
-        later = 0 < (epoch - number & 0xFFFFFFFF) < 0x80000000
-        if epoch and later:
-            fail(guard, lost)
+        if epoch and 0 < (epoch - number & 0xFFFFFFFF) < 0x80000000:
+            fail(guard, lost, site)
         return epoch == number & 0xFFFFFFFF
 
     return *_vector(box, 16, ends, record >> 40 & 0xFF), True
 
 
-def fail(guard: Any, record: int) -> None:
+def fail(guard: Any, record: int, site: CodePlace | None = None) -> None:
     """Replace ``polling.fail``: what a kernel reports is a fault."""
-    sites = [(f"rank {guard.rank}", running().site())]
+    sites = [(f"rank {guard.rank}", site or running().site())]
     raise Fault("result", describe(record).text, sites=sites)
 
 

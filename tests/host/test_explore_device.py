@@ -97,6 +97,7 @@ def test_packets_without_a_credit_are_overwritten(tmp_path):
     report = run(tmp_path, PACKETS.format(credit="False"), EXPECTED, 3, "[1, 1]")
     assert report.fault is not None
     assert "overwritten" in str(report)
+    assert "get_packets" in report.fault.places[0].code
 
 
 COLLECTIVES = """
