@@ -353,7 +353,7 @@ class Communicator(OthersNames):
         with the same grid on every rank; later kernels on the stream may use it again.
         The ranks must be of one island. On each rank, a block needs 4 * ``depth`` *
         ``bytes``, rounded up, for each other rank, 8 bytes for each thread, and another
-        128 bytes.
+        128 bytes. In debug mode, ``bytes`` counts as 16 more for each thread.
 
         Args:
             blocks: the maximum number of blocks of a kernel.

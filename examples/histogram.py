@@ -8,6 +8,8 @@ may be in any rank's memory. The block counts the values in shared memory, and t
 its counts to the common ones, of which each rank holds a part.
 """
 
+import argparse
+
 import numpy as np
 from mpi4py import MPI
 from numba import cuda
@@ -17,14 +19,13 @@ from numba_symm import device as symm
 from numba_symm.environment import SIMULATED
 
 BINS = 16
-CHUNKS = 6  # of each rank
 CHUNK = 100 if SIMULATED else 1 << 20  # values
 BLOCKS, THREADS = (2, 8) if SIMULATED else (32, 256)
 
 
 @cuda.jit
-def count(data, bins, queue, taken):
-    """Count chunks until the queue is empty; data, bins and queue are contexts."""
+def count(data, bins, queue, chunks, taken):
+    """Count all ranks' chunks; data, bins and queue are contexts."""
     ranks, thread, threads = data.size, cuda.threadIdx.x, cuda.blockDim.x
     counts = cuda.shared.array(BINS, np.int32)
     chunk = cuda.shared.array(1, np.int64)
@@ -35,9 +36,9 @@ def count(data, bins, queue, taken):
             counts[b] = 0
         cuda.syncthreads()  # the chunk's number and the zeros, before their use
         owner, first = chunk[0] % ranks, chunk[0] // ranks * CHUNK
-        if chunk[0] >= CHUNKS * ranks:
+        if chunk[0] >= chunks * ranks:
             break
-        values = symm.peer_array(data, owner, CHUNKS * CHUNK, np.uint8)
+        values = symm.peer_array(data, owner, chunks * CHUNK, np.uint8)
         for i in range(first + thread, first + CHUNK, threads):
             cuda.atomic.add(counts, values[i], 1)  # of this block only
         cuda.syncthreads()  # all counts of the chunk, before they are added
@@ -51,25 +52,32 @@ def count(data, bins, queue, taken):
 
 def main():
     """Count random values, and compare with NumPy's counts."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--chunks", type=int, default=6, help="chunks of each rank")
+    parser.add_argument(
+        "--blocks", type=int, default=BLOCKS, help="blocks of each rank"
+    )
+    options = parser.parse_args()
+    blocks, chunks = options.blocks, options.chunks
     world = MPI.COMM_WORLD
     with ns.Communicator(world) as comm:
         random = np.random.default_rng(seed=comm.rank)
-        mine = random.binomial(BINS - 1, 0.3, CHUNKS * CHUNK).astype(np.uint8)
+        mine = random.binomial(BINS - 1, 0.3, chunks * CHUNK).astype(np.uint8)
         data = comm.empty(mine.size, np.uint8)
         data.copy_to_device(mine)
         bins, queue = comm.zeros(BINS, np.int32), comm.zeros(1, np.int64)
         contexts = [comm.rendezvous(each).ctx for each in (data, bins, queue)]
         taken = cuda.to_device(np.zeros(1, np.int64))
         comm.barrier()  # every rank's data is there, before any rank counts it
-        count[BLOCKS, THREADS](*contexts, taken)
+        count[blocks, THREADS](*contexts, chunks, taken)
         comm.barrier()  # every rank has counted, before any reads its bins
         comm.synchronize()
         found = bins.copy_to_host()[: len(range(comm.rank, BINS, comm.size))]
-        chunks = int(taken.copy_to_host()[0])
+        counted = int(taken.copy_to_host()[0])
         wanted = sum(world.allgather(np.bincount(mine, minlength=BINS)))
         assert found.tolist() == wanted[comm.rank :: comm.size].tolist()
-        assert world.allreduce(chunks) == CHUNKS * comm.size
-        print(f"rank {comm.rank} counted {chunks} of {CHUNKS * comm.size} chunks")
+        assert world.allreduce(counted) == chunks * comm.size
+        print(f"rank {comm.rank} counted {counted} of {chunks * comm.size} chunks")
 
 
 if __name__ == "__main__":

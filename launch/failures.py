@@ -162,6 +162,12 @@ ROOT_MISMATCH = _other(
     "{place}, and rank {peer} expects another one, or makes another call",
 )
 
+SIZE_MISMATCH = _other(
+    11,
+    "rank {rank} expects {epoch} bytes of rank {peer} in a collective in a kernel, "
+    "block {place}, and rank {peer} sends another number, or makes another call",
+)
+
 OVERWRITTEN = _other(
     48,
     "rank {rank} waited for packets of rank {peer} of epoch {epoch}, which a later one "

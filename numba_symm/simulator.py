@@ -51,10 +51,9 @@ from numba.cuda.simulator.kernelapi import (
 )
 
 from numba_symm.device.block_exchange import (
-    NOT_AWAITED,
     WorkspaceContext,
     epoch_of,
-    in_flight,
+    not_awaited,
 )
 from numba_symm.device.intrinsics import array_at, warp_or
 from numba_symm.environment import warn_once
@@ -546,8 +545,10 @@ def _check_awaited(ws: Any) -> None:
         own = ws.ring[-1] + epoch_of(ws, 0, 0)
         words = array_at(own, 2 * ws.threads * ws.blocks, np.uint32)
         board = array_at(ws.guard.board, ws.size, np.int64)
-        if in_flight(words) and not board.any():
-            raise ArgumentError(NOT_AWAITED)
+        found = not_awaited(ws, words)
+        if found and not board.any():
+            text, start = found
+            raise ArgumentError(f"{start.file}:{start.line}: {text}")
 
 
 simulator.BlockManager = _BlockRun

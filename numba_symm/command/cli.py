@@ -111,6 +111,8 @@ def _explore_parser() -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> list[int]:
     """Return the numbers in a text like 2,3,4."""
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"expected numbers like 2,3,4, got {text!r}")
     return [int(each) for each in text.split(",")]
 
 

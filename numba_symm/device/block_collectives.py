@@ -8,6 +8,7 @@ compiler call another function instead.
 """
 
 import functools
+import sys
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from numba_symm.device.block_exchange import (
     REDUCE_SCATTER,
     BlockCollective,
     ExchangeParts,
+    Start,
     WorkspaceContext,
     make_exchange,
 )
-from numba_symm.device.intrinsics import array_function
+from numba_symm.device.intrinsics import array_function, grid_index, thread_index
 from numba_symm.dtypes import check, reduction
 from numba_symm.dtypes import element as element_of
 from numba_symm.errors import ArgumentError
@@ -675,6 +677,10 @@ def collective(
     types = x.dtype, out.dtype
     exchange = _exchange_for(ws.team.size, *types, op, kind, bool(items), varied)
     counts = sent, received
+    if part == START:
+        caller = sys._getframe(2)
+        start = Start(caller.f_code.co_filename, caller.f_lineno, f"{name}_start")
+        ws.starts[grid_index(), thread_index()] = start
     with np.errstate(all="ignore"):  # overflow wraps or is infinite, as on a GPU
         if part != WAIT:
             exchange.start(ws, x, int(root), counts)

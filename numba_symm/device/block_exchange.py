@@ -42,6 +42,11 @@ block keeps ``FAILED`` as its last start. All blocks of the rank find the failur
 their marks. So no later call posts or stores anything, in this kernel or in the next
 one.
 
+In the simulator and in debug mode, the first thread of a block also sends what it calls
+to every other rank, with each of its epochs: a vector of one's own, behind the others.
+It has the operation, and the bytes that the other rank must expect. So the threads
+compare sizes exactly, without a store that orders anything else.
+
 Later kernels continue with the epochs and the mailboxes. For that, a kernel's stores
 must be visible to the stream's later kernels: ``starts_see`` in docs/protocols.md.
 
@@ -52,7 +57,8 @@ A workspace has these parts on each rank, one after another:
 - for each block, a word that is 0 until the rank fails;
 - for each thread of each block the epochs of its last start and of its last wait, two
   uint32;
-- for each set, other rank, vector, block and thread a mailbox: two packets.
+- for each set, other rank, vector, block and thread a mailbox: two packets. If calls
+  are compared, there is one more vector.
 
 The address of a mailbox follows from these numbers and from the workspace's own sizes,
 never from a call's.
@@ -62,6 +68,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba.cuda import types
 
 from numba_symm.device.checks import (
@@ -69,6 +76,7 @@ from numba_symm.device.checks import (
     check_exchange,
     check_shards,
     check_started,
+    tells,
 )
 from numba_symm.device.intrinsics import (
     block_size,
@@ -107,6 +115,7 @@ from numba_symm.launch.failures import (
     BLOCK_EXSCAN,
     BLOCK_REDUCE_SCATTER,
     ROOT_MISMATCH,
+    SIZE_MISMATCH,
 )
 
 VECTOR = 16
@@ -161,7 +170,7 @@ class WorkspaceContext(_WorkspaceFields):
     """The device workspace of a kernel, passed as an ordinary argument.
 
     It is also a :class:`Context`: of the memory that ``comm.device_workspace`` was
-    passed, or else of signal pads only. The last four attributes are for the host only.
+    passed, or else of signal pads only. The last five attributes are for the host only.
     Like an array, the object keeps the memory alive.
 
     Attributes:
@@ -179,12 +188,14 @@ class WorkspaceContext(_WorkspaceFields):
             a call.
         depth: the maximum number of collectives that are started and not awaited, a
             power of two.
+        starts: in the simulator, by block and thread, the last start.
         owner: the object that keeps the memory alive.
         buffer_size: the bytes of a buffer.
         channels: the number of channels of a pad.
         check_mapped: as in :class:`Context`.
     """
 
+    starts: Any = None
     owner: Any = None
     buffer_size: int | None = None
     channels: int = CHANNELS
@@ -214,20 +225,31 @@ def nbytes(size: int, blocks: int, threads: int, vectors: int, depth: int) -> in
     return MARK * blocks + EPOCHS * blocks * threads + boxes
 
 
-NOT_AWAITED = (
-    "a kernel with collectives: expected a wait for each collective that it starts, "
-    "got threads that have not awaited their last start; call the waits before the end"
-)
+class Start(NamedTuple):
+    """Where a thread has started a collective: for errors, in the simulator."""
+
+    file: str
+    line: int
+    function: str
 
 
-def in_flight(words: Any) -> int:
-    """Return how many threads have not awaited what they started.
+def not_awaited(ws: Any, words: Any) -> tuple[str, Start] | None:
+    """Return the text of an error if a thread has not awaited what it started.
 
     Args:
+        ws: the workspace's context.
         words: the epochs of all threads, an array of uint32.
     """
     started, awaited = words.reshape(-1, 2).T
-    return int(((started != awaited) & (started != FAILED)).sum())
+    late = np.flatnonzero((started != awaited) & (started != FAILED))
+    if not late.size:
+        return None
+    block, thread = divmod(int(late[0]), ws.threads)
+    start = ws.starts[block, thread]
+    return (
+        f"{start.function}: expected a wait before the kernel ends, got none by thread "
+        f"{thread} of block {block}; call {start.function[:-5]}wait"
+    ), start
 
 
 @device_function
@@ -241,7 +263,7 @@ def epoch_of(ws: Any, block: int, thread: int) -> int:
 def rank_stride(ws: Any) -> int:
     """Return the bytes from a mailbox to that of the next rank along the ring."""
     # explore: ranks
-    return ws.vectors * tile_stride(ws)  # type: ignore[no-any-return]
+    return (ws.vectors + tells(ws, 0)) * tile_stride(ws)  # type: ignore[no-any-return]
 
 
 @device_function
@@ -561,6 +583,50 @@ def _follows_wipe(ws: Any, epoch: int) -> bool:
 
 
 @functools.cache
+def make_comparison(
+    size: int, unit: int, kind: BlockCollective, sent: ShardUnits, received: ShardUnits
+) -> tuple[Callable[..., None], Callable[..., bool]]:
+    """Return device functions that tell the other ranks a call, and compare theirs.
+
+    Only the threads do so that :func:`tells` names; for others, calls are equal.
+    ``(ws, counts, count, box, epoch)``; ``box`` is the offset of the thread's first
+    mailbox.
+    """
+    poll, mirror = make_poll(size, _peek, _late), make_mirror(size)
+    operation = kind.operation
+
+    @device_function
+    def tell(ws: Any, counts: Any, count: int, box: int, epoch: int) -> None:
+        box += ws.vectors * tile_stride(ws)
+        for k in range(size - 1 if tells(ws, thread_index()) else 0):
+            _, units = sent.of(ws, counts, count, (ws.team.place + 1 + k) % size)
+            there = ws.ring[k] + box + mirror(k) * rank_stride(ws)
+            post_packets(there, PACKETS, units * unit, operation, epoch)
+
+    @device_function
+    def compare(ws: Any, counts: Any, count: int, box: int, epoch: int) -> bool:
+        low = cuda.local.array(size, types.int64)
+        high = cuda.local.array(size, types.int64)
+        here = ws.ring[size - 1] + box + ws.vectors * tile_stride(ws)
+        block, stride = grid_index(), rank_stride(ws)
+        if not tells(ws, thread_index()):
+            return True
+        arrived = poll(
+            ws.guard, operation, here, stride, epoch, block, low, high, EVERYONE
+        )
+        other, wanted = -1, 0
+        for k in range(1, size):
+            _, units = received.of(ws, counts, count, (ws.team.place + k) % size)
+            if low[k] != units * unit or high[k] != operation:
+                other, wanted = ws.guard.ranks[k - 1], units * unit
+        if arrived and other >= 0:
+            fail(ws.guard, wait_record(SIZE_MISMATCH, ws.rank, other, block, wanted))
+        return arrived and other < 0
+
+    return tell, compare
+
+
+@functools.cache
 def make_wipe(size: int) -> Callable[[Any, int, int], None]:
     """Return a device function that clears a thread's mailboxes as epochs overflow.
 
@@ -570,7 +636,7 @@ def make_wipe(size: int) -> Callable[[Any, int, int], None]:
     @device_function
     def wipe(ws: Any, box: int, epoch: int) -> None:
         if epoch > LAST_EPOCH - 2 * ws.depth:  # explore: wipe
-            for i in range((size - 1) * ws.vectors):
+            for i in range((size - 1) * (ws.vectors + tells(ws, 0))):
                 at = ws.ring[size - 1] + box + i * tile_stride(ws)
                 st_relaxed_sys_v2_u64(at, (0, 0))
                 st_relaxed_sys_v2_u64(at + PACKETS, (0, 0))  # explore: wipe-second
@@ -679,6 +745,7 @@ def make_exchange(
     received = make_shards(size, pieces, kind.gathers, varied)
     post, wipe = make_post(size, unit, kind, sent), make_wipe(size)
     receive = make_receive(size, element, op, unit, kind, sent, received)
+    tell, compare = make_comparison(size, unit, kind, sent, received)
     shards = size if kind.sends_shards else 1
 
     @device_function
@@ -698,7 +765,7 @@ def make_exchange(
         if ld_relaxed_sys_u32(own + MARK * block) != 0 or epoch == FAILED:
             # The wait finds it, whether another start posts meanwhile or not.
             st_u32(kept, FAILED)  # explore: refuse
-        elif varied or first < count:
+        elif varied or first < count or tells(ws, thread):
             # A thread without data is without data on all ranks: its epoch stays.
             # If the shards differ, only the peer may have data for it.
             check_started(ws, kept, LAST_EPOCH, 0, ws.depth - 1)
@@ -708,6 +775,7 @@ def make_exchange(
                 # The mailboxes are clear before this epoch is posted.
                 fence_acq_rel_sys()  # explore: wiped
             box, at = box_of(ws, block, thread, epoch), first
+            tell(ws, counts[0], count, box, epoch)
             while at < most or (varied and at == first):
                 post(ws, x, counts[0], (at, first, count), box, epoch, root)
                 at += stride
@@ -728,12 +796,13 @@ def make_exchange(
         own = ws.ring[size - 1]
         kept = own + epoch_of(ws, block, thread)
         failed = word_of(ld_u32(kept)) == FAILED
-        if (varied or first < count) and not failed:
+        if (varied or first < count or tells(ws, thread)) and not failed:
             check_started(ws, kept, LAST_EPOCH, 1, ws.depth)
             epoch = _next_epoch(word_of(ld_u32(kept + 4)))
             st_u32(kept + 4, epoch)  # explore: keep-wait
             begin = box_of(ws, block, thread, epoch)
             box, at = begin, first
+            failed = not compare(ws, counts[1], count, begin, epoch)
             while (at < most or (varied and at == first)) and not failed:
                 place = at, first, count
                 failed = not receive(ws, x, out, counts, place, box, epoch, root)

@@ -228,6 +228,12 @@ def check_counts(ws: Any, counts: Any, size: int) -> None:
 
 
 @device_function
+def tells(ws: Any, thread: int) -> bool:
+    """Return whether a thread tells the other ranks what its block calls."""
+    return is_checked(ws) and thread == 0
+
+
+@device_function
 def check_started(ws: Any, kept: int, period: int, least: int, most: int) -> None:
     """Refuse one more collective than a workspace is deep, or a wait for none.
 

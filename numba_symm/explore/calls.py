@@ -147,7 +147,10 @@ class ExploredCalls(Calls):
             world=make(rank=self.rank, size=self.size), check=_nothing, note=""
         )
         self.heap = make(
-            array=self._symmetric, rendezvous=self._rendezvous, island=island
+            array=self._symmetric,
+            rendezvous=self._rendezvous,
+            island=island,
+            debug=True,
         )
 
     @contextmanager

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from numba_symm.explore.machine import Fiber, Machine, Name
 from numba_symm.explore.memory import (
     ACQUIRE,
@@ -24,7 +26,7 @@ from numba_symm.explore.memory import (
     Value,
     frame_of,
 )
-from numba_symm.explore.threads import Array
+from numba_symm.explore.threads import Array, of_bits
 
 
 class TracedStep(NamedTuple):
@@ -34,7 +36,7 @@ class TracedStep(NamedTuple):
         thread: the number of its thread.
         time: the thread's time.
         op: the access.
-        value: the loaded bits, or the stored ones.
+        value: the stored bits, or the loaded ones if it stores nothing.
         read: the value that it loaded; None: none.
         stored: the value that it stored; None: none.
         known: what its thread knows after it.
@@ -79,18 +81,15 @@ class Observed:
         if values[-1].step == self.machine.steps - 1:
             stored = values[-1]
         read = values[index if stored is None else -2]
-        shown = stored.bits if op.kind is STORE and stored is not None else value
-        time = int(thread.known[thread.number])
-        known = thread.known.copy()
         self.steps.append(
             TracedStep(
                 thread.number,
-                time,
+                int(thread.known[thread.number]),
                 op,
-                shown,
+                value if stored is None else stored.bits,
                 None if op.kind is STORE else read,
                 stored,
-                known,
+                thread.known.copy(),
                 _phase_of(thread),
             )
         )
@@ -98,12 +97,11 @@ class Observed:
     def _observe(
         self, thread: Any, access: Access, region: Area, offset: int, nbytes: int
     ) -> None:
-        watched = self._watched
-        if watched is None or region.base != watched.base:
+        if self._watched is None or region.base != self._watched.base:
             return
         if offset <= self._offset < offset + nbytes or offset == self._offset:
             frame = None if access.scope else frame_of(self.machine.files)
-            name = element_name(region, offset, frame, self.machine.files)
+            name = element_name(region, self._offset, frame, self.machine.files)
             if access == self._last:
                 self.ends = len(self.steps)
             seen = name, len(self.steps), thread.known.copy(), _phase_of(thread)
@@ -111,7 +109,9 @@ class Observed:
 
     def of(self, access: Access) -> tuple[str, int, Any, tuple[int, int]]:
         """Return what was seen of an access."""
-        return self.seen.get((access.thread, access.time), ("", 0, None, (0, 0)))
+        return self.seen.get(
+            (access.thread, access.time), ("", 0, self.machine.clock()[0], (0, 0))
+        )
 
 
 def _phase_of(thread: Any) -> tuple[int, int]:
@@ -141,7 +141,8 @@ def element_name(
             return f"{name}{place} of {owner}"
     if region.slots is not None:
         kind, channel, source = region.slots(offset)
-        return f"the {kind} of rank {source}, channel {channel}, in {whole}"
+        kind += f" of rank {source}" * (source >= 0)
+        return f"the {kind}, channel {channel}, in {whole}"
     return f"byte {offset} of {whole}"
 
 
@@ -177,7 +178,10 @@ def code_at(site: CodePlace, files: Files) -> str:
 def nearest_order(observed: Observed, first: Access, second: Access) -> str:
     """Return which order there is near a race, and what may be missing."""
     races = [_Race(observed, first, second), _Race(observed, second, first)]
-    for find in (_Race.by_other_thread, _Race.to_other_thread, _Race.by_relaxed):
+    for find in (
+        *(_Race.by_other_thread, _Race.to_other_thread, _Race.by_relaxed),
+        _Race.before_next,
+    ):
         for race in races:
             found = find(race)
             if found:
@@ -201,7 +205,7 @@ class _Race:
         self._machine = observed.machine
         self._names = observed.machine.numbers.names
         self.a, self.b = self._names[first.thread], self._names[second.thread]
-        _, self.since, _, phase = observed.of(first)
+        _, self.since, self._knew, phase = observed.of(first)
         _, _, self._known, last = observed.of(second)
         self.phases = [phase, last]
 
@@ -217,8 +221,7 @@ class _Race:
         """Another thread of the first one's block has signalled."""
         for step in self._by_mates(self.a, self.b, self.phases[0]):
             released = step.stored is not None and step.stored.release is not None
-            knows = self._known is not None and step.time <= self._known[step.thread]
-            if released and knows:
+            if released and step.time <= self._known[step.thread]:
                 line, other = step.op.site.line, self._names[step.thread].thread
                 return (
                     f"The {_call(step.op)} of thread {other} at line {line}, which "
@@ -267,29 +270,36 @@ class _Race:
                 )
         return ""
 
+    def before_next(self) -> str:
+        """The second one's thread goes on without knowledge of the first one."""
+        (launch, _), (later, _) = self.phases
+        thread, time, a, b = *self._second[:2], self.a, self.b
+        again = launch < later and a.rank != b.rank
+        if launch == later and not _same_block(a, b):
+            again = any(
+                number == thread and at < time and at <= self._knew[thread]
+                for number, at in self._observed.seen
+            )
+        if not launch or not again:
+            return ""
+        did = "stored" if "load" not in self.first.does else "loaded"
+        when = f", in launch {later}, that {a.text}, in launch {launch}, has {did}"
+        if launch == later:
+            when = f" that {a.text} has {did}, before its next access"
+        return (
+            f"Nothing tells {b.text}{when}: is a barrier, or a signal back, missing "
+            f"after line {self.first.site.line}?"
+        )
+
     def without_order(self) -> str:
         """Nothing near orders the accesses."""
-        first, second, a, b = self.first, self._second, self.a, self.b
-        here, there = first.site.line, second.site.line
+        here, there = self.first.site.line, self._second.site.line
         again = f"two executions of line {here}"
         lines = again if here == there else f"lines {here} and {there}"
-        if _same_block(a, b):
-            return (
-                "Both threads are of one block: is a syncthreads missing between "
-                f"{lines}?"
-            )
-        launches = [launch for launch, _ in self.phases]
-        if 0 in launches or launches[0] == launches[1] or a.rank == b.rank:
-            return f"Is a barrier, or a signal, missing between {lines}?"
-        if launches[0] > launches[1]:
-            first, second, a, b = second, first, b, a
-            launches.reverse()
-        did = "stored" if "load" not in first.does else "loaded"
-        return (
-            f"Nothing tells {b.text}, in launch {launches[1]}, that {a.text}, in "
-            f"launch {launches[0]}, has {did}: is a barrier, or a signal back, missing "
-            f"after line {first.site.line}?"
-        )
+        missing = "barrier, or a signal,"
+        if _same_block(self.a, self.b):
+            missing = "syncthreads"
+        return f"Is a {missing} missing between {lines}?"
 
 
 def _same_block(one: Name, other: Name) -> bool:
@@ -316,8 +326,9 @@ def waiting(fault: Fault, machine: Machine) -> list[tuple[str, CodePlace]]:
         ops = [each for each, _, _ in polling] or ([op] if op is not None else [])
         text = f"at {what}"
         if ops:
-            texts = dict.fromkeys(_wanted(name, each, machine) for each in ops)
-            text = "for " + " and ".join(texts)
+            text = "for " + " and ".join(
+                dict.fromkeys(_wanted(name, each, machine) for each in ops)
+            )
         group = f"rank {name.rank}" + f" block {name.block}" * (name.block is not None)
         found.setdefault((group, text, site), []).append(name.text)
     return [
@@ -335,10 +346,19 @@ _COMPARISONS = "==", "!=", ">", ">=", "<", "<="
 """By the numbers of ``symm.EQ`` and so on."""
 
 
+def _number(op: Strong, bits: int) -> Any:
+    """Return a word in the dtype of the program's array, or else signed."""
+    fits = getattr(op.region.dtype, "itemsize", 0) == op.nbytes
+    dtype = op.region.dtype if fits else np.dtype(f"i{op.nbytes}")
+    return of_bits(dtype, int(bits)).item()
+
+
 def _wanted(name: Name, op: Strong, machine: Machine) -> str:
     region, place = op.region, op.region.places.get(op.offset)
     values = place.values[1:] if place is not None else []
-    bits, wanted = region.bits(op.offset, op.nbytes), "to change"
+    bits, wanted = _number(op, region.bits(op.offset, op.nbytes)), "to change"
+    if isinstance(op.wanted, str):
+        return op.wanted
     if op.wanted is not None:
         wanted = f"to be {_COMPARISONS[op.wanted[0]]} {op.wanted[1]}"
     if region.slots is None:
@@ -365,10 +385,8 @@ def trace(observed: Observed) -> list[dict[str, Any]]:
     machine, found = observed.machine, []
     for number, step in enumerate(observed.steps[: observed.ends]):
         op = step.op
-        element = element_name(op.region, op.offset, None, machine.files)
         verbs = {STORE: "stores", LOAD: "loads", AWAIT: "waits for"}
-        late = step.value is None
-        does = "looks too late at" if late else verbs.get(op.kind, "updates")
+        value = None if step.value is None else _number(op, step.value)
         found.append(
             {
                 "step": number,
@@ -376,10 +394,12 @@ def trace(observed: Observed) -> list[dict[str, Any]]:
                 "file": op.site.file,
                 "line": op.site.line,
                 "called": op.site.called,
-                "does": does,
+                "does": "looks too late at"
+                if value is None
+                else verbs.get(op.kind, "updates"),
                 "order": op.order,
-                "element": element,
-                "value": None if late else int(step.value),
+                "element": element_name(op.region, op.offset, None, machine.files),
+                "value": value,
             }
         )
     return found

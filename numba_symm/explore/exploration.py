@@ -152,8 +152,12 @@ class Program:
         world = AllRanks(machine, self.ranks)
         for rank in range(self.ranks):
             name = Name(rank, None, 0, f"the host of rank {rank}")
-            run = functools.partial(self._run, machine)
-            machine.start(name, machine.clock(), run, Host(world, rank))
+            machine.start(
+                name,
+                machine.clock(),
+                functools.partial(self._run, machine),
+                Host(world, rank),
+            )
         return machine
 
     def _run(self, machine: Machine) -> None:
@@ -170,28 +174,36 @@ class Program:
         before, sys.argv = sys.argv, [str(self.path), *self.arguments]
         try:
             machine.run()
-        except (Fault, Unsupported, Full):
+        except Fault as fault:
+            fault.details = fault.details or {"sites": self._sites(fault, machine)}
+            raise
+        except (Unsupported, Full):
             raise
         except Exception as error:
-            raise self._fault(error) from error
+            raise self._fault(error, machine) from error
         except SystemExit as error:
             raise Fault("error", f"the program exits with {error.code!r}") from error
         finally:
             sys.argv = before
 
-    def _fault(self, error: Exception) -> Fault:
+    def _sites(
+        self, error: BaseException, machine: Machine
+    ) -> list[tuple[str, CodePlace]]:
+        """Return which thread of the program has raised an exception, and where."""
+        return [
+            (machine.error[1] if machine.error else "", CodePlace(file, line or 0))
+            for file, line, *_ in traceback.extract_tb(error.__traceback__)
+            if file in self.files
+        ][-1:]
+
+    def _fault(self, error: Exception, machine: Machine) -> Fault:
         """Return the fault of an exception that the program has raised."""
-        frames = traceback.extract_tb(error.__traceback__)
-        sites = [
-            ("", CodePlace(frame.filename, frame.lineno or 0))
-            for frame in frames
-            if frame.filename in self.files
-        ]
+        sites = self._sites(error, machine)
         if not sites:  # of the explorer itself
             raise error
         kind = "result" if isinstance(error, AssertionError) else "error"
         text = str(error).strip() or "without a text"
-        return Fault(kind, f"{type(error).__name__}: {text}", sites=sites[-1:])
+        return Fault(kind, f"{type(error).__name__}: {text}", sites=sites)
 
 
 _UNDECIDED = -2
@@ -660,19 +672,23 @@ def _described(
     program: Program, chooser: Any, fault: Fault, execution: int, search: Search
 ) -> FoundFault:
     """Repeat the execution of a fault, and describe it."""
-    replay = Replay(list(chooser.choices))
-    machine = program.execute(replay, search.futile)
+    machine = program.execute(Replay(list(chooser.choices)), search.futile)
     observed = diagnosis.Observed(machine, fault)
     with contextlib.suppress(Fault, Pruned):
         program.run(machine)
     files, details = program.files, fault.details
     accesses = [details[k] for k in ("first", "second") if k in details]
     places = [_access(observed, each) for each in accesses]
-    others = *details.get("sites", ()), *diagnosis.waiting(fault, machine)
-    places += [_place(text or "the program", site, files) for text, site in others]
-    hints = [diagnosis.nearest_order(observed, *accesses)] if len(accesses) == 2 else []
+    places += [
+        _place(text or "the program", site, files)
+        for text, site in (
+            *details.get("sites", ()),
+            *diagnosis.waiting(fault, machine),
+        )
+    ]
     return FoundFault(
-        fault.kind, fault.text, program.ranks, execution, places, hints,
+        fault.kind, fault.text, program.ranks, execution, places,
+        [diagnosis.nearest_order(observed, *accesses)] if len(accesses) == 2 else [],
         diagnosis.trace(observed), list(chooser.choices),
         [(*name,) for name in program.numbers.names],
     )  # fmt: skip
@@ -712,8 +728,7 @@ def replay(file: str | os.PathLike[str]) -> list[dict[str, Any]]:
     for each in fault.threads:
         program.numbers.room = max(program.numbers.room, 2 * len(fault.threads))
         program.numbers.number(Name(*each))
-    chooser = Replay([(number, value) for number, value in fault.choices])
-    machine = program.execute(chooser, {})
+    machine = program.execute(Replay([(*choice,) for choice in fault.choices]), {})
     observed = diagnosis.Observed(machine, Fault("replay", fault.text))
     try:
         program.run(machine)

@@ -157,7 +157,7 @@ class Fiber(Observer):
             pass
         except (Exception, Fault, SystemExit) as error:
             if not isinstance(error, SystemExit) or error.code:
-                machine.error = machine.error or error
+                machine.error = machine.error or (error, self.name.text)
         self.done = True
 
     def stop(self) -> None:
@@ -207,6 +207,7 @@ class Machine:
         memory: all memory.
         threads: the threads that have not ended.
         current: the thread that runs.
+        error: what a thread has raised, and which thread.
         steps: the strong accesses so far.
         deadline: when the exploration's time is over, of ``time.monotonic``.
         futile: by a thread's state at a load, values with which it comes back to this
@@ -227,7 +228,7 @@ class Machine:
         self.main = getcurrent()
         self.threads: dict[int, Fiber] = {}
         self.current: Fiber | None = None
-        self.error: BaseException | None = None
+        self.error: tuple[BaseException, str] | None = None
         self.steps = 0
         self.deadline = math.inf
         self.closed = False
@@ -295,7 +296,7 @@ class Machine:
         finally:
             self.current = None
         if self.error is not None:
-            raise self.error
+            raise self.error[0]
         if thread.done:
             del self.threads[thread.number]
             if thread.local is not None:

@@ -250,8 +250,8 @@ class Area:
         self.cells: dict[int, Cell] = {}
         self.places: dict[int, Word] = {}
 
-    def cells_at(self, offset: int, nbytes: int) -> list[Cell]:
-        """Return the cells of some bytes."""
+    def cells_at(self, offset: int, nbytes: int) -> list[tuple[int, Cell]]:
+        """Return the cells of some bytes, with their offsets."""
         if offset % self.granule or nbytes % self.granule:
             self._refine(gcd(self.granule, offset, nbytes))
         granule, cells, found = self.granule, self.cells, []
@@ -259,7 +259,7 @@ class Area:
             cell = cells.get(number)
             if cell is None:
                 cell = cells[number] = Cell()
-            found.append(cell)
+            found.append((number * granule, cell))
         return found
 
     def _refine(self, granule: int) -> None:
@@ -293,7 +293,8 @@ class Strong:
         change: for an update, the function from the old bits to the new ones.
         holds: whether the thread can go on with a value; None: with any.
         used: whether the program gets the value of an await.
-        wanted: for an await of a comparison, its number and the value; None: another.
+        wanted: for an await of a comparison, its number and the value, or what reports
+            call it; None: another.
         silent: the verb of an update whose result the program drops, if such updates
             give the same in any order. It acquires nothing, as on GPUs and CPUs that
             have instructions for it.
@@ -385,20 +386,20 @@ class MemoryModel:
         me = Access(thread.number, thread.tick(), site, "store" if write else "load")
         if self.observe is not None:
             self.observe(thread, me, region, offset, nbytes)
-        for cell in region.cells_at(offset, nbytes):
+        for at, cell in region.cells_at(offset, nbytes):
             others = unknown(cell.writes.values(), known)
             span = slice(offset, offset + nbytes)
             same = stored is not None and bytes(region.bytes[span]) == stored()
             if others and not same:
-                self._race(region, offset, others[0], me)
-            self._check(cell.strong_writes.values(), known, region, offset, me)
+                self._race(region, at, others[0], me)
+            self._check(cell.strong_writes.values(), known, region, at, me)
             if not write:
                 cell.reads[me.thread] = me
                 continue
-            self._check(cell.reads.values(), known, region, offset, me)
-            self._check(cell.strong_reads.values(), known, region, offset, me)
+            self._check(cell.reads.values(), known, region, at, me)
+            self._check(cell.strong_reads.values(), known, region, at, me)
             if same:  # it must follow what the other stores of this value follow
-                self._check(cell.before, known, region, offset, me)
+                self._check(cell.before, known, region, at, me)
                 cell.writes[me.thread] = me
             else:
                 cell.store(me)
@@ -415,8 +416,9 @@ class MemoryModel:
                 # Copies of the host and of the library may contain unused parts.
                 raise Fault(
                     "access",
-                    "a load of memory that was not stored before; no order makes a "
-                    "store come first",
+                    "a load of memory that was not stored before; if another thread "
+                    "stores there, is a barrier, a signal or a syncthreads missing "
+                    f"before line {site.line}?",
                     region=region, offset=offset, second=me,
                 )  # fmt: skip
 
@@ -544,14 +546,14 @@ class MemoryModel:
         )
         if self.observe is not None:
             self.observe(thread, me, op.region, op.offset, op.nbytes)
-        known, place = thread.known, (op.region, op.offset)
-        for cell in op.region.cells_at(op.offset, op.nbytes):
-            self._check(cell.writes.values(), known, *place, me)
+        known, region = thread.known, op.region
+        for at, cell in region.cells_at(op.offset, op.nbytes):
+            self._check(cell.writes.values(), known, region, at, me)
             if op.kind in CHANGES:
-                self._check(cell.reads.values(), known, *place, me)
-                self._check_scopes(cell.strong_reads, thread, *place, me)
+                self._check(cell.reads.values(), known, region, at, me)
+                self._check_scopes(cell.strong_reads, thread, region, at, me)
                 cell.strong_writes[me.thread] = me
-            self._check_scopes(cell.strong_writes, thread, *place, me)
+            self._check_scopes(cell.strong_writes, thread, region, at, me)
             if op.kind is not STORE:
                 cell.strong_reads[me.thread] = me
 

@@ -145,11 +145,15 @@ def _show_fault(fault: FoundFault, console: Console) -> None:
         f"execution {fault.execution})"
     )
     for place in fault.places:
-        element = f" [cyan]{escape(place.element)}[/]" if place.element else ""
-        line(f"  {escape(place.text)}{element}")
+        line(
+            f"  {escape(place.text)}"
+            + f" [cyan]{escape(place.element)}[/]" * bool(place.element)
+        )
         if place.file:
-            at = escape(f"{Path(place.file).name}:{place.line}")
-            line(f"    [dim]{at}[/]  {escape(place.code)}")
+            line(
+                f"    [dim]{escape(Path(place.file).name)}:{place.line}[/]  "
+                f"{escape(place.code)}"
+            )
     for hint in fault.hints:
         line(f"  [yellow]{escape(hint)}[/]")
     if fault.trace:
@@ -160,10 +164,11 @@ def _show_fault(fault: FoundFault, console: Console) -> None:
 def show_trace(trace: list[dict[str, Any]], console: Console) -> None:
     """Print steps of an execution, one a line."""
     for step in trace:
-        value = "" if step["value"] is None else f" = {step['value']}"
-        called = f" in {step['called']}" if step["called"] else ""
         text = (
             f"    {step['step']:>4} {step['thread']}, {Path(step['file']).name}:"
-            f"{step['line']}{called}, {step['does']} {step['element']}{value}"
+            f"{step['line']}" + f" in {step['called']}" * bool(step["called"]) + ", "
+            f"{step['does']} {step['element']}"
+            + f" = {step['value']}"
+            * (step["value"] is not None)
         )
         console.print(escape(text), highlight=False, soft_wrap=True)

@@ -48,7 +48,7 @@ from numba_symm.explore.threads import (
     me,
     unsupported,
 )
-from numba_symm.launch.failures import TABLE
+from numba_symm.launch.failures import describe
 
 _SCALARS = (int, float, complex, bool, np.generic, str, type(None), tuple, Array)
 
@@ -66,7 +66,7 @@ class StandIn(ModuleType):
         raise unsupported(f"{self.__name__}.{name}")
 
 
-def _check_awaited(args: Any, site: CodePlace) -> None:
+def _check_awaited(args: Any) -> None:
     """Refuse a kernel that has started a collective and has not awaited it."""
     module = device_module("block_exchange")
     for ws in args:
@@ -75,9 +75,12 @@ def _check_awaited(args: Any, site: CodePlace) -> None:
             region, offset = running().memory.at(first, 1)
             nbytes = module.EPOCHS * ws.threads * ws.blocks
             words = region.buffer[offset : offset + nbytes].view(np.uint32)
-            if module.in_flight(words):
-                sites = [(f"rank {ws.rank}", site)]
-                raise Fault("error", module.NOT_AWAITED, sites=sites)
+            found = module.not_awaited(ws, words)
+            if found:
+                text, start = found
+                raise Fault(
+                    "error", text, sites=[(f"rank {ws.rank}", CodePlace(*start))]
+                )
 
 
 class ExploredKernel:
@@ -98,7 +101,7 @@ class ExploredKernel:
                     )
             caller = running().me()
             caller.local.check_stream(stream)
-            check = functools.partial(_check_awaited, args, running().site())
+            check = functools.partial(_check_awaited, args)
             given = (grid, block), args, int(dynamic), caller.clock.copy(), check
             caller.local.stream.enqueue(Grid(self.py_func, *given))
 
@@ -486,19 +489,22 @@ def make_wait(has_arrived: Callable[[int, Any], bool]) -> Callable[..., bool]:
     return wait
 
 
-def _packet_word(address: int, holds: Callable[[int], bool]) -> int:
+def _packet_word(address: int, holds: Callable[[int], bool], peer: int) -> int:
     """Wait for half of a packet pair: 4 bytes of data, and above them the epoch."""
     op = op_at(AWAIT, address, 8, RELAXED)
+    op.wanted = f"packets of rank {peer}, which it has not sent"
     return running().await_word(op, lambda word: holds(word >> 32)) & 0xFFFFFFFF
 
 
-def _vector(box: int, stride: int, holds: Callable[[int], bool]) -> tuple[int, int]:
+def _vector(
+    box: int, stride: int, holds: Callable[[int], bool], peer: int
+) -> tuple[int, int]:
     """Wait for a vector's packets, one word after another; return its two words."""
-    words = [_packet_word(box + at, holds) for at in (0, 8, stride, stride + 8)]
+    words = [_packet_word(box + at, holds, peer) for at in (0, 8, stride, stride + 8)]
     return word_of(words[0] | words[1] << 32), word_of(words[2] | words[3] << 32)
 
 
-def make_poll(size: int, peek: Any, late_rank: Any = None) -> Callable[..., bool]:
+def make_poll(size: int, peek: Any, late_rank: Any) -> Callable[..., bool]:
     """Replace ``packets.make_poll``.
 
     It waits for one word after another. A program that polls all of them in turn may
@@ -519,7 +525,8 @@ def make_poll(size: int, peek: Any, late_rank: Any = None) -> Callable[..., bool
             region, offset, _, _ = thread.probed  # the last word of the vector
             stride = region.base + offset - 8 - box
             if wanted >> k & 1:
-                low[k + 1], high[k + 1] = _vector(box, stride, flag.__eq__)
+                peer = late_rank(guard, k)
+                low[k + 1], high[k + 1] = _vector(box, stride, flag.__eq__, peer)
             else:
                 low[k + 1], high[k + 1], _ = peek(box, epoch)
         return True
@@ -529,26 +536,20 @@ def make_poll(size: int, peek: Any, late_rank: Any = None) -> Callable[..., bool
 
 def _receive(guard: Any, box: int, number: int, record: int, lost: int) -> Any:
     """Replace ``packets._receive``: a later epoch is a fault."""
+    site = running().site()  # the search calls what follows outside of the program
 
     def ends(epoch: int) -> bool:
-        later = 0 < (epoch - number & 0xFFFFFFFF) < 0x80000000
-        if epoch and later:
-            fail(guard, lost)
+        if epoch and 0 < (epoch - number & 0xFFFFFFFF) < 0x80000000:
+            fail(guard, lost, site)
         return epoch == number & 0xFFFFFFFF
 
-    low, high = _vector(box, 16, ends)
-    return low, high, True
+    return *_vector(box, 16, ends, record >> 40 & 0xFF), True
 
 
-def fail(guard: Any, record: int) -> None:
+def fail(guard: Any, record: int, site: CodePlace | None = None) -> None:
     """Replace ``polling.fail``: what a kernel reports is a fault."""
-    operation, rank, peer = (
-        record >> 56 & 0x7F,
-        record >> 48 & 0xFF,
-        record >> 40 & 0xFF,
-    )
-    words = TABLE[operation].words
-    raise Fault("result", f"rank {rank} reports a failure: {words}, of rank {peer}")
+    sites = [(f"rank {guard.rank}", site or running().site())]
+    raise Fault("result", describe(record).text, sites=sites)
 
 
 def _no_clock() -> int:

@@ -717,7 +717,7 @@ class DeviceWorkspace:
         self._ctx = WorkspaceContext(*fields)
         if ctx.checked:
             self._ctx = CheckedWorkspaceContext(*fields, size, ctx.channels)
-        self._ctx.owner = own.owner, ctx.owner
+        self._ctx.owner, self._ctx.starts = (own.owner, ctx.owner), {}
         self._ctx.buffer_size, self._ctx.channels = size, ctx.channels
         self._ctx.check_mapped = ctx.check_mapped
 
@@ -778,7 +778,7 @@ def new(
             max(map(len, members.parts)),
             blocks,
             warps(threads),
-            vectors(threads, bytes),
+            vectors(threads, bytes) + (heap.debug or SIMULATED),
             depth,
         )
         array = heap.array(nbytes, np.uint8, what)  # zeros: no packet, no epoch

@@ -400,7 +400,7 @@ EXAMPLES = {
     "row_parallel.fused": (workspace(), ROWS, ROWS, FLOATS, ROWS),
     "rms_norm.fused": (workspace(), ROWS, ROWS, FLOATS, ROWS),
     "conjugate_gradient.solve": (workspace(), *[DOUBLES] * 4, WORDS),
-    "histogram.count": (*[context_type(2)] * 3, WORDS),
+    "histogram.count": (*[context_type(2)] * 3, types.int64, WORDS),
 }
 
 

@@ -97,6 +97,7 @@ def test_packets_without_a_credit_are_overwritten(tmp_path):
     report = run(tmp_path, PACKETS.format(credit="False"), EXPECTED, 3, "[1, 1]")
     assert report.fault is not None
     assert "overwritten" in str(report)
+    assert "get_packets" in report.fault.places[0].code
 
 
 COLLECTIVES = """
@@ -216,7 +217,10 @@ def test_collectives_that_are_started_and_awaited(tmp_path):
     [
         ({"more": "symm.all_reduce_start(ws, s[2])"}, "in which 2 collectives are"),
         ({"last": AWAITED}, "in which 0 collectives are started"),
-        ({"last": "symm.all_reduce_start(ws, s[2])"}, "have not awaited their last"),
+        (
+            {"last": "symm.all_reduce_start(ws, s[2])"},
+            "program.py:22  symm.all_reduce_start(ws, s[2])",
+        ),
         ({"early": "s[0, 1 - t] = 5"}, "race"),
         ({"wait": f"{AWAITED}\n        every[1 - t] = 3"}, "race"),
     ],
@@ -226,6 +230,41 @@ def test_misuse_of_starts_and_waits_is_a_fault(tmp_path, change, text):
     report = run(tmp_path, STARTS.format(**more), HOST, launch="")
     assert report.fault is not None
     assert text in str(report)
+
+
+DIFFERENT = {
+    "symm.all_reduce(ws, x[: 3 + ws.rank])": "0 expects 24 bytes of rank 1",
+    "symm.all_reduce(ws, x[: 1 - ws.rank])": "0 expects 8 bytes of rank 1",
+    "symm.broadcast(ws, x[: 3 + ws.rank], 1)": "0 expects 24 bytes of rank 1",
+    "symm.exscan(ws, x) if ws.rank else symm.all_reduce(ws, x)": "another call",
+    "symm.all_gather(ws, x[: n + 1], out[: n + 3], False, (2, n + 1))": (
+        "0 expects 16 bytes of rank 1"
+    ),
+    "symm.all_to_all(ws, x[:2], out[:2], False, (1, 1), (1 + ws.rank, 1 - ws.rank))": (
+        "1 expects 16 bytes of rank 0"
+    ),
+}
+
+
+@pytest.mark.parametrize("call", DIFFERENT)
+def test_sizes_that_differ_between_ranks_are_a_fault(tmp_path, call):
+    kernel = f"""
+    @cuda.jit
+    def kernel(ws, out):
+        x = cuda.shared.array(4, np.int64)
+        n = 1 + ws.rank
+        x[2 * cuda.threadIdx.x : 2 * cuda.threadIdx.x + 2] = 1
+        {call}
+    """
+    host = """
+    ws = comm.device_workspace(blocks=1, threads=2, bytes=64)
+    kernel[1, 2](ws.ctx, out)
+    comm.synchronize()
+    """
+    report = run(tmp_path, kernel, host, launch="")
+    assert DIFFERENT[call] in str(report)
+    assert report.fault.kind == "result"
+    assert report.fault.places[0].code == call
 
 
 CHANNELS = """

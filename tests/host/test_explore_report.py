@@ -1,6 +1,7 @@
 """What a report of an exploration says, and what the command does with it."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -117,6 +118,64 @@ def test_a_signal_that_nobody_takes_is_named(program):
     assert "waits for rank 1 to take the signal before on channel 5" in str(report)
 
 
+def test_packets_that_do_not_come_are_named(program):
+    body = """
+    box = symm.peer_array(ctx, ctx.rank, 4, np.uint64)
+    symm.get_packets(ctx, 1 - ctx.rank, out[:1], box, 1)
+    """
+    report = explore.run(program(body, "1, 1"), 2, 20)
+    assert report.fault.kind == "deadlock"
+    text = "rank 1 block 0 thread 0 waits for packets of rank 0, which it has not sent"
+    assert f"{text}, in get_packets\n" in str(report)
+
+
+CREDIT = """
+right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
+for step in range(1, 4):
+    symm.peer_array(ctx, right, 4, np.int64)[0] = step
+    symm.signal_set(ctx, right, 0, step)
+    symm.wait_until(ctx, left, 0, symm.GE, step)
+    out[0] = symm.peer_array(ctx, ctx.rank, 4, np.int64)[0]
+"""
+
+
+def test_a_missing_signal_back_is_named(program):
+    fault = explore.run(program(CREDIT, "1, 1"), 3, 20).fault
+    assert fault.kind == "race"
+    [hint] = fault.hints
+    load = next(place.text for place in fault.places if place.text.startswith("load"))
+    assert hint.startswith(f"It seems that the {load} should come first. Nothing tells")
+    assert hint.endswith(
+        "has loaded, before its next access: is a barrier, or a signal back, missing "
+        "after line 15?"
+    )
+
+
+def test_both_accesses_of_a_race_name_the_element_that_they_share(program):
+    """Also if one of them is a copy of a whole array."""
+    path = program("out[1] = symm.peer_array(ctx, 0, (2, 4), np.int64)[1, 2]")
+    text = path.read_text()
+    copied = "    x.copy_to_device(np.ones((2, 4), np.int64))\n    mem ="
+    path.write_text(text.replace("    mem =", copied))
+    fault = explore.run(path, 2, 20).fault
+    assert fault.kind == "race"
+    names = {place.element for place in fault.places}
+    assert names == {"x[1, 2] (x of rank 0)", "x[1, 2] of rank 0"}
+
+
+def test_steps_show_what_updates_store(program):
+    body = """
+    symm.signal_add(ctx, 0, 3, 5)
+    symm.grid_barrier(ctx, 0)
+    out[4] = 1
+    """
+    trace = explore.run(program(body, "1, 1"), 1, 20).fault.trace
+    found = [(each["does"], each["element"], each["value"]) for each in trace]
+    pad = "in the signal pad of rank 0"
+    assert found[0] == ("updates", f"the word of rank 0, channel 3, {pad}", 5)
+    assert found[1][:2] == ("loads", f"the grid barrier, channel 0, {pad}")
+
+
 def test_a_wrong_result_names_the_assertion(program):
     path = program("out[cuda.threadIdx.x] = 1")
     path.write_text(path.read_text() + "    assert out.copy_to_host()[0] == 2, 'no'\n")
@@ -169,6 +228,10 @@ def test_other_faults(program, body, kind, text):
     assert report.fault is not None
     assert report.fault.kind == kind
     assert text in str(report)
+    assert report.fault.places
+    for place in report.fault.places:
+        assert re.search(r"rank \d block 0 thread \d|threads of rank", place.text)
+        assert place.code in body
 
 
 def test_atomics_of_one_gpu_are_right_within_it(program):

@@ -502,7 +502,7 @@ _MUTANTS = [
     Mutant(
         "block_exchange.5",
         "numba_symm/device/block_exchange.py",
-        "range((size - 1) * ws.vectors)",
+        "range((size - 1) * (ws.vectors + tells(ws, 0)))",
         "range(size - 1)",
     ),
     Mutant(

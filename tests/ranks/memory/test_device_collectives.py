@@ -518,6 +518,50 @@ def test_roots_that_differ_are_found(world):
 
 
 @cuda.jit
+def of_different_sizes(ws, what, ok):
+    """Make calls that differ between ranks by less than a vector."""
+    given = cuda.shared.array(16, np.int64)
+    out = cuda.shared.array(64, np.int64)
+    odd, every = 1 if ws.rank == 1 else 0, ws.size
+    if what == 0:
+        good = symm.all_reduce(ws, given[: 5 + odd])
+    elif what == 1:
+        good = symm.all_reduce(ws, given[:odd])
+    elif what == 2:
+        good = symm.broadcast(ws, given[: 6 - odd], 1)
+    elif what == 3:
+        counts = cuda.local.array(16, np.int32)
+        for r in range(every):
+            counts[r] = 1
+        for r in range(2):
+            counts[(ws.rank + r) % every] += odd
+        total = every + 2 * odd
+        mine = counts[ws.rank]
+        good = symm.all_gather(ws, given[:mine], out[:total], False, counts[:every])
+    elif ws.rank == 1:
+        good = symm.exscan(ws, given[:5])
+    else:
+        good = symm.all_reduce(ws, given[:5])
+    ok[0, cuda.threadIdx.x] = good
+
+
+@pytest.mark.parametrize("what", range(5))
+def test_sizes_that_differ_between_ranks_are_found(world, what):
+    if world.size == 1:
+        return
+    comm = ns.Communicator(world, timeout=5, debug=True)
+    ws, ok = comm.device_workspace(1, THREADS, 64).ctx, flags(7)
+    of_different_sizes[1, THREADS](ws, what, ok)
+    world.barrier()
+    text = r"expects \d+ bytes of rank \d in a collective in a kernel, block 0, and"
+    with pytest.raises(ns.CallMismatch, match=text):
+        comm.synchronize()
+    assert 0 in get(ok)[0].tolist()
+    world.barrier()
+    comm.close()
+
+
+@cuda.jit
 def misuse(ws, what, out):
     """Make one mistake, or none."""
     few = cuda.shared.array(4, np.int64)
@@ -552,7 +596,8 @@ MISTAKES = [  # the launch; the text; its end in the simulator
     ((1, 4), "block 0, in which 0 collectives are started", "; its depth is 1;"),
 ]
 if SIMULATED:
-    MISTAKES.append(((1, 4), "got threads that have not awaited their last start", ""))
+    text = r"test_device_collectives.py:\d+: all_reduce_start: .* got none by thread 0"
+    MISTAKES.append(((1, 4), text, " of block 0; call all_reduce_wait"))
 
 
 @pytest.mark.parametrize("what", range(len(MISTAKES)))
