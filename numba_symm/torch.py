@@ -795,40 +795,32 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     @_collective
     def send(self, tensors: list[Any], peer: int, tag: int) -> SymmWork:
         """Send a tensor to a rank."""
-
-        def start(comm: Communicator, x: Any, stream: int | None) -> Request:
-            return comm.isend(x, dst=peer, stream=stream)
-
-        return self._request(start, tensors, tag)
+        return self._request("isend", tensors, tag, dst=peer)
 
     @_collective
     def recv(self, tensors: list[Any], peer: int, tag: int) -> SymmWork:
         """Receive a tensor from a rank."""
-
-        def start(comm: Communicator, x: Any, stream: int | None) -> Request:
-            return comm.irecv(x, src=peer, stream=stream)
-
         for tensor in tensors:
             if _is_own(tensor) and not tensor.is_contiguous():
                 raise ArgumentError(
                     "recv: expected a contiguous tensor, got one with strides "
                     f"{tensor.stride()}; receive into another one, and copy"
                 )
-        return self._request(start, tensors, tag)
+        return self._request("irecv", tensors, tag, src=peer)
 
     def _request(
-        self, start: Callable[..., Request], tensors: list[Any], tag: int
+        self, name: str, tensors: list[Any], tag: int, **peer: int
     ) -> SymmWork:
         place, work = _place(tensors), _Message(self, tensors, tensors, _nothing)
         if tag:
             raise ArgumentError(
-                f"send, recv: expected tag=0, got {tag}, because messages of two ranks "
+                f"{name}: expected tag=0, got {tag}, because messages of two ranks "
                 "match in the order of their calls; omit tag="
             )
         with self._lock, on_device(place):
-            comm = self._communicator()
+            start = getattr(self._communicator(), name)
             stream = None if SIMULATED else current_stream()
-            work.requests = [start(comm, work.of(each), stream) for each in tensors]
+            work.requests = [start(work.of(x), stream=stream, **peer) for x in tensors]
         return work
 
     def barrier(self, opts: Any) -> SymmWork:

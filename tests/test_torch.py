@@ -312,7 +312,7 @@ def counted(comm, folder):
         (15, lambda: dist.all_reduce(x, group=group)),
         (15, lambda: dist.all_reduce(x, group=group, async_op=True).wait()),
         (15, lambda: dist.all_gather_into_tensor(out, x, group=group)),
-        (24, messages),
+        (22, messages),
     ):
         found = []
 
@@ -457,6 +457,7 @@ def refused(comm, folder):
         (lambda: dist.all_reduce(x, premul, group), "got RedOpType.PREMUL_SUM"),
         (lambda: dist.all_reduce(x, dist.ReduceOp.BAND, group), "op='band'"),
         (lambda: dist.all_reduce(x.to_sparse(), group=group), "layout torch.sparse"),
+        (lambda: dist.all_reduce(torch._neg_view(x), group=group), "negative bit"),
         (lambda: dist.broadcast(torch.ones(2, device="meta"), 0, group), "['meta']"),
         (lambda: dist.all_gather(parts, x, group), "a list of"),
         (lambda: dist.all_to_all_single(x, x, [2], [2], group), "a part for each"),
