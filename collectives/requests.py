@@ -257,7 +257,7 @@ class Requests:
         """
         with self._settling:
             if made.lane.idle():  # asking takes time; others may keep arrays, too
-                self.settle()
+                self._forget()
             if not (self._busy or SIMULATED):
                 self._unfreed.enter_context(cuda.defer_cleanup())
             self._busy = True
@@ -273,10 +273,14 @@ class Requests:
         if not self._busy:
             return
         with self._settling:  # any thread may ask for the state of its request
-            # A list: each forgets what has ended, also behind one that is busy.
-            if all([lane.idle() for lane in self._lanes.values()]):
+            if self._forget():
                 self._busy = False
                 self._unfreed.close()
+
+    def _forget(self) -> bool:
+        """Forget the requests that are done, and return whether all are."""
+        # A list: each forgets what has ended, also behind one that is busy.
+        return all([lane.idle() for lane in self._lanes.values()])
 
     def close(self) -> None:
         """Wait for the requests, which have ended or will end soon, and forget them."""

@@ -66,8 +66,8 @@ _NAMES = {
     "BOR": "bor",
     "BXOR": "bxor",
 }
-# By number: torch's constants take a microsecond to be found.
-_OPERATORS = {getattr(dist.ReduceOp, each).value: _NAMES[each] for each in _NAMES}
+# By number, which is the hash: torch takes longer to compare its constants.
+_OPERATORS = {hash(getattr(dist.ReduceOp, each)): _NAMES[each] for each in _NAMES}
 
 
 class StoreComm:
@@ -97,7 +97,8 @@ class StoreComm:
         keys = [f"{NAME}/{self._number}/{self._step}/{r}" for r in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(sendobj))
         end = time.monotonic() + self.seconds
-        while absent := [r for r, key in enumerate(keys) if not self._has(key)]:
+        held = self._store.check
+        while absent := [r for r, key in enumerate(keys) if not held([key])]:
             time.sleep(_POLL)  # the store's own waits log warnings, and block signals
             if time.monotonic() > end:
                 raise CollectiveTimeout(
@@ -109,62 +110,15 @@ class StoreComm:
                 )
         return [pickle.loads(self._store.get(key)) for key in keys]
 
-    def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
-
     def barrier(self) -> None:
         """Return once every rank has called it."""
         self.allgather(None)
 
 
-class _Buffers:
-    """The memory of a call's tensors: theirs, or that of contiguous copies.
-
-    Args:
-        own: the stream of the call; None: torch's current one.
-        stream: its handle, or None.
-
-    Attributes:
-        stream: the same.
-    """
-
-    def __init__(self, own: Any, stream: int | None) -> None:
-        self._copies: list[tuple[Any, Any]] = []
-        self._own, self.stream = own, stream
-
-    def of(self, tensor: Any, *, written: bool = False) -> Any:
-        """Return the elements of a tensor along one axis, as an array."""
-        dense = tensor.detach() if tensor.requires_grad else tensor
-        if not dense.is_contiguous():
-            with torch.cuda.stream(self._own):
-                dense = dense.contiguous()
-            if written:
-                self._copies.append((tensor.detach(), dense))
-        flat = dense if dense.dim() == 1 else dense.view(-1)
-        if flat.dtype not in _DTYPES:  # of a type that is only moved
-            flat = flat.view(torch.uint8)
-        if not SIMULATED:
-            return flat
-        nbytes = flat.numel() * flat.element_size()
-        memory = arrays.Memory(flat.data_ptr(), nbytes, owner=flat)
-        return memory.array(flat.numel(), _DTYPES[flat.dtype])
-
-    def finish(self) -> None:
-        """Copy what the call has stored to the tensors that have gaps."""
-        for tensor, dense in self._copies:
-            with torch.cuda.stream(self._own):
-                tensor.copy_(dense)
-
-    def joined(self, tensors: Sequence[Any]) -> Any:
-        """Return the elements of several tensors, one after another, as an array."""
-        with torch.cuda.stream(self._own):
-            return self.of(torch.cat([each.reshape(-1) for each in tensors]))
+Body = Callable[[Communicator, "SymmWork"], Any]
 
 
-Body = Callable[[Communicator, _Buffers], Any]
-
-
-def _nothing(comm: Communicator, buffers: _Buffers) -> None:
+def _nothing(comm: Communicator, work: "SymmWork") -> None:
     """Do nothing, in place of a body."""
 
 
@@ -179,11 +133,12 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
 
     Attributes:
         tensors, body: the same.
+        stream: the handle of the group's own stream; None: torch's current one.
     """
 
-    stream: Any = None  # torch's of the call; None: the current one
+    stream: int | None = None
     done: Any = None  # the point after it, if it is on the group's own stream
-    ready: Any = None  # the point that it follows
+    _copies: tuple[tuple[Any, Any], ...] = ()  # of tensors with gaps, to be copied back
     postponed = False  # to the end of a coalescing block
 
     def __init__(
@@ -193,6 +148,41 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         self.tensors, self.body = tensors, body
         self._group, self._outputs = group, outputs
 
+    def of(self, tensor: Any, *, written: bool = False) -> Any:
+        """Return the elements of a tensor along one axis, as an array.
+
+        It is the tensor's memory, or a contiguous copy of it.
+        """
+        dense = tensor.detach() if tensor.requires_grad else tensor
+        if not dense.is_contiguous():
+            with self._current():
+                dense = dense.contiguous()
+            if written:
+                self._copies += ((tensor.detach(), dense),)
+        flat = dense if dense.dim() == 1 else dense.view(-1)
+        if flat.dtype not in _DTYPES:  # of a type that is only moved
+            flat = flat.view(torch.uint8)
+        if not SIMULATED:
+            return flat
+        nbytes = flat.numel() * flat.element_size()
+        memory = arrays.Memory(flat.data_ptr(), nbytes, owner=flat)
+        return memory.array(flat.numel(), _DTYPES[flat.dtype])
+
+    def joined(self, tensors: Sequence[Any]) -> Any:
+        """Return the elements of several tensors, one after another, as an array."""
+        with self._current():
+            return self.of(torch.cat([each.reshape(-1) for each in tensors]))
+
+    def finish(self) -> None:
+        """Copy what the call has stored to the tensors that have gaps."""
+        for tensor, dense in self._copies:
+            with self._current():
+                tensor.copy_(dense)
+
+    def _current(self) -> Any:
+        """Make the stream of the call torch's current one."""
+        return torch.cuda.stream(self._group.own if self.stream else None)
+
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Let torch's current stream follow; with a timeout, the host waits as well.
 
@@ -201,25 +191,27 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
             CollectiveError: a call of the group has failed.
         """
         if self.postponed:
-            raise ArgumentError(
-                "wait: the coalescing block of this call has not ended, or ended with "
-                "an exception; wait after the block, or destroy the group"
-            )
+            raise self._unstarted("wait")
         if self.done is not None:
-            with on_device(self.stream.device_index):
+            with on_device(self._group.ordinal):
                 self.done.wait(current_stream())
         if timeout > _AT_ONCE:
             self._wait_on_the_host(timeout)
         self._group.check()
         return True
 
+    def _unstarted(self, what: str) -> ArgumentError:
+        return ArgumentError(
+            f"{what}: the coalescing block of this call has not ended, or ended with "
+            f"an exception; call {what} after the block, or destroy the group"
+        )
+
     def _wait_on_the_host(self, timeout: timedelta) -> None:
         end = time.monotonic() + timeout.total_seconds()
         while not self.is_completed():
             self._group.check()
             if time.monotonic() > end:
-                seconds = timeout.total_seconds()
-                raise CollectiveTimeout(f"wait: the call still runs after {seconds:g}s")
+                raise CollectiveTimeout(f"wait: the call still runs after {timeout}")
             time.sleep(1e-4)
 
     def is_completed(self) -> bool:
@@ -240,27 +232,24 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         """Return a future of the outputs, which is done at once, in stream order.
 
         Raises:
-            CollectiveError: a call of the group has failed.
+            ArgumentError, CollectiveError: as for :meth:`wait`.
         """
+        if self.postponed:
+            raise self._unstarted("get_future")
         self._group.check()
-        devices = [] if SIMULATED else list({each.device for each in self.tensors})
-        future = torch.futures.Future(devices=devices)
-        if self.stream is None:
+        future = torch._C.Future(self._group.devices)
+        if self.done is None:
             future.set_result(self._outputs)
             return future
-        # torch.cuda.stream takes longer than the call.
-        number = self.stream.device_index
-        with on_device(number):
+        number = self._group.ordinal
+        with on_device(number):  # torch.cuda.stream takes longer than the call
             before = torch._C._cuda_getCurrentStream(number)
-            torch.cuda.set_stream(self.stream)
+            torch._C._cuda_setStream(*self._group.numbers)
             try:
                 future.set_result(self._outputs)
             finally:
-                torch._C._cuda_setStream(**dict(zip(_STREAM, before, strict=True)))
+                torch._C._cuda_setStream(*before)
         return future
-
-
-_STREAM = "stream_id", "device_index", "device_type"
 
 
 def current_stream() -> int:
@@ -269,13 +258,9 @@ def current_stream() -> int:
     return int(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
 
 
-def _is_current(number: int) -> bool:
-    return SIMULATED or number < 0 or number == torch._C._cuda_getDevice()
-
-
 def on_device(number: int) -> AbstractContextManager[object]:
     """Make a GPU the current one; -1: it stays. Handle 0 is a stream of that GPU."""
-    if _is_current(number):
+    if SIMULATED or number < 0 or number == torch._C._cuda_getDevice():
         return _STAYS
     return cast(AbstractContextManager[object], torch.cuda.device(number))
 
@@ -290,7 +275,7 @@ class _Message(SymmWork):
 
     def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
         """Let torch's current stream follow; with a timeout, the host waits as well."""
-        with on_device(self.tensors[0].get_device()):
+        with on_device(self._group.ordinal):
             for request in self.requests:
                 request.wait(None if SIMULATED else current_stream())
         return timeout <= _AT_ONCE or super().wait(timeout)
@@ -313,16 +298,41 @@ class _Barrier(SymmWork):
         return True
 
 
+class _Unusual(Exception):  # never reaches the program
+    """A tensor is not plain memory of the library's kind of device."""
+
+
+def _place(tensors: Sequence[Any]) -> int:
+    """Return the GPU of plain tensors; -1: there is none.
+
+    Raises:
+        _Unusual: one of them is not plain.
+    """
+    place = -1
+    for tensor in tensors:
+        plain = _is_own(tensor) and tensor.layout is _STRIDED
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            raise _Unusual
+        place = tensor.get_device()
+    return place
+
+
+_STRIDED = torch.strided
+_is_own = operator.attrgetter(f"is_{DEVICE}")
+
+
 def _collective(method: Callable[..., SymmWork]) -> Callable[..., SymmWork]:
     """Pass tensors of the CPU to gloo, and refuse those that are not plain memory."""
     name = method.__name__
 
     @functools.wraps(method)
     def call(self: "SymmGroup", *args: Any) -> SymmWork:
-        others, place = False, -1
-        for tensor in _tensors(args):
-            others |= not _is_own(tensor)
-            place = tensor.get_device()
+        try:
+            return method(self, *args)
+        except _Unusual:
+            pass
+        tensors = _tensors(args)
+        for tensor in tensors:
             if tensor.layout is not _STRIDED or tensor.is_conj():
                 raise ArgumentError(
                     f"{name}: expected dense tensors that are not conjugate views, got "
@@ -334,21 +344,12 @@ def _collective(method: Callable[..., SymmWork]) -> Callable[..., SymmWork]:
                     f"{name}: expected a tensor without negative bit; pass "
                     "x.resolve_neg()"
                 )
-        if others:
-            work = getattr(self.gloo(name, args), name)(*args)
-            if self.coalesces:  # what torch returns of the block waits for ours only
-                work.wait()
-            return cast(SymmWork, work)
-        if _is_current(place):
-            return method(self, *args)
-        with on_device(place):
-            return method(self, *args)
+        work = getattr(self.gloo(name, tensors), name)(*args)
+        if self.coalesces:  # what torch returns of the block waits for ours only
+            work.wait()
+        return cast(SymmWork, work)
 
     return call
-
-
-_STRIDED = torch.strided
-_is_own = operator.attrgetter(f"is_{DEVICE}")
 
 
 def _tensors(args: Sequence[Any]) -> list[Any]:
@@ -356,21 +357,18 @@ def _tensors(args: Sequence[Any]) -> list[Any]:
     for each in args:
         if isinstance(each, torch.Tensor):
             found.append(each)
-        elif isinstance(each, _LISTS):
+        elif isinstance(each, (list, tuple)):
             found += _tensors(each)
     return found
 
 
-_LISTS = list, tuple
-
-
-def _operator(op: Any, tensors: Sequence[Any], what: str) -> str:
-    """Return the name of an operator, or refuse it, or the type of a tensor."""
-    kind = getattr(op, "op", op)
-    found = _OPERATORS.get(kind.value)
+def _operator(opts: Any, tensors: Sequence[Any], what: str) -> str:
+    """Return the name of the options' operator. Refuse it, or the type of a tensor."""
+    op = opts.reduceOp
+    found = _OPERATORS.get(hash(op))
     if found is None:
         known = ", ".join(_NAMES)
-        raise ArgumentError(f"{what}: expected one of {known}, got {kind}")
+        raise ArgumentError(f"{what}: expected one of {known}, got {op.op}")
     for tensor in tensors:
         if tensor.dtype not in _DTYPES:
             raise ArgumentError(
@@ -396,6 +394,13 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         rank: this process' number in the group.
         size: the number of ranks.
         timeout: how long calls wait for other ranks.
+
+    Attributes:
+        ordinal: the GPU's number; -1: it has none yet, as in the simulator.
+        devices: the GPU, if there is one.
+        own: the stream of calls that the program does not wait for; None: none yet.
+        numbers: by which torch finds that stream.
+        coalesces: whether a coalescing block is open.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
@@ -405,8 +410,8 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         self._meeting = StoreComm(store, rank, size, timeout.total_seconds())
         self._lock = threading.RLock()  # autograd calls from threads of its own
         self._gloo: Any = None
-        self._stream: Any = None  # for calls that the program does not wait for
-        self._handle = 0  # that stream's
+        self.ordinal, self.devices = -1, list[Any]()
+        self.own: Any = None
         self._idle: list[Event] = []  # of points that are no more
         self._later: list[SymmWork] = []
         self.coalesces = self._closed = False
@@ -435,9 +440,9 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     def _device_types(self) -> list[Any]:
         return [torch.device(name) for name in dict.fromkeys(("cpu", DEVICE))]
 
-    def gloo(self, name: str, args: Sequence[Any]) -> Any:
+    def gloo(self, name: str, tensors: Sequence[Any]) -> Any:
         """Return the group for tensors of the CPU."""
-        kinds = sorted({tensor.device.type for tensor in _tensors(args)})
+        kinds = sorted({tensor.device.type for tensor in tensors})
         if kinds != ["cpu"]:
             raise ArgumentError(
                 f"{name}: expected tensors on {DEVICE}, or all on cpu, got {kinds}; "
@@ -463,7 +468,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     def synchronize(self) -> None:
         """Wait on the host until the calls have ended. Raise if one has failed."""
         if self._comm is not None:
-            with on_device(self._comm.device.ordinal):
+            with on_device(self.ordinal):
                 self._comm.synchronize(None if SIMULATED else current_stream())
 
     def abort(self) -> None:
@@ -491,32 +496,32 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
 
     # How calls start.
 
-    def _communicator(self, works: Sequence[SymmWork]) -> Communicator:
+    def _communicator(self) -> Communicator:
+        """Return the communicator, which the first call makes on the current GPU."""
         if self._closed:
             raise ArgumentError("the process group was destroyed; make another one")
         if self._comm is None:
             device = None
             if not SIMULATED:
-                device = torch.cuda.current_device()
-                for work in works:
-                    for tensor in work.tensors:
-                        device = tensor.device.index
-            seconds = self._timeout.total_seconds()
+                device = self.ordinal = torch.cuda.current_device()
+                self.devices = [torch.device(DEVICE, device)]
             self._comm = Communicator(
-                self._meeting, device, timeout=seconds, requests=True
+                self._meeting, device, timeout=self._meeting.seconds, requests=True
             )
         return self._comm
 
-    def _followed(self, works: Sequence[SymmWork]) -> _Buffers:
-        """Let the group's own stream follow what the works follow."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-            self._handle = self._stream.cuda_stream
-        for work in works:
-            work.ready.wait(self._handle)
-            for tensor in work.tensors:  # its memory waits for this stream if dropped
-                tensor.record_stream(self._stream)
-        return _Buffers(self._stream, self._handle)
+    def _follow(self, work: SymmWork) -> None:
+        """Let the work be on the group's own stream, after the current one's so far."""
+        if self.own is None:
+            self.own = own = torch.cuda.Stream()
+            self.numbers = own.stream_id, own.device_index, own.device_type
+            self._handle = own.cuda_stream
+            self._ready = Point([], self._handle)
+        self._ready.move(current_stream())
+        self._ready.wait(self._handle)
+        work.stream = self._handle
+        for tensor in work.tensors:  # its memory waits for this stream if dropped
+            tensor.record_stream(self.own)
 
     def _run(
         self,
@@ -538,31 +543,32 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             messages: whether ``body`` makes messages, which start together.
             kind: the class of the work.
         """
+        place = _place(tensors)
         work = kind(self, tensors, tensors if outputs is None else outputs, body)
-        own = self.coalesces or getattr(opts, "asyncOp", True)
-        with self._lock:
-            if own and not SIMULATED:
-                work.ready = Point(self._idle, current_stream())
+        waits = getattr(opts, "asyncOp", True)
+        with self._lock, on_device(place):
+            if (waits or self.coalesces) and not SIMULATED:
+                self._follow(work)
             if self.coalesces:
                 # torch awaits any other call at once, within the block.
-                work.postponed = getattr(opts, "asyncOp", True)
+                work.postponed = waits
                 self._later.append(work)
             else:
-                self._start([work], own, messages)
+                self._start([work], messages)
         return work
 
-    def _start(self, works: Sequence[SymmWork], own: bool, together: bool) -> None:
-        own, comm = own and not SIMULATED, self._communicator(works)
-        buffers = self._followed(works) if own else _Buffers(None, None)
+    def _start(self, works: Sequence[SymmWork], together: bool) -> None:
+        comm = self._communicator()
         with comm.group() if together else _STAYS:
             for work in works:
-                work.body(comm, buffers)
+                work.body(comm, work)
                 work.postponed = False
-        buffers.finish()
-        if own:
+        for work in works:
+            work.finish()
+        if works[-1].stream is not None:
             done = Point(self._idle, self._handle)
             for work in works:
-                work.stream, work.done = self._stream, done
+                work.done = done
 
     def _start_coalescing(self, device: Any) -> None:
         self._later.clear()  # of a block that ended with an exception
@@ -574,9 +580,9 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         tensors = [tensor for work in works for tensor in work.tensors]
         whole = SymmWork(self, tensors, tensors, _nothing)
         if works:
-            with self._lock:
-                self._start(works, own=True, together=True)
-            whole.stream, whole.done = works[-1].stream, works[-1].done
+            with self._lock, on_device(_place(tensors)):
+                self._start(works, together=True)
+            whole.done = works[-1].done
         return whole
 
     def _messages(
@@ -587,58 +593,69 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     ) -> SymmWork:
         """Send tensors to ranks, and receive tensors from ranks."""
 
-        def body(comm: Communicator, buffers: _Buffers) -> None:
+        def body(comm: Communicator, work: SymmWork) -> None:
             for tensor, peer in sends:
-                comm.send(buffers.of(tensor), dst=peer, stream=buffers.stream)
+                comm.send(work.of(tensor), dst=peer, stream=work.stream)
             for tensor, peer in receives:
-                x = buffers.of(tensor, written=True)
-                comm.recv(x, src=peer, stream=buffers.stream)
+                x = work.of(tensor, written=True)
+                comm.recv(x, src=peer, stream=work.stream)
 
         tensors = [tensor for tensor, _ in (*sends, *receives)]
         outputs = [tensor for tensor, _ in receives]
         return self._run(body, tensors, opts, outputs=outputs, messages=True)
+
+    def _each(
+        self,
+        name: str,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        opts: Any,
+        reduces: bool = False,
+        **options: Any,
+    ) -> SymmWork:
+        """Make a call of the communicator for each input and its output."""
+        if reduces:
+            options["op"] = _operator(opts, inputs, name)
+
+        def body(comm: Communicator, work: SymmWork) -> None:
+            call, stream = getattr(comm, name), work.stream
+            for tensor, output in zip(inputs, outputs, strict=True):
+                out = work.of(output, written=True)
+                x = out if tensor is output else work.of(tensor)
+                call(x, out=out, stream=stream, **options)
+
+        tensors = outputs if inputs is outputs else [*inputs, *outputs]
+        return self._run(body, tensors, opts, outputs=outputs)
 
     # Collectives, by torch's names. ``opts`` are torch's options.
 
     @_collective
     def allreduce(self, tensors: list[Any], opts: Any) -> SymmWork:
         """Reduce tensors over all ranks."""
-        op = _operator(opts.reduceOp, tensors, "all_reduce")
-
-        def body(comm: Communicator, buffers: _Buffers) -> None:
-            for tensor in tensors:
-                x = buffers.of(tensor, written=True)
-                comm.all_reduce(x, out=x, op=op, stream=buffers.stream)
-
-        return self._run(body, tensors, opts)
+        return self._each("all_reduce", tensors, tensors, opts, reduces=True)
 
     @_collective
     def allreduce_coalesced(self, tensors: list[Any], opts: Any) -> SymmWork:
         """Do as :meth:`allreduce`."""
-        return self.allreduce(tensors, opts)
+        return self._each("all_reduce", tensors, tensors, opts, reduces=True)
 
     @_collective
     def broadcast(self, tensors: list[Any], opts: Any) -> SymmWork:
         """Copy the root's tensors to all ranks."""
 
-        def body(comm: Communicator, buffers: _Buffers) -> None:
+        def body(comm: Communicator, work: SymmWork) -> None:
             for tensor in tensors:
-                x = buffers.of(tensor, written=True)
-                comm.broadcast(x, root=opts.rootRank, stream=buffers.stream)
+                x = work.of(tensor, written=True)
+                comm.broadcast(x, root=opts.rootRank, stream=work.stream)
 
         return self._run(body, tensors, opts)
 
     @_collective
     def reduce(self, tensors: list[Any], opts: Any) -> SymmWork:
         """Reduce tensors over all ranks, for the root."""
-        op, root = _operator(opts.reduceOp, tensors, "reduce"), opts.rootRank
-
-        def body(comm: Communicator, buffers: _Buffers) -> None:
-            for tensor in tensors:
-                x = buffers.of(tensor, written=comm.rank == root)
-                comm.reduce(x, root=root, out=x, op=op, stream=buffers.stream)
-
-        return self._run(body, tensors, opts)
+        return self._each(
+            "reduce", tensors, tensors, opts, reduces=True, root=opts.rootRank
+        )
 
     @_collective
     def allgather(self, outputs: list[Any], inputs: list[Any], opts: Any) -> SymmWork:
@@ -652,41 +669,33 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     @_collective
     def _allgather_base(self, output: Any, input: Any, opts: Any) -> SymmWork:
         """Give all ranks the tensors of all ranks, one after another."""
-        return self._gathered([output], [input], opts)
+        return self._each("all_gather", [input], [output], opts)
 
     @_collective
     def allgather_into_tensor_coalesced(
         self, outputs: list[Any], inputs: list[Any], opts: Any
     ) -> SymmWork:
         """Do as :meth:`_allgather_base` with several tensors."""
-        return self._gathered(outputs, inputs, opts)
-
-    def _gathered(self, outputs: list[Any], inputs: list[Any], opts: Any) -> SymmWork:
-        def body(comm: Communicator, buffers: _Buffers) -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                out = buffers.of(output, written=True)
-                comm.all_gather(buffers.of(tensor), out=out, stream=buffers.stream)
-
-        return self._run(body, [*inputs, *outputs], opts, outputs=outputs)
+        return self._each("all_gather", inputs, outputs, opts)
 
     @_collective
     def reduce_scatter(
         self, outputs: list[Any], inputs: list[Any], opts: Any
     ) -> SymmWork:
         """Reduce a tensor for each rank, of any sizes."""
-        op = _operator(opts.reduceOp, outputs, "reduce_scatter")
+        op = _operator(opts, outputs, "reduce_scatter")
         self._expect_lists(inputs, "reduce_scatter")
 
-        def body(comm: Communicator, buffers: _Buffers) -> None:
+        def body(comm: Communicator, work: SymmWork) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                out = buffers.of(output, written=True)
+                out = work.of(output, written=True)
                 if len({part.numel() for part in parts}) == 1:
-                    x, stream = buffers.joined(parts), buffers.stream
+                    x, stream = work.joined(parts), work.stream
                     comm.reduce_scatter(x, out=out, op=op, stream=stream)
-                    continue
-                for root, part in enumerate(parts):
-                    x, stream = buffers.of(part), buffers.stream
-                    comm.reduce(x, root=root, out=out, op=op, stream=stream)
+                else:
+                    for root, part in enumerate(parts):
+                        x, stream = work.of(part), work.stream
+                        comm.reduce(x, root=root, out=out, op=op, stream=stream)
 
         tensors = [*outputs, *(part for parts in inputs for part in parts)]
         return self._run(body, tensors, opts, outputs=outputs)
@@ -694,27 +703,14 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     @_collective
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any) -> SymmWork:
         """Reduce a tensor, and give each rank its part."""
-        return self._reduced_parts([output], [input], opts)
+        return self._each("reduce_scatter", [input], [output], opts, reduces=True)
 
     @_collective
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Any], inputs: list[Any], opts: Any
     ) -> SymmWork:
         """Do as :meth:`_reduce_scatter_base` with several tensors."""
-        return self._reduced_parts(outputs, inputs, opts)
-
-    def _reduced_parts(
-        self, outputs: list[Any], inputs: list[Any], opts: Any
-    ) -> SymmWork:
-        op = _operator(opts.reduceOp, inputs, "reduce_scatter")
-
-        def body(comm: Communicator, buffers: _Buffers) -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                out = buffers.of(output, written=True)
-                x, stream = buffers.of(tensor), buffers.stream
-                comm.reduce_scatter(x, out=out, op=op, stream=stream)
-
-        return self._run(body, [*inputs, *outputs], opts, outputs=outputs)
+        return self._each("reduce_scatter", inputs, outputs, opts, reduces=True)
 
     @_collective
     def alltoall_base(
@@ -730,10 +726,10 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         received = self._counts(output, output_splits)
         sent = self._counts(input, input_splits)
 
-        def body(comm: Communicator, buffers: _Buffers) -> None:
-            x, out = buffers.of(input), buffers.of(output, written=True)
+        def body(comm: Communicator, work: SymmWork) -> None:
+            x, out = work.of(input), work.of(output, written=True)
             if equal:
-                comm.all_to_all(x, out=out, stream=buffers.stream)
+                comm.all_to_all(x, out=out, stream=work.stream)
                 return
             width = x.dtype.itemsize if SIMULATED else x.element_size()
             units = input.element_size() // width  # bytes, if it is only moved
@@ -743,7 +739,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
                 send_counts=sends,
                 recv_counts=receives,
                 out=out,
-                stream=buffers.stream,
+                stream=work.stream,
             )
 
         tensors = [input, output]
@@ -799,32 +795,32 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     @_collective
     def send(self, tensors: list[Any], peer: int, tag: int) -> SymmWork:
         """Send a tensor to a rank."""
-        _refuse_tag(tag, "send")
-        return self._request(tensors, peer, sends=True)
+        return self._request("isend", tensors, tag, dst=peer)
 
     @_collective
     def recv(self, tensors: list[Any], peer: int, tag: int) -> SymmWork:
         """Receive a tensor from a rank."""
-        _refuse_tag(tag, "recv")
         for tensor in tensors:
-            if not tensor.is_contiguous():
+            if _is_own(tensor) and not tensor.is_contiguous():
                 raise ArgumentError(
                     "recv: expected a contiguous tensor, got one with strides "
                     f"{tensor.stride()}; receive into another one, and copy"
                 )
-        return self._request(tensors, peer, sends=False)
+        return self._request("irecv", tensors, tag, src=peer)
 
-    def _request(self, tensors: list[Any], peer: int, *, sends: bool) -> SymmWork:
-        work = _Message(self, tensors, tensors, _nothing)
-        stream, buffers = None if SIMULATED else current_stream(), _Buffers(None, None)
-        with self._lock:
-            comm, dense = self._communicator([work]), map(buffers.of, tensors)
-            work.requests = [
-                comm.isend(x, dst=peer, stream=stream)
-                if sends
-                else comm.irecv(x, src=peer, stream=stream)
-                for x in dense
-            ]
+    def _request(
+        self, name: str, tensors: list[Any], tag: int, **peer: int
+    ) -> SymmWork:
+        place, work = _place(tensors), _Message(self, tensors, tensors, _nothing)
+        if tag:
+            raise ArgumentError(
+                f"{name}: expected tag=0, got {tag}, because messages of two ranks "
+                "match in the order of their calls; omit tag="
+            )
+        with self._lock, on_device(place):
+            start = getattr(self._communicator(), name)
+            stream = None if SIMULATED else current_stream()
+            work.requests = [start(work.of(x), stream=stream, **peer) for x in tensors]
         return work
 
     def barrier(self, opts: Any) -> SymmWork:
@@ -836,11 +832,10 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
                 f"{limit}; omit timeout="
             )
 
-        def body(comm: Communicator, buffers: _Buffers) -> None:
-            own = SIMULATED or buffers.stream is not None
-            comm.barrier(buffers.stream if own else current_stream())
+        def body(comm: Communicator, work: SymmWork) -> None:
+            comm.barrier(None if SIMULATED else work.stream or current_stream())
 
-        with on_device(-1 if self._comm is None else self._comm.device.ordinal):
+        with on_device(self.ordinal):
             return self._run(body, [], opts, kind=_Barrier)
 
     # From torch 2.13 on, it calls these names.
@@ -852,14 +847,6 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
 
     allgather_coalesced = _refused("allgather_coalesced", "call all_gather")
     recv_anysource = _refused("recv_anysource", "pass the rank to receive from")
-
-
-def _refuse_tag(tag: int, what: str) -> None:
-    if tag:
-        raise ArgumentError(
-            f"{what}: expected tag=0, got {tag}, because messages of two ranks match "
-            "in the order of their calls; omit tag="
-        )
 
 
 _groups: "weakref.WeakSet[SymmGroup]" = weakref.WeakSet()
