@@ -31,12 +31,8 @@ entry. A process compiles without a lock in three cases: it cannot lock, it has 
 for ``LONGEST_WAIT``, or the lock was released without an entry. No process loads code
 on a GPU under a lock, because loading may wait for a peer that waits for the lock.
 
-A process that waits tests locks only, at growing intervals, and reads the disk when the
-wait has ended. The folder may be on another node's disk. So each node has a byte of its
-own for each key. The process that compiles locks the key's byte and that of its node;
-on another node, the first process that waits locks that of its node. The node's other
-processes test only this byte. For locks of its own node, the Linux kernel sends no
-request to the node of the disk.
+A process that waits tests the lock only, at growing intervals, and reads the disk when
+the wait has ended: the folder may be on another node's disk.
 
 Ranks compile the same kernels at the same time, and Numba types device functions once a
 process. So a process that has compiled fewer kernels waits longer before it begins.
@@ -52,7 +48,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from hashlib import sha256
@@ -379,20 +375,18 @@ def _alone(key: bytes) -> Iterator[None]:
 
     If neither is possible, do nothing.
     """
-    descriptor, bytes_ = None, (_byte(key), _byte(_on_this_node(key)))
+    descriptor, byte = None, _byte(key)
     time.sleep(_HEAD_START / (1 + _compiled))
     try:
         try:
             descriptor = _opened()
-            if locks.try_lock(descriptor, bytes_[0]):
-                locks.try_lock(descriptor, bytes_[1])
-            else:
-                _await_entry(descriptor, *bytes_)
+            if not locks.try_lock(descriptor, byte):
+                _await_entry(descriptor, byte)
         except (OSError, RuntimeError) as error:
             _say_why(error)
         yield
     finally:
-        _close(descriptor, bytes_)
+        _close(descriptor, byte)
 
 
 def _say_why(error: Exception) -> None:
@@ -416,33 +410,27 @@ def _opened() -> int:
     return os.open(folder() / _LOCKS, flags, 0o666)
 
 
-def _close(descriptor: int | None, bytes_: Iterable[int]) -> None:
-    """Close the file of locks, and release those that this process holds.
+def _close(descriptor: int | None, byte: int) -> None:
+    """Close the file of locks, and release the one that this process may hold.
 
     Closing is not enough, because a child that was forked meanwhile has the
     description, too.
     """
     if descriptor is not None:
         with suppress(OSError):  # no locks here
-            for byte in bytes_:
-                locks.unlock(descriptor, byte)
+            locks.unlock(descriptor, byte)
         os.close(descriptor)
 
 
-def _await_entry(descriptor: int, byte: int, of_node: int) -> None:
+def _await_entry(descriptor: int, byte: int) -> None:
     """Wait until no process compiles an entry, or it took too long.
 
     Args:
         descriptor: of the file of locks.
         byte: the entry's byte.
-        of_node: the byte of the entry and this node.
     """
     began = time.monotonic()
-    while True:
-        if not locks.is_locked(descriptor, of_node):  # or this process holds it
-            if not locks.is_locked(descriptor, byte):
-                return
-            locks.try_lock(descriptor, of_node)
+    while locks.is_locked(descriptor, byte):
         waited = time.monotonic() - began
         if waited > LONGEST_WAIT:
             _warn(
@@ -451,10 +439,6 @@ def _await_entry(descriptor: int, byte: int, of_node: int) -> None:
             )
             return
         time.sleep(min(max(_POLL, waited / _FINENESS), _LONGEST_POLL))
-
-
-def _on_this_node(key: bytes) -> bytes:
-    return sha256(key + os.uname().nodename.encode()).digest()
 
 
 def _byte(key: bytes) -> int:
