@@ -367,7 +367,6 @@ class Purpose(IntEnum):
     ISLAND = 2
     WATCHDOG = 3
     REBUILD = 4
-    GIVEN_UP = 5
     PARCELS = 8  # and all tags after it
 
 
