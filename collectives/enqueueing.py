@@ -376,7 +376,6 @@ class ThreadGuard:
     def __init__(self, ordinal: int, gate: Any):
         self.held = False
         self._ordinal = ordinal
-        self._gate = gate
         claim, address = entry.compiled("claim"), addressof(gate)
         self.claim, self.open = (partial(claim, address, n) for n in (0, entry.GROUPED))
         self.close = partial(entry.compiled("leave"), address, entry.GROUPED)
@@ -406,7 +405,7 @@ class ThreadGuard:
     def finish(self) -> None:
         """End a call; in an open group, other threads are still refused."""
         if not self.held:
-            self._gate.thread = 0
+            self.close()  # what an interrupt left of a group that did not open, too
 
     def alone(self, what: str) -> "Alone":
         """Make a call between :meth:`begin` and :meth:`finish`, in a with block."""
