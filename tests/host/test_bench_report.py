@@ -248,7 +248,7 @@ def test_plot_refuses_a_folder_that_does_not_exist(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         bench.main(["plot", str(file), "/not/there/r.png"])
     assert ended.value.code == 2
-    wanted = "error: expected a folder for r.png, but /not/there does not exist"
+    wanted = "error: expected a file that you can write, got /not/there/r.png"
     assert wanted in capsys.readouterr().err
 
 
