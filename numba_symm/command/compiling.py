@@ -354,7 +354,7 @@ def facts() -> dict[str, Any]:
         jobs = wanted(parser().parse_args([])).jobs()
         cache |= {"kernels": len(jobs), "stored": sum(map(_is_stored, jobs))}
     why = "" if loads.is_writable(folder) else loads.refusal()
-    return found | {"cache": cache | {"why": why}, "loads": loads.described()}
+    return found | {"cache": cache | {"why": why}}
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -369,7 +369,5 @@ def show(found: dict[str, Any], console: Console) -> None:
         counts = f"{cache['stored']} of the {cache['kernels']} kernels"
         text += f"; {counts} of `numba-symm compile`"
     info.line(console, "Cache", text)
-    for each in found["loads"]:
-        info.line(console, "Loads", each)
     if cache["why"]:
         info.line(console, "Wrong", cache["why"], "bold red")

@@ -466,7 +466,7 @@ log = logging.getLogger("numba_symm")
 MOST = 4096
 """The most kernels in the list of a program."""
 
-_LINE = re.compile(r"([0-9a-f]{64}|-|#) \S.*\n")  # a key, no key, or the program
+_LINE = re.compile(r"[0-9a-f]{64}\n")
 _PREFIX, _SUFFIX = "numba-symm-", ".loads"
 
 
@@ -570,7 +570,7 @@ class Listed:
 
     Attributes:
         place: its file; None: none is kept.
-        keys: what is in it, see :func:`_read`.
+        keys: of the kernels in it.
     """
 
     place: Path | None = None
@@ -613,14 +613,11 @@ def begin(generation: str, ranks: int) -> Sequence[str]:
         return ()
     found = _read(_listed.place)
     _listed.keys = set(found)
-    return [key for key in found if key[0] != "-"]
+    return found
 
 
 def _read(place: Path) -> list[str]:
-    """Return the entries of a list, each once; warn if it cannot be used.
-
-    That is a key, or "-" and the name of a kernel that the cache does not keep.
-    """
+    """Return the keys of a list, each once; warn if it cannot be used."""
     try:
         if place.stat().st_uid != os.geteuid():
             raise PermissionError("it belongs to another user")
@@ -634,29 +631,21 @@ def _read(place: Path) -> list[str]:
     except (OSError, ValueError) as error:
         _warn_of_list(place, error)
         return []
-    entries = (line.rstrip("\n") if line[0] == "-" else line[:64] for line in lines)
-    return list(dict.fromkeys(entry for entry in entries if entry[0] != "#"))
+    return list(dict.fromkeys(line.rstrip("\n") for line in lines))
 
 
-def remember(key: str, kernel: str) -> None:
-    """Add a kernel to the list.
-
-    Args:
-        key: its key in the disk cache; "-": the cache does not keep it.
-        kernel: its name.
-    """
+def remember(key: str) -> None:
+    """Add a kernel to the list, by its key in the disk cache."""
     place, known = _listed.place, _listed.keys
-    entry = key if key != "-" else f"- {kernel}"
-    if place is None or entry in known or len(known) >= MOST:
+    if place is None or key in known or len(known) >= MOST:
         return
-    known.add(entry)
+    known.add(key)
     try:
         # Lines of several ranks do not mix, because each is one append.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         file = os.open(place, flags, 0o600)
         try:
-            head = f"# {program()}\n" if not os.fstat(file).st_size else ""
-            os.write(file, f"{head}{key} {kernel}\n".encode(errors="replace"))
+            os.write(file, f"{key}\n".encode())
         finally:
             os.close(file)
     except OSError as error:
@@ -669,18 +658,3 @@ def _warn_of_list(place: Path, error: Exception) -> None:
         f"the list of kernels {place} is ignored ({error}): calls load kernels, which "
         "waits for the GPU"
     )
-
-
-def described() -> list[str]:
-    """Return a line for each program that loads what the cache does not keep."""
-    found = []
-    with suppress(OSError, RuntimeError):
-        for file in sorted(folder().glob(f"{_PREFIX}*{_SUFFIX}")):
-            lines = dict.fromkeys(file.read_text(errors="replace").splitlines())
-            names, heads = (
-                [line[2:] for line in lines if line.startswith(sign)]
-                for sign in ("- ", "# ")
-            )
-            if names and heads:  # otherwise it is damaged
-                found.append(f"{heads[0]} loads within calls: {', '.join(names)}")
-    return found
