@@ -183,14 +183,10 @@ def wanted(options: argparse.Namespace) -> Wanted:
         dtypes=options.dtypes or DTYPES,
         ops=options.ops or OPS,
         ranks=options.ranks or [len(gpus)],
-        capabilities=options.cc or _capabilities(gpus),
+        capabilities=options.cc or sorted({gpu.compute_capability for gpu in gpus}),
         multiprocessors=options.multiprocessors or _multiprocessors(gpus),
         gpu=gpus[0].name if gpus and not options.cc else "",
     )
-
-
-def _capabilities(gpus: Sequence[GPU]) -> list[Capability]:
-    return sorted({gpu.compute_capability for gpu in gpus})
 
 
 def _multiprocessors(gpus: Sequence[GPU]) -> list[int]:

@@ -382,21 +382,18 @@ def _alone(key: bytes) -> Iterator[None]:
             descriptor = _opened()
             if not locks.try_lock(descriptor, byte):
                 _await_entry(descriptor, byte)
-        except (OSError, RuntimeError) as error:
-            _say_why(error)
+        except OSError as error:
+            if os.access(folder(), os.W_OK):  # otherwise ``store`` warns of the reason
+                _warn(
+                    f"the kernel cache cannot be locked ({error}): ranks compile the "
+                    "same kernels at the same time; set XDG_CACHE_HOME to a folder on "
+                    "a disk of this node"
+                )
+        except RuntimeError:  # no home, of which ``store`` warns, too
+            pass
         yield
     finally:
         _close(descriptor, byte)
-
-
-def _say_why(error: Exception) -> None:
-    """Warn that kernels cannot be locked."""
-    if _may_write():  # otherwise ``store`` warns of the reason
-        _warn(
-            f"the kernel cache cannot be locked ({error}): ranks compile the same "
-            "kernels at the same time; set XDG_CACHE_HOME to a folder on a disk of "
-            "this node"
-        )
 
 
 def _opened() -> int:
@@ -444,13 +441,6 @@ def _await_entry(descriptor: int, byte: int) -> None:
 def _byte(key: bytes) -> int:
     """Return the byte of the file that is the key's; it is beyond the file's end."""
     return int.from_bytes(key[:7])  # a file has 2**63
-
-
-def _may_write() -> bool:
-    try:
-        return os.access(folder(), os.W_OK)
-    except RuntimeError:
-        return False
 
 
 def _warn(text: str) -> None:
