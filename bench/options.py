@@ -266,13 +266,14 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         "between islands; there, NCCL uses its network transport, as the engine and "
         "as a contender",
     )
-    add(
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
         "--eager",
         action="store_true",
         help="time calls as a program makes them, without graphs: until a call is "
         "enqueued, until many are done, and one at a time with a wait for each",
     )
-    add(
+    kind.add_argument(
         "--overlap",
         action="store_true",
         help="time the calls, matrix products that take three times as long, and both "
@@ -293,7 +294,7 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         help="with --overlap and torch: the multiprocessors that the product leaves to "
         "the calls",
     )
-    add(
+    kind.add_argument(
         "--cold",
         action="store_true",
         help="instead of a table by size, time a program's first calls with an empty "
@@ -309,7 +310,8 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
     )
     add("--seed", type=at_least(0), help="seed of the random numbers (default random)")
     add("--json", type=Path, metavar="FILE", help="write all measurements to a file")
-    add("--plot", type=Path, metavar="FILE", help="draw them to a file, such as r.png")
+    drawn = "draw them to a file, such as r.png"
+    kind.add_argument("--plot", type=Path, metavar="FILE", help=drawn)
 
 
 def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -330,8 +332,6 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     elif options.leave or options.side:
         given = "--leave" if options.leave else "--side"
         parser.error(f"{given} needs --overlap")
-    if options.cold and (options.overlap or options.plot):
-        parser.error("omit --overlap and --plot with --cold")
     if options.cache and not options.cold:
         parser.error("--cache needs --cold")
     for kind, unused in UNUSED.items():
@@ -358,8 +358,6 @@ def torch_multiplies() -> bool:
 def _complete_eager(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    if options.cold or options.overlap or options.plot:
-        parser.error("omit --cold, --overlap and --plot with --eager")
     if not options.replays:
         parser.error("--eager takes samples; pass -G 1 or more")
     if "-n" not in options.given:
@@ -371,8 +369,6 @@ def _complete_eager(
 def _complete_overlap(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    if options.plot:
-        parser.error("--overlap draws no plot; omit --plot")
     if not options.replays:
         parser.error("--overlap replays graphs; pass -G 1 or more")
     if (options.leave or options.side) and not torch_multiplies():
@@ -393,14 +389,8 @@ def _complete_plot(
 
 def _check_file(parser: argparse.ArgumentParser, file: Path) -> None:
     """Refuse a file that cannot be written, before a run of minutes."""
-    folder = file.absolute().parent
-    if file.is_dir():
-        parser.error(f"expected a file, got the folder {file}")
-    if not folder.is_dir():
-        parser.error(
-            f"expected a folder for {file.name}, but {file.parent} does not exist"
-        )
-    if not os.access(file if file.exists() else folder, os.W_OK):
+    place = file if file.exists() else file.absolute().parent
+    if file.is_dir() or not os.access(place, os.W_OK):
         parser.error(f"expected a file that you can write, got {file}")
 
 

@@ -188,27 +188,6 @@ class Report:
         names = ["size", "type", "redop", "sent", "needed", "ratio"]
         return table(title, names, lines)
 
-    def launches(self, rows: Sequence[Sequence[Record]]) -> list[str]:
-        """Return the table of how kernels are launched, out of place."""
-        lines = []
-        for records in rows:
-            for each in records:
-                if each["in_place"]:
-                    continue
-                head = [_message(each)[0], each["type"], each["op"]]
-                head.append(label(each["column"], each["way"]))
-                for one in each.get("launches", ()):
-                    cells = [one["kernel"][:48], str(one["blocks"])]
-                    cells.append(str(one["multiprocessors"]))
-                    lines.append([*head, *cells, "yes" if one["early"] else "no"])
-        title = (
-            "# Layout: multiprocessors: the most that the kernel's blocks occupy; "
-            "early: it may start before the kernel before it ends"
-        )
-        names = ["way", "kernel", "blocks", "multiprocessors", "early"]
-        names[:0] = "size", "type", "redop"
-        return table(title, names, lines) if lines else []
-
     def messages(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of each rank's messages: rate, and both directions."""
         columns = [NAME, *self._contenders]

@@ -542,11 +542,6 @@ def refuse(comm: ns.Communicator, failure: PlannedFailure) -> str:
     return ""
 
 
-def refuses(failure: PlannedFailure) -> bool:
-    """Return whether a failure is a refused resource."""
-    return failure.kind in _REFUSED
-
-
 def _give_back(made: Any) -> None:
     if isinstance(made, ns.Communicator):
         made.close()
@@ -754,7 +749,7 @@ class Soak:
         failure = failures.draw(comm.size, self._round, failures.kills < due)
         if failure is None:
             return
-        if not refuses(failure):
+        if failure.kind not in _REFUSED:
             failures.begin(failure, comm, self._numbers)
             return
         self._watch.step(failure.kind, 4 * self._set_up)

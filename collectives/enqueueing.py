@@ -46,25 +46,6 @@ ATTACHED = "NVTX_INJECTION64_PATH"
 """The variable by which a profiler attaches itself to NVTX."""
 
 
-class Marks:
-    """Begins and ends ranges.
-
-    Args:
-        nvtx: the package of that name.
-    """
-
-    def __init__(self, nvtx: Any):
-        self._nvtx = nvtx
-
-    def push(self, text: str) -> None:
-        """Begin a range."""
-        self._nvtx.push_range(text, domain=DOMAIN)
-
-    def pop(self) -> None:
-        """End the latest range."""
-        self._nvtx.pop_range(domain=DOMAIN)
-
-
 class Tag(AbstractContextManager[None]):
     """Labels the calls within ``with`` blocks. It may be entered again, and nested.
 
@@ -85,11 +66,11 @@ class Tag(AbstractContextManager[None]):
         self._open.pop().__exit__(*error)
 
 
-def marks() -> Marks | None:
-    """Return what marks ranges; None without a profiler, or without ``nvtx``."""
+def marks() -> Any:
+    """Return the package that marks ranges; None without a profiler, or without it."""
     if ATTACHED not in os.environ or importlib.util.find_spec("nvtx") is None:
         return None
-    return Marks(importlib.import_module("nvtx"))
+    return importlib.import_module("nvtx")
 
 
 PLACES = ((1, False, 128), (4, False, 64), (8, True, 32), (64, True, 16))
@@ -376,7 +357,6 @@ class ThreadGuard:
     def __init__(self, ordinal: int, gate: Any):
         self.held = False
         self._ordinal = ordinal
-        self._gate = gate
         claim, address = entry.compiled("claim"), addressof(gate)
         self.claim, self.open = (partial(claim, address, n) for n in (0, entry.GROUPED))
         self.close = partial(entry.compiled("leave"), address, entry.GROUPED)
@@ -406,7 +386,7 @@ class ThreadGuard:
     def finish(self) -> None:
         """End a call; in an open group, other threads are still refused."""
         if not self.held:
-            self._gate.thread = 0
+            self.close()  # what an interrupt left of a group that did not open, too
 
     def alone(self, what: str) -> "Alone":
         """Make a call between :meth:`begin` and :meth:`finish`, in a with block."""
@@ -450,7 +430,7 @@ class Enqueuer:
         thread: admits one thread at a time.
         graphs: the graphs of calls that are made often.
         record: the record of calls; None: they are not recorded.
-        marks: ranges for a profiler; None: there is none.
+        marks: the package of ranges for a profiler; None: there is none.
         group: the open ``Group`` of ``messages.py``, or None.
     """
 
@@ -492,12 +472,12 @@ class Enqueuer:
             self.group.append(call, stream, keep)
             return
         if self.marks is not None:
-            self.marks.push(str(call.about))
+            self.marks.push_range(str(call.about), domain=DOMAIN)
         try:
             self.go_on(entry.STEPS, call, stream, *keep)
         finally:
             if self.marks is not None:
-                self.marks.pop()
+                self.marks.pop_range(domain=DOMAIN)
 
     def go_on(self, status: int, call: PackedCall, stream: int, *keep: Any) -> None:
         """Do what the compiled function has left to Python, or raise an error.
@@ -545,8 +525,8 @@ class Enqueuer:
             if self.record is not None:
                 block.enter_context(self.record.tagged(text))
             if self.marks is not None:
-                self.marks.push(text)
-                block.callback(self.marks.pop)
+                self.marks.push_range(text, domain=DOMAIN)
+                block.callback(self.marks.pop_range, domain=DOMAIN)
             yield
 
     def give_up_unless_refused(self, error: BaseException, what: str) -> None:

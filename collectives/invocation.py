@@ -319,6 +319,3 @@ class Cache:
         """Remove all values."""
         self.young.clear()
         self._old.clear()
-
-    def __len__(self) -> int:
-        return len(self.young) + len(self._old)

@@ -15,8 +15,7 @@ from typing import Any, Concatenate, ParamSpec
 from numba_symm.collectives import messages
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.enqueueing import PackedCall
-from numba_symm.collectives.invocation import NONE, Cache, Invocation
-from numba_symm.collectives.operations import Operation
+from numba_symm.collectives.invocation import Cache, Invocation
 from numba_symm.collectives.staging import BoundCall, Pending
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import entry, streams
@@ -125,18 +124,7 @@ class Planning:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
 
-    def operate(
-        self,
-        operation: Operation,
-        x: Any,
-        out: Any,
-        stream: Any,
-        options: tuple[Any, ...],
-        others: tuple[Any, ...] = NONE,
-    ) -> Plan:
-        """Return the plan of an operation; the arguments are those of ``Calls``."""
-        given = Invocation(operation, x, out, stream, *options)
-        return self.call(given._replace(args=others) if others else given)
+    operate = Calls.operate  # ends in :meth:`call`, as nothing is remembered
 
     def call(self, given: Invocation[Any], key: Any = None) -> Plan:
         """Return the plan of a call; the arguments are those of ``Calls``."""

@@ -693,21 +693,12 @@ def _across(mine: Sent, other: Sent) -> list[str]:
     if differ:
         first = differ[0]
         known = first > common[0] or first == 1
-        lines = [
+        return [
             f"{_DIFFER}, from call {first} on"
-            + (":" if known else ", or from an earlier one:")
+            + (":" if known else ", or from an earlier one:"),
+            f"  {here}: {mine.calls[first][1]}",
+            f"  {there}: {other.calls[first][1]}",
         ]
-        for number in range(first - _AROUND, first + _AROUND + 1):
-            head = f"{'> ' if number == first else '  '}{number}"
-            found = [
-                (name, each.calls[number][1])
-                for name, each in ((here, mine), (there, other))
-                if number in each.calls
-            ]
-            for name, words in found:
-                lines.append(f"{head}  {name}: {words}")
-                head = " " * len(head)
-        return lines
     behind = max(mine.calls, default=0) - max(other.calls, default=0)
     if not behind:
         return []

@@ -430,18 +430,17 @@ def divide(ranks: Sequence[int], access: Matrix, most: int | None = None) -> Par
     """
     parts: list[list[int]] = []
     for number in range(len(ranks)):
-
-        def fits(part: list[int], number: int = number) -> bool:
-            return (most is None or len(part) < most) and all(
-                _reach_each_other(access, number, other) for other in part
-            )
-
-        for part in parts:
-            if fits(part):
-                part.append(number)
-                break
-        else:
+        fitting = (
+            part
+            for part in parts
+            if (most is None or len(part) < most)
+            and all(_reach_each_other(access, number, other) for other in part)
+        )
+        part = next(fitting, None)
+        if part is None:
             parts.append([number])
+        else:
+            part.append(number)
     return tuple(tuple(ranks[number] for number in part) for part in parts)
 
 

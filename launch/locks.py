@@ -15,13 +15,10 @@ import struct
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
-from numba_symm.errors import RankLeft, left
 from numba_symm.launch import ranks, waiting
-from numba_symm.launch.ranks import Comm, Purpose, TaggedComm, checked, is_mpi
+from numba_symm.launch.ranks import Comm, TaggedComm, checked, is_mpi
 from numba_symm.launch.waiting import Wait, begin
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
@@ -197,109 +194,3 @@ def claim(comm: Any) -> None:
             each.clear()
             _begun[:] = [other for other in _begun if other is not each]
     waiting.drop_finished()
-
-
-@dataclass
-class _Calls:
-    """What this rank notes of its calls that use duplicates of one communicator.
-
-    A report has the number of the call that its sender left. Calls of higher numbers
-    ignore it, because the sender makes them, too. All ranks make these calls equally
-    often and begin a duplicate in the same one, so they count from that one. They may
-    differ in which call gives it up: a rank that was interrupted continues with it.
-
-    Reports of a later call may arrive before those of this one, so they stay here.
-
-    Attributes:
-        reports: messages of the duplicate that was given up last; None if the latest
-            one is in use.
-        why: the error that ended its use, as a text.
-        number: of this call, where 0 is the one that began that duplicate.
-        arrived: the reports, each with its call's number.
-        next: of this call, where 0 is the one that began the next duplicate.
-    """
-
-    reports: TaggedComm | None = None
-    why: str = ""
-    number: int = 0
-    arrived: list[tuple[int, RankLeft]] = field(default_factory=list)
-    next: int = 0
-
-
-@functools.cache
-def _calls_key() -> int:
-    """Return the key of a communicator's attribute: its calls."""
-    return int(sys.modules["mpi4py.MPI"].Comm.Create_keyval())
-
-
-def _calls(comm: Any) -> _Calls:
-    """Return the calls of mpi4py's communicator."""
-    found: _Calls | None = comm.Get_attr(_calls_key())
-    if found is None:
-        found = _Calls()
-        comm.Set_attr(_calls_key(), found)
-    return found
-
-
-def enter(comm: Comm) -> None:
-    """Note that a call begins that uses a duplicate, before anything else. Local."""
-    if is_mpi(comm):
-        calls = _calls(comm)
-        calls.number += 1
-        calls.next = calls.next + 1 if has_begun(comm) else 0
-
-
-def give_up(
-    comm: Comm, mine: Comm | TaggedComm, error: BaseException | None = None
-) -> None:
-    """Note how the use of a duplicate has ended. Local.
-
-    After an error, MPI may still have messages for the duplicate, so it is kept. Until
-    the next one is used, a rank reports by it that it does not begin that one.
-
-    Args:
-        comm: the communicator that was duplicated.
-        mine: what :func:`duplicate` returned.
-        error: the error; None: nobody gives it up.
-    """
-    if isinstance(mine, TaggedComm):
-        # The next duplicate, if any, begins in this call or in a later one.
-        calls = _Calls(number=_calls(comm).next)
-        if error is not None and not mine.released:
-            calls.reports = mine.part(range(mine.size), Purpose.GIVEN_UP)
-            calls.why = str(error)
-        comm.Set_attr(_calls_key(), calls)  # type: ignore[attr-defined]
-
-
-def leave(comm: Comm, cause: BaseException, what: str) -> None:
-    """Report to ranks that wait for the next duplicate that this one leaves. Local.
-
-    Args:
-        comm: the communicator that is duplicated.
-        cause: the exception by which this rank leaves.
-        what: the call that it leaves.
-    """
-    if not is_mpi(comm) or (reports := _calls(comm).reports) is None:
-        return
-    text = f"rank {reports.rank} {left(cause, what)}"
-    error = RankLeft(text, ranks=(reports.rank,), operation=what)
-    report = _calls(comm).number, error
-    for rank in range(reports.size):
-        if rank != reports.rank:
-            there = reports.ranks[rank], reports.tag
-            with suppress(sys.modules["mpi4py.MPI"].Exception):  # it has ended
-                begin(waiting.unfinished, reports.mpi.isend, report, *there)
-
-
-def look(comm: Comm) -> None:
-    """Raise the error of a rank that has left this call, see :func:`leave`. Local."""
-    if not is_mpi(comm) or (reports := (calls := _calls(comm)).reports) is None:
-        return
-    source, tag = sys.modules["mpi4py.MPI"].ANY_SOURCE, reports.tag
-    receive = functools.partial(reports.mpi.recv, None, source, tag)
-    while reports.mpi.iprobe(source, tag):
-        waiting.undisturbed(lambda: calls.arrived.append(receive()))
-    for number, error in calls.arrived:
-        # A rank that left the duplicate itself has been named by then.
-        if number >= calls.number and str(error) not in calls.why:
-            raise error

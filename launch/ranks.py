@@ -288,17 +288,6 @@ class World:
     local_size: int
     node: str
 
-    def __post_init__(self) -> None:
-        if not (
-            are_integers(self.rank, self.size, self.local_rank, self.local_size)
-            and 0 <= self.local_rank <= self.rank < self.size
-            and self.local_rank < self.local_size <= self.size
-        ):
-            raise ArgumentError(
-                "World: expected integers with 0 <= local_rank <= rank < size and "
-                f"local_rank < local_size <= size, got {self}"
-            )
-
 
 NodeKey = tuple[bytes, str]
 """The first bytes of the boot id of the Linux kernel, and the host name."""
@@ -367,7 +356,6 @@ class Purpose(IntEnum):
     ISLAND = 2
     WATCHDOG = 3
     REBUILD = 4
-    GIVEN_UP = 5
     PARCELS = 8  # and all tags after it
 
 

@@ -74,6 +74,7 @@ QUIET: dict[str, Any] = {"all": "ignore"}
 
 _RECENT = 0.02  # seconds since its last poll in which a thread counts as waiting
 _LOOK = 1e-3  # seconds between two looks whether all threads wait
+_SWITCH_INTERVAL = 1e-3  # seconds that a thread runs if others want to
 _GRACE = 1.0  # seconds within which the threads of a failed launch should end
 _KEPT = 256  # threads that wait for a next launch
 
@@ -274,6 +275,8 @@ class GridRun:
             BaseException: the error of the first thread that failed. Threads that
                 synchronize or poll have then ended.
         """
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, _SWITCH_INTERVAL))
         try:
             try:
                 team = _idle.setdefault(self.block, []).pop()
@@ -288,6 +291,9 @@ class GridRun:
         except BaseException as error:  # including an interrupt
             self._disband(error)
             raise
+        finally:
+            if interval > _SWITCH_INTERVAL:  # otherwise another launch will restore it
+                sys.setswitchinterval(interval)
 
     def _wait(self, most: int) -> None:
         """Wait until another block may start, or until all have ended."""
@@ -386,10 +392,6 @@ def held() -> threading.Lock:
 
 
 os.register_at_fork(after_in_child=_idle.clear)
-
-
-_SWITCH_INTERVAL = 1e-3  # seconds that a thread runs if others want to
-sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_INTERVAL))
 
 
 def run(

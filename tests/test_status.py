@@ -220,11 +220,10 @@ def test_wrong_aborts_are_refused(two):
     [
         ((1 << 22) + 1, "which does not run"),
         (os.getpid(), "which has none, or is another user's"),
-        ((os.getpid(), "--all"), "expected PID or --all"),
         (("--abort",), "expected the number of a process with --abort, got none"),
         ((os.getpid(), "--reason", "x"), "expected --reason with --abort only"),
     ],
-    ids=["ended", "none", "all", "abort", "reason"],
+    ids=["ended", "none", "abort", "reason"],
 )
 def test_a_job_that_is_none_is_refused(words, text):
     code, out, error = command(*(words if isinstance(words, tuple) else (words,)))

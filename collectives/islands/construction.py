@@ -185,32 +185,18 @@ def begin(
     The ranks try to be one island first; if they are not, they are divided.
     """
     ranks.checked(comm)
-    locks.enter(comm)
-    look = functools.partial(locks.look, comm)
-    with waiting.watching(_watch_of_open(comm)), waiting.watching(look):
+    with waiting.watching(_watch_of_open(comm)):
         while True:
             continued = locks.has_begun(comm)
-            wait = Wait(WHAT, comm.rank, patience())
+            mine = locks.duplicate(comm, Wait(WHAT, comm.rank, patience()))
             try:
-                mine = locks.duplicate(comm, wait)
-            except BaseException as error:
-                if not isinstance(error, SymmError):
-                    locks.leave(comm, error, WHAT)
-                raise
-            try:
-                made = made_of(mine, device, timeout, options)
-            except BaseException as error:
-                locks.give_up(comm, mine, error)
+                return made_of(mine, device, timeout, options)
+            except CollectiveError:
                 # The call that began the duplicate was interrupted on this rank. Others
                 # had it by then, and have given it up; they begin another one, too.
                 refused = isinstance(mine, TaggedComm) and mine.refused
-                if continued and refused and isinstance(error, CollectiveError):
-                    continue
-                if continued and not isinstance(error, SymmError):
-                    locks.leave(comm, error, WHAT)  # they wait for that one
-                raise
-            locks.give_up(comm, mine)
-            return made
+                if not (continued and refused):
+                    raise
 
 
 def _watch_of_open(comm: ranks.Comm) -> Callable[[], None]:

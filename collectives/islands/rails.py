@@ -124,9 +124,7 @@ def joined(pairs: Sequence[Parcels]) -> Parcels:
     return sends, [parcel for _, received in pairs for parcel in received]
 
 
-def several(
-    count: int, shards: int, width: int, most: int, least: int, number: int = CHUNKS
-) -> int:
+def several(count: int, shards: int, width: int, most: int, least: int) -> int:
     """Return how many elements a chunk has, so that several chunks overlap.
 
     Args:
@@ -135,10 +133,8 @@ def several(
         width: bytes of an element.
         most: the elements of a chunk that fits, a multiple of vectors.
         least: the bytes of a chunk's shard.
-        number: of chunks of a large message, at least ``CHUNKS``.
     """
-    number = max(CHUNKS, number)
-    each = max(least, divide_up(count * width, shards * number)) // width
+    each = max(least, divide_up(count * width, shards * CHUNKS)) // width
     return min(most, divide_up(each, VECTOR) * VECTOR * shards)
 
 

@@ -85,9 +85,8 @@ def reduce(site: Site, call: Call) -> list[Enqueue]:
 def _small(site: Site, carried: Carried) -> bool:
     """Return whether islands exchange whole results, which each rank combines."""
     nbytes, sizes = carried.call.count * carried.width, site.sizes
-    if site.many:
-        return len(site.parts) * nbytes <= sizes.whole
-    return nbytes <= sizes.small
+    most = sizes.whole if site.many else sizes.one_step
+    return len(site.parts) * nbytes <= most
 
 
 def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
@@ -220,18 +219,15 @@ class _CrossingChunk:
         if carried.element != carried.call.element:
             wide = self.staging.take(self.count * carried.width)
         steps, source = site.widened(carried, self.source, wide, self.count)
-        m, width = len(site.parts), carried.width
-        apart = m > 2 and m * self.shards[0].length * width > site.sizes.one_step
-        kind = _InParts if apart or self.binary else _Whole
         owned = [
-            kind(self, shard)
+            _InParts(self, shard)
             for shard in self.shards
             if self.owner(site.index, shard) == site.rank
         ]
         steps += self._reduced(source, owned)
         each = [shard.stages() for shard in owned]
         # As many on ranks that own no shard.
-        number = 2 * rails.steps(m) if self.binary else 1 + apart
+        number = 2 * (rails.steps(len(site.parts)) if self.binary else 1)
         exchanges = [joined([one.exchanges[n] for one in each]) for n in range(number)]
         work = [
             [step for one in each for step in one.work[n]] for n in range(number + 1)
@@ -240,9 +236,7 @@ class _CrossingChunk:
         work[-1].extend(self._distributed())
         return Stages(work, exchanges)
 
-    def _reduced(
-        self, source: int, owned: "Sequence[_Whole | _InParts]"
-    ) -> list[Enqueue]:
+    def _reduced(self, source: int, owned: "Sequence[_InParts]") -> list[Enqueue]:
         """Return the reduction of each shard, within the island, to its owner."""
         site, carried = self.site, self.carried
         at = {each.shard: each.partial for each in owned}
@@ -310,42 +304,6 @@ class _CrossingChunk:
         return site.messages(sends, receives if site.local == root else [])
 
 
-class _Whole:
-    """A shard that crosses as a whole, on the rail of its owners, in one exchange.
-
-    Args:
-        chunk: the chunk.
-        shard: the shard, which this rank owns.
-
-    Attributes:
-        partial: the address of the island's own result.
-    """
-
-    def __init__(self, chunk: _CrossingChunk, shard: _IslandShard):
-        self.chunk, self.shard = chunk, shard
-        self._nbytes = shard.length * chunk.carried.width
-        self._stride = divide_up(self._nbytes, VECTOR) * VECTOR
-        self._slots = chunk.staging.take(len(chunk.site.parts) * self._stride)
-        self.partial = self._slots + chunk.site.index * self._stride
-
-    def stages(self) -> Stages:
-        """Return the stages."""
-        chunk, shard = self.chunk, self.shard
-        site, nbytes, stride = chunk.site, self._nbytes, self._stride
-        peers = [(j, chunk.owner(j, shard)) for j in site.others]
-        sends = [
-            Parcel(peer, self.partial, nbytes) for j, peer in peers if chunk.gets(j)
-        ]
-        if not chunk.gets(site.index):
-            return Stages([[], []], [(sends, [])])
-        receives = [Parcel(peer, self._slots + j * stride, nbytes) for j, peer in peers]
-        slots = self._slots, stride, site.index, len(site.parts)
-        steps = site.combined(chunk.carried, *slots)
-        result = chunk.result(shard)
-        steps += site.finished(chunk.carried, self.partial, result, shard.length)
-        return Stages([[], steps], [(sends, receives)])
-
-
 class _InParts:
     """A shard of which each owner on the rail combines a part, before results cross.
 
@@ -409,8 +367,9 @@ class _InParts:
 
         others = [(j, self._peers[j]) for j in site.others]
         sends = [parcel(site.index, peer) for j, peer in others if chunk.gets(j)]
-        receives = [parcel(j, peer) for j, peer in others] if gets else []
-        return at + start * itemsize, [(sends, receives)], []
+        receives = [parcel(j, peer) for j, peer in others if self._bounds(j)[1]]
+        exchange = sends if count else [], receives if gets else []
+        return at + start * itemsize, [exchange], []
 
     def _in_binary(self) -> tuple[int, list[Parcels], list[Enqueue]]:
         """Return the same for many islands.

@@ -42,16 +42,14 @@ class Sizes:
             has two halves, for two chunks that overlap.
         few: up to this number of islands, each exchanges with every other one at a
             time. More are many.
-        small: the size of the largest message, as carried, that few islands exchange as
-            a whole; many broadcast it along the root's rail.
-        one_step: the most that the owner of a shard, as carried, receives from few
-            islands in one step. Longer shards are exchanged in two steps: first smaller
-            ranges of them, and then the results of these.
+        small: the size of the largest message, as carried, of which no shards cross;
+            many islands broadcast it along the root's rail.
+        one_step: the most that a rank has of whole results if few islands exchange
+            them. Of larger ones, each exchanges parts first, and then the results.
         chunk: the smallest size of a chunk's shard.
         one_rail: the most of a broadcast that the root sends to a few other islands.
-        whole: the most that a rank receives if many islands exchange whole results,
-            which it combines itself.
-        kept: the same in a reduce-scatter, where it keeps only a shard.
+        whole: the same for many islands.
+        kept: the same in their reduce-scatter, where it keeps only a shard.
         part: the least part for each island that many islands send once. Smaller ones
             cross in base 2: in fewer messages, most of them several times.
         summed: the same in an all-reduce, where the parts' results cross as well.
@@ -86,7 +84,7 @@ ON_GPUS = Sizes(
     staging=64 << 20,
     few=8,
     small=32 << 10,
-    one_step=256 << 10,
+    one_step=512 << 10,
     # An estimate: they take 40 µs at 400 Gb/s, and an exchange by NCCL at least 20.
     chunk=2 << 20,
     # An estimate: at 400 Gb/s they take 5 µs, and another step within an island 2 to 3.

@@ -79,7 +79,6 @@ _FEW_FILES = 1024
 _LITTLE_SHM = 64 << 20  # bytes
 _LITTLE_LOCKED = 64 << 20
 _LITTLE_CACHE = 256 << 20
-_SLOW_CLOCKS = ("acpi_pm", "hpet", "jiffies", "refined-jiffies")
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.sshfs")
 """File systems that several nodes share."""
 
@@ -415,22 +414,6 @@ def temporary(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("TMPDIR", FITS, folder)
 
 
-def clock(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that the clock, which waits read often, is fast."""
-    with suppress(OSError):
-        source = _CLOCK.read_text().strip()
-        if source in _SLOW_CLOCKS:
-            yield Finding(
-                "clock",
-                LOOK,
-                f"the Linux kernel reads {source}, which takes microseconds",
-                "boot with tsc, or ask the machine's administrator",
-            )
-
-
-_CLOCK = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
-
-
 def cache(facts: Mapping[str, Any]) -> Iterator[Finding]:
     """Check the cache of kernels, its file system and its locks."""
     check = "cache"
@@ -533,7 +516,6 @@ CHECKS: tuple[Check, ...] = (
     ptrace,
     shared_memory,
     temporary,
-    clock,
     cache,
     settings,
     engine,

@@ -370,10 +370,8 @@ def _add_status(commands: Any) -> None:
         nargs="?",
         type=at_least(1),
         metavar="PID",
-        help="a process of the job: a rank, mpirun, or `numba-symm run`",
-    )
-    status.add_argument(
-        "--all", action="store_true", help="all jobs of this user, as without PID"
+        help="a process of the job: a rank, mpirun, or `numba-symm run`; default: all "
+        "jobs of this user",
     )
     status.add_argument("--json", action="store_true", help="print an array of JSON")
     status.add_argument(
@@ -394,8 +392,6 @@ def _add_status(commands: Any) -> None:
 def _status(options: argparse.Namespace) -> int:
     from numba_symm.command import doctor  # imports many packages
 
-    if options.pid is not None and options.all:
-        raise SymmError(f"status: expected PID or --all, got {options.pid} and --all")
     if options.abort and options.pid is None:
         raise SymmError(
             "status: expected the number of a process with --abort, got none; pass a "

@@ -5,13 +5,11 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -25,7 +23,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.gpu import loads
 from numba_symm.gpu.kernels import Kernel
-from numba_symm.launch import info, waiting
+from numba_symm.launch import info
 from numba_symm.launch.devices import GPU, visible_gpus
 
 DTYPES, OPS = kernel_set.DTYPES, ("sum",)
@@ -185,14 +183,10 @@ def wanted(options: argparse.Namespace) -> Wanted:
         dtypes=options.dtypes or DTYPES,
         ops=options.ops or OPS,
         ranks=options.ranks or [len(gpus)],
-        capabilities=options.cc or _capabilities(gpus),
+        capabilities=options.cc or sorted({gpu.compute_capability for gpu in gpus}),
         multiprocessors=options.multiprocessors or _multiprocessors(gpus),
         gpu=gpus[0].name if gpus and not options.cc else "",
     )
-
-
-def _capabilities(gpus: Sequence[GPU]) -> list[Capability]:
-    return sorted({gpu.compute_capability for gpu in gpus})
 
 
 def _multiprocessors(gpus: Sequence[GPU]) -> list[int]:
@@ -291,12 +285,13 @@ def _compile_all(jobs: Sequence[Compilation], processes: int, console: Console) 
     batches = [jobs[first : first + _BATCH] for first in range(0, len(jobs), _BATCH)]
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    _start_tracker()
     spawn = multiprocessing.get_context("spawn")  # a fork may break a CUDA context
-    ended = spawn.RawValue("b", 0)  # without a lock, which a killed process could keep
-    pool = ProcessPoolExecutor(processes, spawn, _share, (ended,))
+    pool = ProcessPoolExecutor(processes, spawn, _watch_parent)
+    # The processes inherit the mask, so that Ctrl-C reaches only this one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        futures = waiting.undisturbed(lambda: _submit(pool, batches))
+        futures = {pool.submit(_compile, batch): len(batch) for batch in batches}
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         with bar:
             task = bar.add_task("", total=len(jobs))
             for future in as_completed(futures):
@@ -308,47 +303,13 @@ def _compile_all(jobs: Sequence[Compilation], processes: int, console: Console) 
             "--jobs"
         ) from error
     finally:
-        ended.value = 1
+        for each in multiprocessing.active_children():
+            each.terminate()  # after an error or an interrupt, they have work left
         pool.shutdown(cancel_futures=True)
-
-
-def _start_tracker() -> None:
-    """Start multiprocessing's process that removes semaphores, without its warning.
-
-    It removes them if this command is killed, and would say that they were leaked.
-    """
-    quiet = "ignore:resource_tracker"
-    sys.warnoptions.append(quiet)  # the process gets this one's options
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        sys.warnoptions.remove(quiet)
-
-
-def _submit(
-    pool: ProcessPoolExecutor, batches: Sequence[Sequence[Compilation]]
-) -> dict[Future[None], int]:
-    """Submit batches, and start the processes. Return how many kernels each compiles.
-
-    The processes inherit a mask that blocks interrupts, also while they import, so that
-    Ctrl-C reaches only the parent. The caller postpones Python's handlers: a thread
-    that blocks no signal, such as OpenBLAS's, may get the parent's interrupt, and then
-    the main thread would raise between a process's start and its first instructions.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return {pool.submit(_compile, batch): len(batch) for batch in batches}
-    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_ended: Any = None
-"""In a process that compiles, its value becomes 1 when the process should end."""
-
-
-def _share(ended: Any) -> None:
-    global _ended
-    _ended = ended
+def _watch_parent() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -362,8 +323,6 @@ def _end_with_parent() -> None:
 
 def _compile(batch: Sequence[Compilation]) -> None:
     for job in batch:
-        if _ended is not None and _ended.value:
-            return  # the pool has queued more than it can cancel
         kernel, capability = job
         try:
             kernel.code(capability)
@@ -391,7 +350,7 @@ def facts() -> dict[str, Any]:
         jobs = wanted(parser().parse_args([])).jobs()
         cache |= {"kernels": len(jobs), "stored": sum(map(_is_stored, jobs))}
     why = "" if loads.is_writable(folder) else loads.refusal()
-    return found | {"cache": cache | {"why": why}, "loads": loads.described()}
+    return found | {"cache": cache | {"why": why}}
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -406,7 +365,5 @@ def show(found: dict[str, Any], console: Console) -> None:
         counts = f"{cache['stored']} of the {cache['kernels']} kernels"
         text += f"; {counts} of `numba-symm compile`"
     info.line(console, "Cache", text)
-    for each in found["loads"]:
-        info.line(console, "Loads", each)
     if cache["why"]:
         info.line(console, "Wrong", cache["why"], "bold red")

@@ -73,6 +73,9 @@ INTERRUPTED = 128 + signal.SIGINT
 ERROR = "error"
 """The beginning of the names of the files with errors."""
 
+SHOWN = "shown"
+"""The file that is there when the first rank prints what it has collected."""
+
 RankError = tuple[int, str]
 """A rank and the text of its error."""
 
@@ -109,6 +112,8 @@ class RankFailure:
     def report(self, text: str, code: int) -> None:
         """Leave this rank's error to the first rank that fails, or print all errors.
 
+        A rank that fails after the first one has collected errors prints its own.
+
         Args:
             text: the text to print after the ranks' numbers.
             code: the exit code of this rank.
@@ -121,24 +126,31 @@ class RankFailure:
             part.rename(own)  # at once whole, for the first rank
             (self._folder / "first").touch(exist_ok=False)
         except FileExistsError:
+            if (self._folder / SHOWN).exists():
+                show(taken([own]))
             return
         except OSError:
             self._first = True
             show([(self._rank, text)])
             return
         self._first = True
-        show(self._collected())
+        self._wait_for_others()
+        # Before the last look, so that a rank that does not see it is seen.
+        (self._folder / SHOWN).touch()
+        show(taken(self._errors()))
 
-    def _collected(self) -> list[RankError]:
-        """Return the errors of this rank, and of those that fail soon."""
+    def _wait_for_others(self) -> None:
+        """Wait for the errors of ranks that fail soon."""
         longest = quiet = time.monotonic() + LONGEST
-        found: list[Path] = []
-        while len(found) < self._ranks and time.monotonic() < min(quiet, longest):
+        number = 0
+        while number < self._ranks and time.monotonic() < min(quiet, longest):
             time.sleep(0.01)
-            before, found = found, sorted(self._folder.glob(f"{ERROR}-*"))
-            if len(found) > len(before):
+            before, number = number, len(self._errors())
+            if number > before:
                 quiet = time.monotonic() + QUIET
-        return [(int(each.name.partition("-")[2]), each.read_text()) for each in found]
+
+    def _errors(self) -> list[Path]:
+        return sorted(self._folder.glob(f"{ERROR}-*"))
 
     def end(self) -> None:
         """End the job of a failed rank; under Open MPI, without mpirun's own message.
@@ -164,6 +176,17 @@ class RankFailure:
             os.kill(mpirun, signal.SIGTERM)
             time.sleep(LAST)
         os._exit(self._code)
+
+
+def taken(files: Sequence[Path]) -> list[RankError]:
+    """Return the errors of files, without those that another rank takes."""
+    found: list[RankError] = []
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            text = file.read_text()
+            file.unlink()
+            found.append((int(file.name.partition("-")[2]), text))
+    return found
 
 
 def parent(pid: int) -> int:

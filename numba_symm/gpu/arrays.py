@@ -337,10 +337,6 @@ def _strides_of_foreign(array: Any) -> tuple[int, ...]:
 _FOREIGN = _ArrayClass(_read_foreign, _stream_of_foreign, _strides_of_foreign)
 
 
-def _order(in_c: bool, in_fortran: bool) -> str | None:
-    return "C" if in_c else "F" if in_fortran else None
-
-
 def _order_of(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> str | None:
     """Return the order of strides in elements: ``"C"``, ``"F"`` or None."""
     if strides is None or 0 in shape:
@@ -355,7 +351,7 @@ def _order_of(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> str | 
         return True
 
     axes = range(len(shape))
-    return _order(filled(reversed(axes)), filled(axes))
+    return "C" if filled(reversed(axes)) else "F" if filled(axes) else None
 
 
 def _refuse_simulated(array: Any, what: str) -> Fields:

@@ -385,7 +385,8 @@ def _loaded(kernel: Kernel, cc: tuple[int, int], device_id: int) -> Any:
         return _ahead[key, device_id]
     with loads.noted(kernel.name):
         found = _function(kernel.code(cc))
-    loads.remember(key, kernel.name)
+    if kernel.cacheable:
+        loads.remember(key)
     return found
 
 

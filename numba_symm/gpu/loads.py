@@ -31,12 +31,8 @@ entry. A process compiles without a lock in three cases: it cannot lock, it has 
 for ``LONGEST_WAIT``, or the lock was released without an entry. No process loads code
 on a GPU under a lock, because loading may wait for a peer that waits for the lock.
 
-A process that waits tests locks only, at growing intervals, and reads the disk when the
-wait has ended. The folder may be on another node's disk. So each node has a byte of its
-own for each key. The process that compiles locks the key's byte and that of its node;
-on another node, the first process that waits locks that of its node. The node's other
-processes test only this byte. For locks of its own node, the Linux kernel sends no
-request to the node of the disk.
+A process that waits tests the lock only, at growing intervals, and reads the disk when
+the wait has ended: the folder may be on another node's disk.
 
 Ranks compile the same kernels at the same time, and Numba types device functions once a
 process. So a process that has compiled fewer kernels waits longer before it begins.
@@ -52,7 +48,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from hashlib import sha256
@@ -379,30 +375,25 @@ def _alone(key: bytes) -> Iterator[None]:
 
     If neither is possible, do nothing.
     """
-    descriptor, bytes_ = None, (_byte(key), _byte(_on_this_node(key)))
+    descriptor, byte = None, _byte(key)
     time.sleep(_HEAD_START / (1 + _compiled))
     try:
         try:
             descriptor = _opened()
-            if locks.try_lock(descriptor, bytes_[0]):
-                locks.try_lock(descriptor, bytes_[1])
-            else:
-                _await_entry(descriptor, *bytes_)
-        except (OSError, RuntimeError) as error:
-            _say_why(error)
+            if not locks.try_lock(descriptor, byte):
+                _await_entry(descriptor, byte)
+        except OSError as error:
+            if os.access(folder(), os.W_OK):  # otherwise ``store`` warns of the reason
+                _warn(
+                    f"the kernel cache cannot be locked ({error}): ranks compile the "
+                    "same kernels at the same time; set XDG_CACHE_HOME to a folder on "
+                    "a disk of this node"
+                )
+        except RuntimeError:  # no home, of which ``store`` warns, too
+            pass
         yield
     finally:
-        _close(descriptor, bytes_)
-
-
-def _say_why(error: Exception) -> None:
-    """Warn that kernels cannot be locked."""
-    if _may_write():  # otherwise ``store`` warns of the reason
-        _warn(
-            f"the kernel cache cannot be locked ({error}): ranks compile the same "
-            "kernels at the same time; set XDG_CACHE_HOME to a folder on a disk of "
-            "this node"
-        )
+        _close(descriptor, byte)
 
 
 def _opened() -> int:
@@ -416,33 +407,27 @@ def _opened() -> int:
     return os.open(folder() / _LOCKS, flags, 0o666)
 
 
-def _close(descriptor: int | None, bytes_: Iterable[int]) -> None:
-    """Close the file of locks, and release those that this process holds.
+def _close(descriptor: int | None, byte: int) -> None:
+    """Close the file of locks, and release the one that this process may hold.
 
     Closing is not enough, because a child that was forked meanwhile has the
     description, too.
     """
     if descriptor is not None:
         with suppress(OSError):  # no locks here
-            for byte in bytes_:
-                locks.unlock(descriptor, byte)
+            locks.unlock(descriptor, byte)
         os.close(descriptor)
 
 
-def _await_entry(descriptor: int, byte: int, of_node: int) -> None:
+def _await_entry(descriptor: int, byte: int) -> None:
     """Wait until no process compiles an entry, or it took too long.
 
     Args:
         descriptor: of the file of locks.
         byte: the entry's byte.
-        of_node: the byte of the entry and this node.
     """
     began = time.monotonic()
-    while True:
-        if not locks.is_locked(descriptor, of_node):  # or this process holds it
-            if not locks.is_locked(descriptor, byte):
-                return
-            locks.try_lock(descriptor, of_node)
+    while locks.is_locked(descriptor, byte):
         waited = time.monotonic() - began
         if waited > LONGEST_WAIT:
             _warn(
@@ -453,20 +438,9 @@ def _await_entry(descriptor: int, byte: int, of_node: int) -> None:
         time.sleep(min(max(_POLL, waited / _FINENESS), _LONGEST_POLL))
 
 
-def _on_this_node(key: bytes) -> bytes:
-    return sha256(key + os.uname().nodename.encode()).digest()
-
-
 def _byte(key: bytes) -> int:
     """Return the byte of the file that is the key's; it is beyond the file's end."""
     return int.from_bytes(key[:7])  # a file has 2**63
-
-
-def _may_write() -> bool:
-    try:
-        return os.access(folder(), os.W_OK)
-    except RuntimeError:
-        return False
 
 
 def _warn(text: str) -> None:
@@ -482,7 +456,7 @@ log = logging.getLogger("numba_symm")
 MOST = 4096
 """The most kernels in the list of a program."""
 
-_LINE = re.compile(r"([0-9a-f]{64}|-|#) \S.*\n")  # a key, no key, or the program
+_LINE = re.compile(r"[0-9a-f]{64}\n")
 _PREFIX, _SUFFIX = "numba-symm-", ".loads"
 
 
@@ -586,7 +560,7 @@ class Listed:
 
     Attributes:
         place: its file; None: none is kept.
-        keys: what is in it, see :func:`_read`.
+        keys: of the kernels in it.
     """
 
     place: Path | None = None
@@ -629,14 +603,11 @@ def begin(generation: str, ranks: int) -> Sequence[str]:
         return ()
     found = _read(_listed.place)
     _listed.keys = set(found)
-    return [key for key in found if key[0] != "-"]
+    return found
 
 
 def _read(place: Path) -> list[str]:
-    """Return the entries of a list, each once; warn if it cannot be used.
-
-    That is a key, or "-" and the name of a kernel that the cache does not keep.
-    """
+    """Return the keys of a list, each once; warn if it cannot be used."""
     try:
         if place.stat().st_uid != os.geteuid():
             raise PermissionError("it belongs to another user")
@@ -650,29 +621,21 @@ def _read(place: Path) -> list[str]:
     except (OSError, ValueError) as error:
         _warn_of_list(place, error)
         return []
-    entries = (line.rstrip("\n") if line[0] == "-" else line[:64] for line in lines)
-    return list(dict.fromkeys(entry for entry in entries if entry[0] != "#"))
+    return list(dict.fromkeys(line.rstrip("\n") for line in lines))
 
 
-def remember(key: str, kernel: str) -> None:
-    """Add a kernel to the list.
-
-    Args:
-        key: its key in the disk cache; "-": the cache does not keep it.
-        kernel: its name.
-    """
+def remember(key: str) -> None:
+    """Add a kernel to the list, by its key in the disk cache."""
     place, known = _listed.place, _listed.keys
-    entry = key if key != "-" else f"- {kernel}"
-    if place is None or entry in known or len(known) >= MOST:
+    if place is None or key in known or len(known) >= MOST:
         return
-    known.add(entry)
+    known.add(key)
     try:
         # Lines of several ranks do not mix, because each is one append.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         file = os.open(place, flags, 0o600)
         try:
-            head = f"# {program()}\n" if not os.fstat(file).st_size else ""
-            os.write(file, f"{head}{key} {kernel}\n".encode(errors="replace"))
+            os.write(file, f"{key}\n".encode())
         finally:
             os.close(file)
     except OSError as error:
@@ -685,18 +648,3 @@ def _warn_of_list(place: Path, error: Exception) -> None:
         f"the list of kernels {place} is ignored ({error}): calls load kernels, which "
         "waits for the GPU"
     )
-
-
-def described() -> list[str]:
-    """Return a line for each program that loads what the cache does not keep."""
-    found = []
-    with suppress(OSError, RuntimeError):
-        for file in sorted(folder().glob(f"{_PREFIX}*{_SUFFIX}")):
-            lines = dict.fromkeys(file.read_text(errors="replace").splitlines())
-            names, heads = (
-                [line[2:] for line in lines if line.startswith(sign)]
-                for sign in ("- ", "# ")
-            )
-            if names and heads:  # otherwise it is damaged
-                found.append(f"{heads[0]} loads within calls: {', '.join(names)}")
-    return found

@@ -77,9 +77,6 @@ class Ranges(Generic[T]):
         self._found.clear()
         self._starts.clear()
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
     def values(self) -> list[T]:
         """Return all objects."""
         return list(self._found.values())

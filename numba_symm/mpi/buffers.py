@@ -575,25 +575,19 @@ PackedStep = Callable[[int], None]
 """Enqueues work on the stream with that handle."""
 
 
-def _gather(packed: Any, spread: Any, runs: Any, extent: int, words: int) -> None:
-    """Copy runs of words from their places to consecutive ones."""
+@cuda.jit  # type: ignore[untyped-decorator]
+def _pack(
+    packed: Any, spread: Any, runs: Any, extent: int, words: int, packing: bool
+) -> None:
+    """Copy runs of words from their places to consecutive ones, or back."""
     for index in range(cuda.grid(1), packed.size, cuda.gridsize(1)):
         run = index // words
         item = run // runs.size
         start = item * extent + runs[run - item * runs.size]
-        packed[index] = spread[start + index - run * words]
-
-
-def _scatter(packed: Any, spread: Any, runs: Any, extent: int, words: int) -> None:
-    """Copy consecutive runs of words to their places."""
-    for index in range(cuda.grid(1), packed.size, cuda.gridsize(1)):
-        run = index // words
-        item = run // runs.size
-        start = item * extent + runs[run - item * runs.size]
-        spread[start + index - run * words] = packed[index]
-
-
-_GATHER, _SCATTER = cuda.jit(_gather), cuda.jit(_scatter)
+        if packing:
+            packed[index] = spread[start + index - run * words]
+        else:
+            spread[start + index - run * words] = packed[index]
 
 
 def pack(message: Items, packed: Any) -> PackedStep:
@@ -626,7 +620,6 @@ def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:
         run = layout.run
         launch = kernel.bind(place, int(first), lengths, strides, run, packing)
         return functools.partial(_regular, launch, message.array, packed)
-    irregular = _GATHER if packing else _SCATTER
     low = min(layout.low, layout.low + (message.number - 1) * layout.extent)
     high = layout.high + max(0, (message.number - 1) * layout.extent)
     start = message.address + low
@@ -638,8 +631,8 @@ def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:
     spread = at(start, (high - low) // word, kind, message.array)
     flat = at(target.address, target.nbytes // word, kind, packed)
     places = _table(((runs - low) // word).tobytes())
-    args = flat, spread, places, layout.extent // word, layout.run // word
-    return functools.partial(_launch, irregular, flat.size, args)
+    args = flat, spread, places, layout.extent // word, layout.run // word, packing
+    return functools.partial(_launch, _pack, flat.size, args)
 
 
 def _regular(launch: Enqueue, spread: Any, packed: Any, stream: int) -> None:
@@ -696,6 +689,7 @@ def _reducing(function: Callable[[Any, Any], Any]) -> Any:
     return cuda.jit(reducing)
 
 
+@cuda.jit  # type: ignore[untyped-decorator]
 def _swap(target: Any, compare: Any, origin: Any) -> None:
     """Copy ``origin`` to ``target`` if that is equal to ``compare``."""
     equal = True
@@ -706,9 +700,6 @@ def _swap(target: Any, compare: Any, origin: Any) -> None:
             target[index] = origin[index]
 
 
-_SWAP = cuda.jit(_swap)
-
-
 def compare_and_swap(target: Any, compare: Any, origin: Any) -> PackedStep:
     """Return the step that does so, for arrays of bytes, by one thread."""
-    return functools.partial(_launch, _SWAP, 1, (target, compare, origin))
+    return functools.partial(_launch, _swap, 1, (target, compare, origin))

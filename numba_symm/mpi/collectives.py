@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from numba_symm import dtypes
 from numba_symm.collectives.communicator import Communicator
-from numba_symm.collectives.invocation import check_writable
+from numba_symm.collectives.invocation import are_apart, check_writable
 from numba_symm.gpu import arrays, streams
 from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import BYTE, Items, in_place, message, on_device
@@ -524,7 +524,8 @@ def _reduced_shards(
     job = Job(comm.communicator, what, of.array)
     x, out = job.flat(job.read(of)), job.flat(job.write(into))
     # In place, the result is at the array's beginning, which other shards occupy.
-    target = job.temporary(into.size, into.layout.base) if _same_memory(x, out) else out
+    apart = are_apart(arrays.view(x, what), arrays.view(out, what))
+    target = out if apart else job.temporary(into.size, into.layout.base)
     elements = into.layout.elements
     numbers = [count * elements for count in counts]
     if len(set(numbers)) == 1:
@@ -566,11 +567,6 @@ def _call(job: Job, method: Callable[..., Any], x: Any, op: Any, **given: Any) -
         # 1, and its function is called only with items of two ranks.
         found = dtypes.REDUCTIONS[found]
     job.call(method, x, op=found, **given)
-
-
-def _same_memory(x: Any, out: Any) -> bool:
-    a, b = arrays.view(x, "x"), arrays.view(out, "out")
-    return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
 
 
 def _elements(found: Items, what: str) -> Items:

@@ -51,7 +51,7 @@ from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait, watching
 from numba_symm.memory.backends import file_of_all
 from numba_symm.mpi import buffers, collectives, datatypes
-from numba_symm.mpi.buffers import Items, Kind, message
+from numba_symm.mpi.buffers import BYTE, Items, Kind, message
 from numba_symm.mpi.comm import Device
 from numba_symm.mpi.datatypes import integer, natural, translated, whole
 from numba_symm.mpi.errors import MPIError, MPITypeError, refusal, unsupported
@@ -218,12 +218,9 @@ class WindowLocks:
         self.close()
 
 
-_BYTE = np.dtype(np.uint8)
-
-
 def bytes_of(found: Items) -> Any:
     """Return the bytes of a message without gaps."""
-    return buffers.at(found.address, found.nbytes, _BYTE, found.array)
+    return buffers.at(found.address, found.nbytes, BYTE, found.array)
 
 
 def copied(of: Items, into: Items) -> list[buffers.PackedStep]:
@@ -237,7 +234,7 @@ def copied(of: Items, into: Items) -> list[buffers.PackedStep]:
         return [buffers.unpack(into, bytes_of(of))]
     if into.layout.runs is None:
         return [buffers.pack(of, bytes_of(into))]
-    between = arrays.empty((of.nbytes,), _BYTE, "a one-sided call")
+    between = arrays.empty((of.nbytes,), BYTE, "a one-sided call")
     return [buffers.pack(of, between), buffers.unpack(into, between)]
 
 
@@ -305,7 +302,7 @@ def target_of(
         number = natural(given[1], "count", MPI.ERR_COUNT)
     if len(given) > 2:
         layout = buffers.layout_of(given[2])
-    view = ArrayView(0, (0,), _BYTE, "C", False)
+    view = ArrayView(0, (0,), BYTE, "C", False)
     if memory is not None:
         view = arrays.view(memory, what)
     found = Items(memory, view, disp * unit, number, layout)
@@ -460,7 +457,6 @@ def _numpy(array: Any) -> Any:
         ) from error
 
 
-_BYTE = np.dtype(np.uint8)
 _Use = tuple[int, list[buffers.PackedStep]]
 """A stream, and steps on it, which keep temporary arrays."""
 
@@ -571,7 +567,7 @@ class Win(MPI.Win, metaclass=Kind):
                 return None
             allocator = comm.post.words.allocator
             memory = allocator.memory_of(allocator.allocate(nbytes, comm.size))
-            return memory.array(nbytes, _BYTE)
+            return memory.array(nbytes, BYTE)
 
         return cls._made(comm, "Win.Allocate_device", allocated, disp_unit, info)
 

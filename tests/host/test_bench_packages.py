@@ -2,7 +2,7 @@
 
 import pytest
 
-from numba_symm.bench.laboratory import packages
+from tests.laboratory import packages
 
 
 def test_a_program_counts_if_its_results_agree():

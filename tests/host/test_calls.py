@@ -15,6 +15,7 @@ from numba_symm.collectives import invocation, select, staging
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.messages import Group
 from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -22,7 +23,7 @@ from numba_symm.collectives.operations import (
     Operation,
 )
 from numba_symm.errors import ArgumentError
-from numba_symm.gpu import arrays, streams
+from numba_symm.gpu import arrays, entry, streams
 from numba_symm.launch import devices
 from tests.gates import gate
 
@@ -306,3 +307,22 @@ def test_what_follows_the_array_is_passed_by_keyword():
             if each.kind is each.POSITIONAL_OR_KEYWORD
         ]
         assert len(positional) <= 2, (name, positional)  # self, and one more
+
+
+def test_an_interrupt_of_a_group_that_opens_makes_no_later_call_slow(
+    calls, monkeypatch
+):
+    opened = calls.thread.open
+
+    def interrupted():
+        opened()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calls.thread, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt), Group(calls, "group"):
+        pass
+    assert calls.enqueuer.gate.slow & entry.GROUPED
+    with calls.thread.alone("all_reduce"):
+        pass
+    assert not calls.enqueuer.gate.slow & entry.GROUPED
+    assert not calls.enqueuer.gate.thread

@@ -123,10 +123,8 @@ def test_a_process_that_is_stopped_is_not_waited_for_indefinitely(
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Count looks at the disk and at locks: "disk", "node", or "key", by thread."""
+    """Count looks at the disk and at the key's lock: "disk" or "key", by thread."""
     found = Counter()
-    bytes_ = {loads._byte(KEY): "key"}
-    bytes_[loads._byte(loads._on_this_node(KEY))] = "node"
     load, is_locked = loads.load, locks.is_locked
 
     def loading(key):
@@ -134,7 +132,8 @@ def asked(monkeypatch):
         return load(key)
 
     def asking(descriptor, byte):
-        found[bytes_[byte], threading.get_ident()] += 1
+        assert byte == loads._byte(KEY)
+        found["key", threading.get_ident()] += 1
         return is_locked(descriptor, byte)
 
     monkeypatch.setattr(loads, "load", loading)
@@ -153,31 +152,13 @@ def waiting(number):
     return threads
 
 
-def test_those_who_wait_for_a_process_of_their_node_ask_about_it_only(
-    start, log, asked
-):
+def test_those_who_wait_read_the_disk_twice(start, log, asked):
     start()
     wait_until(lambda: compilations(log) == 1)
     for thread in waiting(3):
         thread.join(300)
     assert asked("disk") == [2, 2, 2]  # before the wait, and after it
-    assert asked("key") == [1, 1, 1]
-    assert all(number >= 3 for number in asked("node"))
-
-
-def test_one_process_of_a_node_asks_about_another_node(cache, asked):
-    loads.store(b"another key", b"")  # makes the folder
-    descriptor = loads._opened()
-    locks.lock(descriptor, loads._byte(KEY))  # as a process of another node does
-    threads = waiting(3)
-    wait_until(lambda: sum(asked("key")) >= 10)
-    os.close(descriptor)
-    for thread in threads:
-        thread.join(300)
-    *others, one = asked("key")
-    assert one >= 5
-    assert all(number <= 3 for number in others)  # at the beginning and at the end
-    assert max(asked("disk")) == 2
+    assert all(number >= 3 for number in asked("key"))
 
 
 def test_long_waits_are_polled_rarely(monkeypatch):
@@ -190,7 +171,7 @@ def test_long_waits_are_polled_rarely(monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
     monkeypatch.setattr(loads, "time", clock)
     monkeypatch.setattr(locks, "is_locked", lambda *given: now[0] < 10)
-    loads._await_entry(0, 1, 2)
+    loads._await_entry(0, 1)
     assert len(sleeps) < 200  # 500 at intervals of 20 ms
     late = (now[0] - 10) / 10
     assert late < 1 / loads._FINENESS
@@ -307,7 +288,7 @@ def test_without_room_for_an_entry_those_who_waited_compile_together(
 
     def first():
         compiling.set()
-        wait_until(lambda: len(asked("node")) == 4)  # the others wait for its lock
+        wait_until(lambda: len(asked("key")) == 4)  # the others wait for its lock
         return b"code"
 
     def later():

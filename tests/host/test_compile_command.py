@@ -7,9 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -294,41 +292,13 @@ def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache, early
     assert len(stored(cache)) - before <= 4  # each process ends after its kernel
 
 
-def test_an_interrupt_that_another_thread_gets_comes_after_the_start(
-    printed, monkeypatch
-):
-    ended = threading.Event()
-    other = threading.Thread(target=ended.wait)  # like OpenBLAS's, it blocks no signal
-    submitted = []
-
-    class Pool(ProcessPoolExecutor):
-        def submit(self, *args):
-            signal.pthread_kill(other.ident, signal.SIGINT)
-            time.sleep(0.1)  # in which Python would call its handler
-            submitted.append(args)
-            done = Future()
-            done.set_result(None)
-            return done
-
-    monkeypatch.setattr(compiling, "ProcessPoolExecutor", Pool)
-    other.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            compiling._compile_all([("kernel", (9, 0))], 1, printed)
-    finally:
-        ended.set()
-        other.join()
-    assert submitted
-
-
 def test_all_processes_end_if_the_command_is_killed(cache):
     deadline = time.monotonic() + 300
     with started() as process:
         wait_until(deadline, lambda: stored(cache))
         before = len(stored(cache))
         process.kill()
-        _, errors = process.communicate(timeout=300)
-        assert not errors  # nothing of semaphores
+        process.communicate(timeout=300)
         wait_until(deadline, lambda: not is_running(process.pid))
     assert len(stored(cache)) - before <= 4
 

@@ -173,14 +173,11 @@ def test_limits(monkeypatch, tmp_path):
 def test_files_of_the_system(monkeypatch, tmp_path):
     file = tmp_path / "file"
     monkeypatch.setattr(checks, "_PTRACE", file)
-    monkeypatch.setattr(checks, "_CLOCK", file)
-    assert states(checks.ptrace) == states(checks.clock) == []  # no file
+    assert states(checks.ptrace) == []  # no file
     file.write_text("1\n")
     assert states(checks.ptrace) == []
     file.write_text("3\n")
     assert only(checks.ptrace).state == LOOK
-    file.write_text("hpet\n")
-    assert only(checks.clock).state == LOOK
     monkeypatch.setattr(checks, "_SHM", tmp_path / "none")
     assert only(checks.shared_memory).state == LOOK
     monkeypatch.setattr(checks, "_SHM", tmp_path)

@@ -112,7 +112,7 @@ def jobs(draw):
 @example((even(9, 2), IN_THE_SIMULATOR, "reduce", 53, "float32", 2, 17, False))
 @example((of_sizes(3, 3, 2), SMALL, "reduce_scatter", 701, "float32", 3, 7, False))
 @example((of_sizes(1, 4, 2, 2, 3, 1), SMALL, "scan", 701, "float32", 3, 12, False))
-@example((even(5, 1), SMALL, "broadcast", 8000, "float32", 0, 1, False))  # a chain
+@example((even(5, 2), SMALL, "broadcast", 8000, "float32", 0, 1, False))
 @example((APART, SMALL, "all_gather", 701, "int64", 3, 9, False))
 def test_results_have_the_bits_of_the_order_of_islands(job):
     check(*job)
@@ -249,7 +249,7 @@ def bounds(name, m, n, b):
         case "all_to_all":
             return (m - 1) * n, (1 + b // (5 * MIB)) * (2 * log + 8)
         case "broadcast":
-            return max(8, 2 * m) + log, max(8, 2 * m)
+            return 9 * (log if m > 8 else m - 1), 9
     chunks = 1 + b * (2 * m + 2) // (31 * MIB)  # of a scan
     return chunks * (log if m > 8 else m * n - 1), 5 * chunks
 

@@ -29,10 +29,9 @@ def array(dtype):
 
 
 @pytest.mark.parametrize("word", buffers._WORDS.values())
-@pytest.mark.parametrize("kernel", [buffers._GATHER, buffers._SCATTER])
-def test_copies_of_items_with_gaps(kernel, word):
-    words, runs = array(word), array(np.int64)
-    text = compiled(kernel, words, words, runs, types.int64, types.int64)
+def test_copies_of_items_with_gaps(word):
+    words, runs, number = array(word), array(np.int64), types.int64
+    text = compiled(buffers._pack, words, words, runs, number, number, types.boolean)
     assert f"st.global.b{8 * np.dtype(word).itemsize}" in text.replace(".u", ".b")
 
 
@@ -48,7 +47,7 @@ def test_reductions_of_accumulates(dtype):
 
 def test_compare_and_swap():
     each = array(np.uint8)
-    assert "st.global" in compiled(buffers._SWAP, each, each, each)
+    assert "st.global" in compiled(buffers._swap, each, each, each)
 
 
 def test_copies_to_the_device_have_ended(monkeypatch):

@@ -75,14 +75,6 @@ def test_parts_of_islands_are_numbered_anew():
     assert among(((0, 1), (2, 3)), [2, 3]) == ((0, 1),)
 
 
-@pytest.mark.parametrize(
-    "place", [(2, 2, 0, 1), (-1, 2, 0, 1), (0, 2, 1, 2), (1, 2, 1, 1), (0, 1, 0, 2)]
-)
-def test_impossible_places_are_refused(place):
-    with pytest.raises(ArgumentError, match=r"World\(rank="):
-        World(*place, node="a")
-
-
 def test_more_ranks_than_a_word_has_bits_are_refused():
     ranks.refuse_too_many(64)
     with pytest.raises(ArgumentError, match="expected at most 64 ranks, got 65"):

@@ -140,6 +140,16 @@ def test_ranks_that_fail_print_each_text_once(tmp_path, capsys):
     assert sorted(shown.splitlines()) == ["rank 1: another", "ranks 0, 2: same"]
 
 
+def test_a_rank_that_fails_later_prints_its_own_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runner, "QUIET", 0.1)
+    for rank in range(2):
+        runner.RankFailure(0, tmp_path, 3, rank).report(f"error {rank}", 1)
+    assert capsys.readouterr().err.splitlines() == [
+        "rank 0: error 0",
+        "rank 1: error 1",
+    ]
+
+
 def test_a_rank_of_another_node_prints_its_own_error(tmp_path, monkeypatch, capsys):
     failure = runner.RankFailure(0, tmp_path / "elsewhere", 2, 0)
     monkeypatch.setattr(runner, "LAST", 600)

@@ -262,10 +262,10 @@ def test_a_second_interrupt_leaves_nobody_waiting(world, monkeypatch):
         comm.zeros(3)
 
 
-def test_reports_of_an_interrupted_constructor_end_no_later_one(world, monkeypatch):
-    """All ranks are interrupted twice, so nobody reads the reports of the others."""
+def test_an_interrupted_constructor_ends_no_later_one(world, monkeypatch):
+    """All ranks are interrupted twice."""
     monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", f"{SOON}")
-    duplicate, last = locks.duplicate, world.size - 1
+    duplicate = locks.duplicate
 
     def fail(*given):
         raise Late
@@ -285,15 +285,11 @@ def test_reports_of_an_interrupted_constructor_end_no_later_one(world, monkeypat
     for given in (
         (locks, "duplicate", fail_with_it),
         (lifetime, "begin", fail),
-        (locks, "duplicate", fail_with_it if world.rank == last else duplicate),
         (),
     ):
         errors.append(Lines().of(lambda given=given: construct(*given))[0])
         world.barrier()
-    left = "Late: " if world.rank == last else f"RankLeft: rank {last} left Comm"
-    assert errors[:2] == ["Late: "] * 2
-    assert errors[2].startswith(left), errors
-    assert errors[3] == ""
+    assert errors == ["Late: ", "Late: ", ""]
 
 
 HANDOVERS = [

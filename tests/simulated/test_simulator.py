@@ -179,6 +179,20 @@ def test_launches_of_several_threads_run_simultaneously():
     assert sys.getswitchinterval() == interval
 
 
+def test_threads_switch_often_only_while_a_kernel_runs():
+    before, seen = sys.getswitchinterval(), []
+
+    def kernel():
+        seen.append(sys.getswitchinterval())
+
+    sys.setswitchinterval(5e-3)
+    try:
+        simulator.run(kernel, 1, (1, 1), ())
+        assert (seen, sys.getswitchinterval()) == ([1e-3], 5e-3)
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_threads_count_together():
     seen = []
 

@@ -42,7 +42,7 @@ def counted(world):
         "sockets": len(own_sockets(links)),
         "threads": threading.active_count(),
         "tasks": len([*Path("/proc/self/task").iterdir()]),
-        "blocks": sum(len(allocator._blocks) for allocator in allocators),
+        "blocks": sum(len(allocator._blocks.values()) for allocator in allocators),
     }
     if not SIMULATED:
         free, total = cuda.current_context().get_memory_info()

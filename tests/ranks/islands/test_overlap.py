@@ -79,7 +79,7 @@ LARGE = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
 
 
 def test_islands_exchange_one_after_another(world, monkeypatch):
-    """Three or more islands form a chain, or each exchanges with one at a time."""
+    """Of three or more islands, each exchanges with one at a time."""
     if world.size < 4:
         pytest.skip("needs an island of two ranks, and two others")
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "2")

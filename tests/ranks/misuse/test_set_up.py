@@ -286,7 +286,7 @@ def test_a_failure_of_one_rank_is_every_ranks(
         streams.give_back()
         known = (
             len(comm._calls.heap._entries),
-            len(comm.allocator._blocks),
+            len(comm.allocator._blocks.values()),
             open_files(),
         )
         with monkeypatch.context() as patch:
@@ -301,7 +301,11 @@ def test_a_failure_of_one_rank_is_every_ranks(
                 f"rank {erring}: {method} is broken",
             )
         assert said.startswith("empty")
-        now = len(comm._calls.heap._entries), len(comm.allocator._blocks), open_files()
+        now = (
+            len(comm._calls.heap._entries),
+            len(comm.allocator._blocks.values()),
+            open_files(),
+        )
         assert now == known, "it left something behind"
     comm.rendezvous(keep).barrier()
     check_works(comm)

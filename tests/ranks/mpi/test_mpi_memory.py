@@ -149,7 +149,7 @@ def settle(own):
 @needs_peers
 def test_a_rank_that_only_sends_frees_rooms_above_the_limit(own, world, monkeypatch):
     right, left = around(own)
-    rooms, blocks = own.post.words.rooms, own.post.words.allocator._blocks
+    rooms, blocks = own.post.words.rooms, own.post.words.allocator._blocks._found
     own.Sendrecv(cuda.device_array(1), right, 1, cuda.device_array(1), left, 1)
     own.Barrier()
     settle(own)
@@ -174,7 +174,7 @@ def test_a_rank_that_only_sends_frees_rooms_above_the_limit(own, world, monkeypa
 def test_rooms_shrink_again(own, monkeypatch):
     """Also those of messages that are sent later."""
     right, left = around(own)
-    rooms, blocks = own.post.words.rooms, own.post.words.allocator._blocks
+    rooms, blocks = own.post.words.rooms, own.post.words.allocator._blocks._found
     own.Sendrecv(cuda.device_array(1), right, 1, cuda.device_array(1), left, 1)
     own.Barrier()
     settle(own)  # what earlier tests have left

@@ -17,7 +17,7 @@ from tests.ranks.helpers import of_one_island
 def test_calls_that_repeat(comm):
     """They take a shortcut, and still see what differs: arrays, types, operators."""
     size, memory = comm.size, comm.communicator._calls.memory
-    before = len(memory)
+    before = len(memory.young)
     for step in range(3):
         x = cuda.to_device(np.full(6, step + 1.0, np.float32))
         y = cuda.to_device(np.zeros(6, np.float32))
@@ -33,7 +33,7 @@ def test_calls_that_repeat(comm):
             comm.Bcast(y, root=size - 1)
             comm.Allreduce(MPI.IN_PLACE, y)
             assert set(y.copy_to_host()) == {(step + 1) * size}
-    assert len(memory) > before
+    assert len(memory.young) > before
     with pytest.raises(MPI.Exception, match="mismatch"):
         comm.Allreduce(x, y[:5])
     with pytest.raises(MPI.Exception, match="expected a root"):

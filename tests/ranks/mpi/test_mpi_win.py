@@ -239,7 +239,7 @@ def test_a_window_with_a_wrong_displacement_unit(comm, unit, monkeypatch):
 
 def test_a_window_frees_the_memory_that_it_allocated(comm):
     """When the library next allocates memory, or the second time."""
-    blocks, numbers = comm.post.words.allocator._blocks, []
+    blocks, numbers = comm.post.words.allocator._blocks._found, []
     for _ in range(6):
         MPI.Win.Allocate_device(8, 4, comm=comm).Free()
         numbers.append(len(blocks))

@@ -1,6 +1,6 @@
 """What PyLops-MPI, mpi4py-fft and a program of CuPy gain over mpi4py.
 
-    python -m numba_symm.bench.laboratory.packages build/packages --json r.json
+    python -m tests.laboratory.packages build/packages --json r.json
 
 Each program of ``workloads.py`` runs with device arrays, with ``numba_symm.mpi`` in
 mpi4py's place, and then with mpi4py through the host. The first round compiles kernels,
@@ -29,7 +29,7 @@ from numba_symm.bench.report import commit
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-COMMAND, WORKLOADS = "numba_symm.command.cli", "numba_symm.bench.laboratory.workloads"
+COMMAND, WORKLOADS = "numba_symm.command.cli", "tests.laboratory.workloads"
 WAYS = "device", "host"
 OTHERS = "pylops-*", "mpi4py_fft-*"
 PROGRAMS = (
@@ -132,9 +132,7 @@ def measure(name: str, jobs: Jobs) -> dict[str, Any]:
 
 def options_of(words: Sequence[str] | None) -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m numba_symm.bench.laboratory.packages"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.laboratory.packages")
     parser.add_argument("packages", type=Path, help="the folder of the packages")
     parser.add_argument("-n", "--ranks", type=int, default=2, help="default 2")
     parser.add_argument("--only", help="programs, with commas", type=names)
