@@ -98,6 +98,8 @@ def make_reduce(
     weigh, add, state_of = arithmetic.make_terms(name, width_of(element))
     one, keep = (add, make_keep_total(size)) if adding else (weigh, keep_largest)
     two, width, batch = name == arithmetic.DOT, element.lanes, batch_of(name, element)
+    # Their sums are exact in float64: of 40 bits, and five more for so many elements.
+    first_sums = adding and (name, element.name) == (arithmetic.SUM, "float16")
     zero = np.int64(0) if adding else np.int32(0)
 
     def reduce_terms(
@@ -137,9 +139,15 @@ def make_reduce(
                     second[2 * i], second[2 * i + 1] = (
                         load(y, at, count) if inside else (0, 0)
                     )
+            part = 0.0
             for i in range(batch * width):
                 a = fetch(first, i)
-                total = one(total, a, fetch(second, i) if two else a, state)
+                if first_sums:
+                    part += np.float64(a)
+                else:
+                    total = one(total, a, fetch(second, i) if two else a, state)
+            if first_sums:
+                total = one(total, part, part, state)
             vector += batch * step
         keep(own, block, records, thread, total)
 

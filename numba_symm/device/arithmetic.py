@@ -336,8 +336,8 @@ _NOT_FINITE = 0x7FF  # the exponent of infinities and NaN
 _OFFSET = 128  # makes the exponents of the smallest products positive
 _LEAST, _MOST = 623, 1423  # with such exponents, products and errors are normal
 
-# Added to a number below 1, these round it to a multiple of 2**-32, 2**-64 or 2**-96.
-# The difference of the bits is this multiple, as an integer.
+# Added to a number below 2**19, these round it to a multiple of 2**-32, 2**-64 or
+# 2**-96. The difference of the bits is this multiple, as an integer.
 _FIRST, _SECOND, _THIRD = (1.5 * 2.0**power for power in (20, -12, -44))
 _FIRST_BITS, _SECOND_BITS, _THIRD_BITS = (
     int(np.float64(each).view(np.int64)) for each in (_FIRST, _SECOND, _THIRD)
@@ -368,7 +368,8 @@ def make_terms(name: str, width: int) -> Terms:
         width: the bits of a number: 32 or 64.
     """
     if name == SUM:
-        return _single(_first)
+        of_one = _single(_first)
+        return of_one if width == 64 else of_one._replace(weigh=_weigh_narrow)
     if width == 32:
         return _single(_product)
     return Terms(_weigh_pair, _add_pair, _scale_of_pairs)
@@ -405,6 +406,19 @@ def _single(term: Callable[[Any, Any], Any]) -> Terms:
 
 
 @device_function
+def _weigh_narrow(found: Any, a: Any, b: Any, state: Any) -> Any:
+    """Weigh a float32, because to convert each to float64 takes longer than to load it.
+
+    A number below the normal ones counts as one of these: a unit is fine enough.
+    """
+    exponent, (top, plus, minus) = bits_of_f32(a) >> 23 & 0xFF, found
+    if exponent == 0xFF:
+        plus = np.int32(plus | (not a < _INFINITE))
+        minus = np.int32(minus | (not a > -_INFINITE))
+    return max(top, np.int32(exponent + 1023 - 127)), plus, minus
+
+
+@device_function
 def _exponent(number: Any) -> Any:
     return np.int32(bits_of_f64(number) >> 52 & 0x7FF)
 
@@ -431,7 +445,7 @@ def _power(power: int) -> Any:
 
 @device_function
 def _added(total: Any, value: Any) -> Any:
-    """Add the slices of a number below 1."""
+    """Add the slices of a number below 2**19; the largest terms are below 1."""
     first = value + _FIRST
     rest = value - (first - _FIRST)
     second = rest + _SECOND
