@@ -151,6 +151,9 @@ def wrong_settings(gpus: int) -> list[str]:
     for check in (
         functools.partial(requested_backend, simulated=simulated),
         environment.timeout,
+        environment.chosen_setup_timeout,
+        environment.message_limit,
+        environment.records_calls,
         environment.multiprocessors,
         environment.island_size,
         environment.requested_engine,

@@ -98,6 +98,9 @@ def test_info_of_a_job_has_no_codes_of_a_terminal(mpi, monkeypatch, capsys):
         ("NUMBA_SYMM_BACKEND", "ipc", "expected host in Numba's CUDA simulator"),
         ("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "yes", "expected 0 or 1"),
         ("NUMBA_SYMM_ISLAND_SIZE", "0", "='0': expected an integer of at least 1"),
+        ("NUMBA_SYMM_SETUP_TIMEOUT", "w", "NUMBA_SYMM_SETUP_TIMEOUT='w': expected"),
+        ("NUMBA_SYMM_MESSAGE_LIMIT", "q", "NUMBA_SYMM_MESSAGE_LIMIT='q': expected"),
+        ("NUMBA_SYMM_RECORD", "x", "NUMBA_SYMM_RECORD='x': expected 0 or 1"),
         ("NUMBA_SYMM_ENGINE", "pigeon", "NUMBA_SYMM_ENGINE='pigeon': expected nccl or"),
         (
             "NUMBA_SYMM_TIMEOT",
