@@ -122,7 +122,6 @@ Port = struct(
     never=WORD,  # 0
     opened=WORD,  # address of the numbers and addresses of the peers' blocks
     number=WORD,  # of this process' last message
-    rests=WORD,  # bits of a message's number without which a send waits for another
     free=WORD,  # how many slots are free
     slots=WORD * SLOTS,  # these slots
     rooms=WORD * (5 * ROOMS),  # of each: address, what the slot has, and its stack
@@ -144,6 +143,7 @@ Parcel = struct(
     context=WORD,  # the envelope's first fields
     place=WORD,
     unread=WORD,  # address of the number of bytes that the receiver has not read
+    rests=WORD,  # bits of a message's number without which it waits for another one
 )
 """A message that ``send`` sends, each time with another tag."""
 
@@ -497,11 +497,11 @@ def _emit_send(module: ir.Module) -> None:
     ):
         joins = b.and_(joins, each)
     with b.if_then(joins):
-        waits = e.is_("==", b.and_(number, e.load(port, Port.rests.offset)), 0)
+        waits = e.is_("==", b.and_(number, e.load(parcel, Parcel.rests.offset)), 0)
         looks = b.select(waits, _I64(LOOKS), _I64(1))
         e.python("match", ir.VoidType(), order, port, looks, _I64(1))
         missed = b.mul(b.zext(e.is_("==", e.load(order), POSTED), _I64), _I64(MOST - 1))
-        e.store(missed, port, Port.rests.offset)
+        e.store(missed, parcel, Parcel.rests.offset)
         with b.if_then(e.is_("==", e.load(order), FOUND)):
             b.store(e.python("claim", _I64, order, port, _I64(0), _I64(1)), other)
     sent = e.load(where), source, nbytes, slot, number

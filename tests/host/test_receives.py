@@ -208,12 +208,12 @@ def test_sends_look_rarely_for_messages_that_come_late(memory):
     send, port = sending(memory), memory.port
     memory.set(stream=STREAM)
     assert send() > 0
-    assert port.rests == rooms.MOST - 1
+    assert memory.parcel.rests == rooms.MOST - 1
     memory.store(BLOCK, number=0)
     memory.publish()
     port.free, memory.stack.free = 1, 1
     assert send() > 0
-    assert (memory.order[0], port.rests) == (BEGUN, 0)
+    assert (memory.order[0], memory.parcel.rests) == (BEGUN, 0)
 
 
 @pytest.mark.parametrize(

@@ -311,7 +311,6 @@ def test_the_copies_of_an_exchange_are_launched_together(
     x, out = array(*range(number)), room(number)
     comm.Sendrecv(x, comm.rank, 0, out, comm.rank)  # makes what later messages use
     monkeypatch.setattr(message_copy.Simulated, "simulate", simulate)
-    monkeypatch.setattr(comm.post.words.port, "rests", 0)
     for _ in range(2):
         out.copy_to_device(-x.copy_to_host())
         if name == "Irecv":
