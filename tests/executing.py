@@ -35,6 +35,7 @@ OUTPUTS = {  # of the functions that compiled code calls, the place of an output
     "cuMemcpyDtoDAsync": None,
     "cuMemsetD32Async": None,
     "cuEventQuery": None,
+    "cuStreamQuery": None,
 }
 
 

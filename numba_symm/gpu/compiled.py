@@ -22,7 +22,7 @@ from numba_symm.gpu import driver
 WHERE = (
     *("cuStreamIsCapturing", "cuStreamGetId", "cuStreamWaitEvent", "cuLaunchKernelEx"),
     *("cuMemcpyDtoDAsync", "cuMemsetD32Async", "cuGraphLaunch", "cuEventRecord"),
-    "cuEventQuery",
+    *("cuEventQuery", "cuStreamQuery"),
 )
 """The functions of the driver that are called, in the order of ``Gate.driver``."""
 
@@ -109,7 +109,7 @@ def _simulate_nothing(*args: int) -> None:
     pass
 
 
-ARGUMENTS = (2, 2, 3, 4, 4, 4, 2, 2, 1)  # of the functions in WHERE
+ARGUMENTS = (2, 2, 3, 4, 4, 4, 2, 2, 1, 1)  # of the functions in WHERE
 
 _SIMULATED = {
     "cuLaunchKernelEx": _simulate_launch,

@@ -241,6 +241,8 @@ class Post:
         self.copies.settle()
         for slot, number in self.words.lent(self.unread):
             waited(partial(self.words.holds, slot, READY, number), self._check)
+        for each in list(self.arriving):  # on streams of the program
+            waited(each.rests, self._check)
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
@@ -503,7 +505,9 @@ class Post:
     def refuse(self, found: Envelope) -> None:
         """Let the sender reuse the memory of a message, and MPI drop its data."""
         if found.slot != NO_SLOT:
-            self.words.store(found.slot, READ, found.number)
+            # After an interrupt, another message may have the slot.
+            if not self.words.holds(found.slot, READ, found.number):
+                self.words.store(found.slot, READ, found.number)
             return
         with self._lock:
             self.data_of(found)

@@ -129,17 +129,19 @@ def send(
             first = next(iter(post.posted), None)
             order = NO_ORDER if first is None else first._order
             parcel = outgoing.parcel_at
-            found = post._send(order, parcel, stream, tag, matched, limit)
-            if first is not None and order[0] != POSTED:
-                post.posted.pop(first, None)
-                if order[0] == BEGUN:
-                    if len(post.arriving) >= progress.MOST:
-                        post.reap()
-                    # Also if its request is dropped; no interrupt comes between these.
-                    post.arriving[first] = None
-                    first._taken = True
-                elif not first._active:
-                    first.receive_alone()
+            try:
+                found = post._send(order, parcel, stream, tag, matched, limit)
+            finally:  # an interrupt may come after that
+                if first is not None and order[0] != POSTED:
+                    if order[0] == BEGUN:
+                        # Also if its request is dropped.
+                        post.arriving[first] = None
+                        first._taken = True
+                    elif not first._active:
+                        first.receive_alone()
+                    post.posted.pop(first, None)
+            if len(post.arriving) >= progress.MOST:
+                post.reap()
         if 0 <= found < FULL:
             made.number, made.slot = divmod(found, SLOTS_OF_ALL)
             return made

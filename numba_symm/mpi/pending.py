@@ -27,8 +27,10 @@ from numba_symm.mpi.rooms import (
     CANCELLED,
     ENDED,
     FOUND,
+    LATE,
     NO_SLOT,
     POSTED,
+    READ,
     READY,
     REFUSED,
     Opened,
@@ -193,6 +195,14 @@ class Receiving(Own):
             return False
         self._finish(status)
         return True
+
+    def rests(self) -> bool:
+        """Return whether no kernel copies a message that has arrived in a room."""
+        found, words = self.envelope, self._post.words
+        if found is None or self._order[0] != BEGUN or self._done is not None:
+            return True
+        slot, number = found.slot, found.number
+        return any(words.holds(slot, word, number) for word in (READ, LATE))
 
     def _take(self) -> None:
         """Begin with the message that has matched; no other receive gets it then."""

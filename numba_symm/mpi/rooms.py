@@ -104,6 +104,7 @@ Port = struct(
     capturing=WORD,
     record=WORD,
     wait=WORD,
+    query=WORD,
     legacy=WORD,  # the least handle of the legacy stream; 1 is its greatest
     scratch=WORD,
     config=WORD,  # addresses of what a launch reads
@@ -443,7 +444,9 @@ def _emit_send(module: ir.Module) -> None:
 
     The order is the first receive that was posted. Two ranks often send to each other.
     So ``send`` waits a short time for the receive's message, and launches both copies
-    in one kernel if they are ordered by one stream, and not by their array.
+    in one kernel if they are ordered by one stream, and not by their array. The copy
+    of an ``Irecv`` must not follow what the program has enqueued since then, so its
+    stream must be idle. A handle that is another stream in each thread tells nothing.
     """
     e = _Fast(module, "send", 5, block=True)
     b, order = e.b, e.block
@@ -488,15 +491,22 @@ def _emit_send(module: ir.Module) -> None:
     e.publish(ring, bell, (context, place, tag, nbytes, slot, number, asks))
     other = b.alloca(_I64)
     b.store(_I64(0), other)
-    address, on = (e.load(order, n.offset) for n in (Order.address, Order.stream))
+    names = Order.address, Order.stream, Order.on
+    address, of_array, on = (e.load(order, each.offset) for each in names)
     joins = e.is_("==", e.load(order), POSTED)
     for each in (
         e.is_("!=", e.load(order, Order.ring.offset), 0),
-        b.icmp_signed("==", on, stream),
+        b.icmp_signed("==", of_array, stream),
         b.icmp_signed("!=", address, source),
+        b.icmp_unsigned(">=", stream, e.load(port, Port.legacy.offset)),
+        e.is_("!=", stream, streams.PER_THREAD),
     ):
         joins = b.and_(joins, each)
-    with b.if_then(joins):
+    busy = b.alloca(_I64)
+    b.store(_I64(0), busy)
+    with b.if_then(b.and_(joins, b.icmp_signed("!=", on, stream))):
+        b.store(e.driver(port, "query", stream), busy)
+    with b.if_then(b.and_(joins, e.is_("==", b.load(busy), 0))):
         waits = e.is_("==", b.and_(number, e.load(parcel, Parcel.rests.offset)), 0)
         looks = b.select(waits, _I64(LOOKS), _I64(1))
         e.python("match", ir.VoidType(), order, port, looks, _I64(1))

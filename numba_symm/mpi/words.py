@@ -211,6 +211,7 @@ class Words:
         for name, function in (
             *(("launch", "cuLaunchKernelEx"), ("capturing", "cuStreamIsCapturing")),
             *(("record", "cuEventRecord"), ("wait", "cuStreamWaitEvent")),
+            ("query", "cuStreamQuery"),
         ):
             setattr(port, name, compiled.address(function))
         port.legacy, port.looks = zero_is_per_thread(), progress.MOST

@@ -267,7 +267,7 @@ def test_debug_mode_binds_a_call_as_usual_before_the_ranks_compare_it(calls, lau
     @contextlib.contextmanager
     def meeting(what, recorded=False):
         assert not recorded
-        met.append((what, len(calls.memory), len(launched)))
+        met.append((what, len(calls.memory.young), len(launched)))
         yield
 
     calls.agreement.debug = True

@@ -7,6 +7,7 @@ import pytest
 
 from numba_symm.gpu import compiled, streams
 from numba_symm.gpu.compiled import WHERE, WORD, Config
+from numba_symm.gpu.streams import PER_THREAD
 from numba_symm.mpi import rooms
 from numba_symm.mpi.rooms import (
     ANY,
@@ -55,6 +56,7 @@ class Memory:
         for name, function in (
             *(("launch", "cuLaunchKernelEx"), ("capturing", "cuStreamIsCapturing")),
             *(("record", "cuEventRecord"), ("wait", "cuStreamWaitEvent")),
+            ("query", "cuStreamQuery"),
         ):
             arguments = compiled.ARGUMENTS[WHERE.index(function)]
             call = ctypes.CFUNCTYPE(ctypes.c_int, *[WORD] * arguments)(
@@ -172,6 +174,31 @@ def test_a_send_begins_the_first_receive_in_its_launch(memory):
     assert (values[4], values[8:11], values[16]) == (0, [OUT, ROOM, 8], 0)
     memory.store(READ)
     assert memory.receive() == ENDED
+
+
+def test_an_irecv_begins_with_a_send_only_if_its_stream_is_idle(memory):
+    """The program may have enqueued work there that waits for the peer."""
+    send, port = sending(memory), memory.port
+    memory.set(stream=STREAM, on=COPIES)
+    memory.store(BLOCK, number=0)
+    memory.publish()
+    for busy in (True, False):
+        memory.driver.unready = {STREAM} if busy else set()
+        port.free, memory.stack.free = 1, 1
+        assert send() > 0
+        assert memory.order[0] == (POSTED if busy else BEGUN)
+
+
+@pytest.mark.parametrize(("stream", "least"), [(PER_THREAD, 0), (0, 1)])
+def test_a_stream_of_each_thread_joins_no_copies(memory, stream, least):
+    send = sending(memory)
+    memory.driver.create(stream)
+    memory.port.legacy = least
+    memory.set(stream=stream, on=stream)
+    memory.store(BLOCK, number=0)
+    memory.publish()
+    assert send.func(*send.args[:2], stream, *send.args[3:]) > 0
+    assert memory.order[0] == POSTED
 
 
 @pytest.mark.parametrize(

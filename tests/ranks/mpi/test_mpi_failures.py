@@ -19,7 +19,8 @@ from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
 from numba_symm.mpi import jobs, messages
 from numba_symm.mpi.pending import Receiving
-from numba_symm.mpi.rooms import ENDED
+from numba_symm.mpi.rooms import ENDED, LINE, READ, SLOTS
+from numba_symm.mpi.words import Envelope
 from numba_symm.sharing import sent
 from tests.interrupts import interrupted
 from tests.orders import orders
@@ -362,6 +363,46 @@ def test_a_message_whose_send_was_interrupted_stays_whole(comm, monkeypatch):
     assert out.copy_to_host()[0] == 2
     for tag in (3, 3, 3, 9):
         comm.Recv(out, comm.rank, tag)
+
+
+@needs_peers
+def test_an_interrupted_send_keeps_the_receive_that_it_has_begun(
+    comm, world, monkeypatch
+):
+    last, out = comm.size - 1, array(-1)
+    if comm.rank == last:
+        comm.Send(array(7), 0, 1)
+    world.Barrier()
+    if comm.rank == 0:
+        comm.Irecv(out, last, 1).Free()
+        send = comm.post._send
+
+        def interrupted(*given):
+            send(*given)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(comm.post, "_send", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            comm.Isend(array(8), last, 2)
+        assert not comm.post.posted
+        monkeypatch.undo()
+        while comm.post.arriving:
+            comm.post.reap()
+        assert out.copy_to_host()[0] == 7
+    elif comm.rank == last:
+        comm.Recv(out, 0, 2)
+        assert out.copy_to_host()[0] == 8
+    comm.Barrier()
+
+
+def test_what_was_read_is_not_told_for_an_earlier_message(comm):
+    """An interrupted receive may tell it when another message has the slot."""
+    words, slot = comm.post.words, SLOTS * comm.post.places[comm.rank] + SLOTS - 1
+    before = words.values[LINE * slot + READ]
+    for number in (9, 5):
+        comm.post.refuse(Envelope(comm.rank, 0, 4, slot, before + number, 0))
+    assert words.values[LINE * slot + READ] == before + 9
+    words.store(slot, READ, before)
 
 
 @needs_peers
