@@ -436,6 +436,11 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         """Return the store."""
         return self._store
 
+    supports_coalescing = supports_splitting = False  # torch asks a backend
+
+    def _get_backend(self, device: Any) -> "SymmGroup":
+        return self
+
     @property
     def _device_types(self) -> list[Any]:
         return [torch.device(name) for name in dict.fromkeys(("cpu", DEVICE))]
