@@ -20,11 +20,11 @@ from mpi4py.run import set_abort_status
 
 import numba_symm as ns
 from numba_symm.bench import cold, measure, options, report
+from numba_symm.bench.bench_operations import OPERATIONS
 from numba_symm.bench.cold import Overlap, Product, new_product
 from numba_symm.bench.contenders import Contender, load
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer, new_stream
-from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.report import (
     EagerReport,
     OverlapReport,

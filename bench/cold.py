@@ -33,16 +33,16 @@ import numpy as np
 from numba import cuda
 
 from numba_symm import environment
-from numba_symm.bench import operations
-from numba_symm.bench.contenders import Contender
-from numba_symm.bench.measure import Lane, Summary, Timer, calls_per_graph
-from numba_symm.bench.operations import (
+from numba_symm.bench import bench_operations
+from numba_symm.bench.bench_operations import (
     NO_REDUCTION,
     OPERATIONS,
     TYPES,
     BenchOperation,
     Contents,
 )
+from numba_symm.bench.contenders import Contender
+from numba_symm.bench.measure import Lane, Summary, Timer, calls_per_graph
 from numba_symm.bench.options import torch_multiplies
 from numba_symm.bench.report import Record, table, verdict
 from numba_symm.bench.sweep import (
@@ -216,9 +216,9 @@ class ColdCalls:
             source = target
         given = operation, row.type, row.op, row.counts[0]
         contents, expected = self._contents.of(*given)
-        operations.poison(target)
-        operations.fill(source, contents)
-        operations.arrived()
+        bench_operations.poison(target)
+        bench_operations.fill(source, contents)
+        bench_operations.arrived()
         x, out = source.view(row.dtype), target.view(row.dtype)
         call = operation.call(self._comm, x, out, row.op, None)
         self._ranks.Barrier()
@@ -227,7 +227,7 @@ class ColdCalls:
         self._stream.synchronize()
         milliseconds = (time.perf_counter() - start) * 1e3
         self._comm.check()
-        wrong = operations.count_wrong(target, expected) if self._check else 0
+        wrong = bench_operations.count_wrong(target, expected) if self._check else 0
         everyone = self._ranks.allgather((milliseconds, wrong))
         times, wrongs = zip(*everyone, strict=True)
         total = int(sum(wrongs)) if self._check else None

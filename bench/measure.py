@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from numba_symm.bench.bench_operations import ROOT, EnqueueOn
 from numba_symm.bench.contenders import Launched
-from numba_symm.bench.operations import ROOT, EnqueueOn
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu import driver

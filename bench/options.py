@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from numba_symm.arguments import Parser, at_least, meant
-from numba_symm.bench.contenders import CONTENDERS, EAGER
-from numba_symm.bench.operations import (
+from numba_symm.bench.bench_operations import (
     NO_REDUCTION,
     OPERATIONS,
     BenchOperation,
 )
+from numba_symm.bench.contenders import CONTENDERS, EAGER
 from numba_symm.bench.report import NoRun, load
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu import loads

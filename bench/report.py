@@ -13,10 +13,10 @@ from typing import Any
 
 import numba_symm as ns
 from numba_symm.bench import measure
+from numba_symm.bench.bench_operations import NO_REDUCTION, OPERATIONS, BenchOperation
 from numba_symm.bench.contenders import PARTS
 from numba_symm.bench.contenders.ours import NAME
 from numba_symm.bench.measure import needed
-from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS, BenchOperation
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import info
 

@@ -45,9 +45,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import environment
-from numba_symm.bench.cold import Product, new_product
-from numba_symm.bench.measure import new_stream
-from numba_symm.bench.operations import (
+from numba_symm.bench.bench_operations import (
     NO_REDUCTION,
     OPERATIONS,
     PERIOD,
@@ -57,6 +55,8 @@ from numba_symm.bench.operations import (
     EnqueueOn,
     Tiled,
 )
+from numba_symm.bench.cold import Product, new_product
+from numba_symm.bench.measure import new_stream
 from numba_symm.bench.soak_marks import FAILURES, JobMarks, SoakJob, Watch
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.communicator import inside

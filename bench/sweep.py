@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm.bench import operations
+from numba_symm.bench import bench_operations
+from numba_symm.bench.bench_operations import NO_REDUCTION, TYPES, BenchOperation, Tiled
 from numba_symm.bench.contenders import Contender, Missing, attempt
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph, sent
-from numba_symm.bench.operations import NO_REDUCTION, TYPES, BenchOperation, Tiled
 from numba_symm.bench.options import sizes
 
 Measurement = dict[str, Any]
@@ -293,7 +293,9 @@ class Sweep:
     def _wrong(self, lane: Lane, results: Sequence[list[Tiled]]) -> int:
         """Return the number of wrong elements on all ranks."""
         pairs = zip(lane.outputs, results, strict=True)
-        mine = sum(operations.count_wrong(array, expected) for array, expected in pairs)
+        mine = sum(
+            bench_operations.count_wrong(array, expected) for array, expected in pairs
+        )
         return int(sum(self._ranks.allgather(mine)))
 
 
@@ -301,11 +303,11 @@ def fill(lane: Lane, inputs: Sequence[Tiled]) -> None:
     """Fill a lane's inputs, and poison its outputs."""
     for source, target, contents in zip(lane.inputs, lane.outputs, inputs, strict=True):
         if lane.output_only:
-            operations.fill(target, contents)
+            bench_operations.fill(target, contents)
         else:
-            operations.fill(source, contents)
-            operations.poison(target)
-    operations.arrived()
+            bench_operations.fill(source, contents)
+            bench_operations.poison(target)
+    bench_operations.arrived()
 
 
 def _shaped(array: Any, row: Row) -> Any:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import numba_symm as ns
 from numba_symm.bench import options
+from numba_symm.bench.bench_operations import OPERATIONS, TYPES, BenchOperation
 from numba_symm.bench.contenders import Ways
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer, new_stream
-from numba_symm.bench.operations import OPERATIONS, TYPES, BenchOperation
 from numba_symm.bench.report import best, microseconds, written
 from numba_symm.bench.sweep import Row, Sweep, rows
 from numba_symm.collectives import kernel_set, operations, select, tuned

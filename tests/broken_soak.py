@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from numba_symm.bench import soak
-from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.bench_operations import OPERATIONS
 
 right = OPERATIONS["all_reduce"]
 draw = soak.Client.draw

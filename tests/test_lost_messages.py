@@ -128,7 +128,7 @@ def dies(world):
 
     from numba_symm import mpi
     from numba_symm.launch.store import StoreExchange
-    from numba_symm.mpi import messages
+    from numba_symm.mpi import posts
 
     def die(*_):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,7 +149,7 @@ def dies(world):
         made(1)
     elif world.rank == 2:
         comm = made(2)
-        messages.apart = die
+        posts.apart = die
         comm.Dup()
     yield attempted(lambda: made(1))
     comm, x = made(2), cuda.to_device(np.ones(1))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numba_symm.bench.operations import OPERATIONS, BenchOperation, EnqueueOn
+from numba_symm.bench.bench_operations import OPERATIONS, BenchOperation, EnqueueOn
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
 

@@ -12,8 +12,8 @@ from typing import Any
 from numba import cuda
 
 from numba_symm import mpi
+from numba_symm.bench.bench_operations import messages
 from numba_symm.bench.contenders import Contender, Way, Ways
-from numba_symm.bench.operations import messages
 
 STAGED = "through the host"
 

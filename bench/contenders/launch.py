@@ -6,8 +6,8 @@ It has no results. Its times are the unit in which calls on one GPU are compared
 import ctypes
 from typing import Any
 
+from numba_symm.bench.bench_operations import BenchOperation
 from numba_symm.bench.contenders import OfEveryOperation, Way, Ways, need_gpus
-from numba_symm.bench.operations import BenchOperation
 from numba_symm.gpu import driver
 
 PTX = """

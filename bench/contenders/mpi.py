@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from numba_symm.bench.bench_operations import BenchOperation, messages
 from numba_symm.bench.contenders import Missing, OfEveryOperation, Way, Ways
-from numba_symm.bench.operations import BenchOperation, messages
 
 REDUCING = {
     "all_reduce": "Allreduce",

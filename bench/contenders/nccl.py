@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from numba_symm.bench.bench_operations import ROOT, messages
 from numba_symm.bench.contenders import (
     Contender,
     Missing,
@@ -16,7 +17,6 @@ from numba_symm.bench.contenders import (
     need_a_gpu_each,
     need_gpus,
 )
-from numba_symm.bench.operations import ROOT, messages
 
 CURE = "pip install nccl4py, and nvidia-nccl-cu13 (or nvidia-nccl-cu12) for NCCL itself"
 

@@ -6,6 +6,7 @@ It takes addresses, so a call costs the host less than one of nccl4py.
 from functools import partial
 from typing import Any
 
+from numba_symm.bench.bench_operations import ROOT
 from numba_symm.bench.contenders import (
     Missing,
     Way,
@@ -16,7 +17,6 @@ from numba_symm.bench.contenders import (
     need_gpus,
 )
 from numba_symm.bench.contenders.nccl import Message, OfMessages
-from numba_symm.bench.operations import ROOT
 
 CURE = "pip install cupy-cuda13x, and nvidia-nccl-cu13 for NCCL itself"
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from numba_symm.bench.bench_operations import BenchOperation
 from numba_symm.bench.contenders import OfEveryOperation, Way, Ways
-from numba_symm.bench.operations import BenchOperation
 
 
 class OnArrays(OfEveryOperation):

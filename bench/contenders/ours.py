@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from numba_symm.bench import measure
+from numba_symm.bench.bench_operations import BenchOperation, EnqueueOn
 from numba_symm.bench.contenders import Launched, OfEveryOperation, Way, Ways
-from numba_symm.bench.operations import BenchOperation, EnqueueOn
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.environment import SIMULATED

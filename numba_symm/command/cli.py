@@ -34,7 +34,7 @@ from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.command import launcher
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
 from numba_symm.errors import DeviceError, SymmError
-from numba_symm.explore.report import show_trace
+from numba_symm.explore.findings import show_trace
 from numba_symm.launch import devices, info, ranks
 from numba_symm.launch.devices import visible_gpus
 

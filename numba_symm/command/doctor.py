@@ -32,8 +32,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from numba_symm.command import checks, launcher
-from numba_symm.command.checks import FITS, LOOK, WRONG, Finding
+from numba_symm.command import doctor_checks, launcher
+from numba_symm.command.doctor_checks import FITS, LOOK, WRONG, Finding
 from numba_symm.command.runner import IN_PLACE, SURVIVE
 from numba_symm.engines import nccl
 from numba_symm.environment import SIMULATED
@@ -69,7 +69,7 @@ def checked(options: Any) -> dict[str, Any] | None:
     except SymmError:
         mpirun = None
     facts = info.facts(mpirun)
-    findings = checks.node_findings(facts)
+    findings = doctor_checks.node_findings(facts)
     measured: dict[str, Any] = {}
     if mpirun is not None and not any(
         each.state == WRONG and each.check in ("MPI", "packages") for each in findings
@@ -116,7 +116,9 @@ def _of_ranks(began: float) -> dict[str, Any] | None:
         set_abort_status(1)  # otherwise MPI would wait for the late rank at the end
         text = "nodes were not compared, and the memory of no pair was checked"
         return report([late(error), Finding("skipped", LOOK, text, _AFTER)], {})
-    findings, measured = checks.pair_findings(world, began + MAKE, began + MEASURE)
+    findings, measured = doctor_checks.pair_findings(
+        world, began + MAKE, began + MEASURE
+    )
     return None if world.rank else report(found + findings, measured)
 
 
@@ -137,7 +139,7 @@ def _of_all_nodes(world: Any, end: float) -> list[Finding]:
         # The launcher has started this process, whatever is on PATH.
         facts["mpirun"] = {"path": "mpirun", "version": facts["mpi"]["library"]}
         facts["nccl"] = nccl.found().version
-        own = checks.node_findings(facts)
+        own = doctor_checks.node_findings(facts)
     given = here[1], facts, own, moment, _place()
     everyone = _gathered(mine, given, end)
     ranks.release(mine)
@@ -327,7 +329,7 @@ def _of_a_job(
     return [Finding("job", FITS, text), *new], found
 
 
-_OF_JOBS = ("islands", checks.CHECK, "links")
+_OF_JOBS = ("islands", doctor_checks.CHECK, "links")
 
 
 def _lost(command: Sequence[str], how: str) -> Finding:

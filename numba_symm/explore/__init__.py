@@ -15,7 +15,7 @@ The command is ``numba-symm explore my_kernel.py -n 2,3``.
 from typing import TYPE_CHECKING, Any
 
 from numba_symm.errors import SymmError
-from numba_symm.explore.report import Coverage, ExploreReport, FaultPlace, FoundFault
+from numba_symm.explore.findings import Coverage, ExploreReport, FaultPlace, FoundFault
 
 if TYPE_CHECKING:
     from numba_symm.explore.exploration import replay, run

@@ -40,7 +40,7 @@ from numba_symm.collectives.plans import Plan
 from numba_symm.collectives.requests import Request
 from numba_symm.errors import ArgumentError
 from numba_symm.explore import diagnosis, standins
-from numba_symm.explore.calls import ExploredCommunicator
+from numba_symm.explore.findings import Coverage, ExploreReport, FaultPlace, FoundFault
 from numba_symm.explore.host import AllRanks, Host, make_mpi
 from numba_symm.explore.machine import (
     Fiber,
@@ -63,7 +63,6 @@ from numba_symm.explore.memory import (
     Word,
     teaches_less,
 )
-from numba_symm.explore.report import Coverage, ExploreReport, FaultPlace, FoundFault
 from numba_symm.explore.standins import (
     Modules,
     StandIn,
@@ -72,6 +71,7 @@ from numba_symm.explore.standins import (
     module_path,
 )
 from numba_symm.explore.threads import unsupported
+from numba_symm.explore.works import ExploredCommunicator
 
 _REFUSED = (
     *("torch", "cupy", "jax", "multiprocessing", "threading", "concurrent"),

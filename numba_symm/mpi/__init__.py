@@ -37,8 +37,8 @@ from numba_symm.mpi.host_only import _sizeof as _sizeof
 from numba_symm.mpi.host_only import constant as _constant
 from numba_symm.mpi.host_only import install as install
 from numba_symm.mpi.pending import Message as Message
-from numba_symm.mpi.requests import Prequest as Prequest
-from numba_symm.mpi.requests import Request as Request
+from numba_symm.mpi.started import Prequest as Prequest
+from numba_symm.mpi.started import Request as Request
 from numba_symm.mpi.win import Win as Win
 
 _NAMES = [name for name in dir(_MPI) if name[0] != "_"]

@@ -24,7 +24,7 @@ from numba_symm.mpi.buffers import BYTE, Items, in_place, message, on_device
 from numba_symm.mpi.datatypes import naturals
 from numba_symm.mpi.errors import refusal, unsupported
 from numba_symm.mpi.jobs import Build, Job
-from numba_symm.mpi.messages import Post
+from numba_symm.mpi.posts import Post
 
 
 class Ranks(Protocol):

@@ -22,15 +22,15 @@ from numba_symm.errors import ClosedError, CollectiveError
 from numba_symm.gpu.streams import SideStream
 from numba_symm.launch import devices, ranks
 from numba_symm.launch.ranks import TaggedComm
-from numba_symm.mpi import buffers, calls, collectives, jobs, messages
+from numba_symm.mpi import buffers, collectives, jobs, posts, waited
 from numba_symm.mpi.buffers import Items, Kind, message, of_host
-from numba_symm.mpi.calls import Life
 from numba_symm.mpi.collectives import exchanged
 from numba_symm.mpi.datatypes import like, translated
 from numba_symm.mpi.errors import FREED, MPIError, MPITypeError, refusal
 from numba_symm.mpi.jobs import Build, Job, forms, of_objects
-from numba_symm.mpi.messages import Post
 from numba_symm.mpi.p2p import Messages
+from numba_symm.mpi.posts import Post
+from numba_symm.mpi.waited import Life
 from numba_symm.mpi.words import Words
 
 
@@ -179,7 +179,7 @@ class Device(Messages):
         if not any(failed):
             made._life.watched = life.made or life.watched
         made._life.wraps = 1
-        calls.note(made)
+        waited.note(made)
         return made
 
     def _serves_again(self, given: dict[str, Any]) -> bool:
@@ -194,7 +194,7 @@ class Device(Messages):
         try:
             island = inside(self.communicator).ranks
             with island.set_up("Comm"), island.exchange.agreed("Comm"):
-                calls.check_equal(self._given, given)
+                waited.check_equal(self._given, given)
         except (CollectiveError, ClosedError):
             return False
         self._life.wraps += 1
@@ -256,7 +256,7 @@ class Device(Messages):
         if life.wraps > 0:
             return
         life.freed = True
-        calls.forget(self)
+        waited.forget(self)
         if life.made is not None:
             life.watched = life.made
         try:
@@ -380,7 +380,7 @@ def close_all() -> None:
     """
     if getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
         return
-    messages.settle_all()
+    posts.settle_all()
     for comm in reversed(list(_open)):
         try:
             comm._close()  # waits for all ranks of the communicator
@@ -408,7 +408,7 @@ def _known(comm: Any) -> Any:
     """Return an object of a communicator of mpi4py, if one was made of it."""
     if comm and comm.is_inter:
         return Intercomm(comm)
-    found = calls.find(comm)
+    found = waited.find(comm)
     return comm if found is None else _another(found, type(found))
 
 
@@ -486,14 +486,14 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
                 "intercommunicator; pass comm.Merge()",
             )
         given = {**options, "synchronize": synchronize}
-        found = calls.find(comm)
+        found = waited.find(comm)
         if found is not None and cls is Comm and _stray is None:
             if found._serves_again(given):
                 return found
         elif isinstance(comm, Device) or found is not None:
             first = comm if isinstance(comm, Device) else found
             if options or not synchronize:
-                calls.check_equal(first._given, given)
+                waited.check_equal(first._given, given)
             return _another(first, cls)
         if issubclass(cls._plain, MPI.Topocomm):
             cls._plain(comm)  # mpi4py's error, if it has another topology
@@ -501,7 +501,7 @@ class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
         made._begin(options, synchronize, owned=False)
         made.post.open(False)  # no later call fails before all ranks return
         made._life.wraps = 1
-        calls.note(made)
+        waited.note(made)
         return made
 
 

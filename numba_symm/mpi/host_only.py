@@ -26,7 +26,7 @@ from numba_symm.collectives.invocation import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import arrays, streams
-from numba_symm.mpi import calls
+from numba_symm.mpi import waited
 from numba_symm.mpi.buffers import Kind, message, of_host, on_device
 from numba_symm.mpi.comm import Comm, adopt_strays, close_all
 from numba_symm.mpi.datatypes import translated
@@ -318,7 +318,7 @@ def _make_communicators(options: dict[str, Any]) -> None:
     """Replace COMM_WORLD and COMM_SELF. Collective over all ranks."""
     facade: Any = sys.modules["numba_symm.mpi"]
     world = Comm(MPI.COMM_WORLD, **options)
-    own = calls.find(MPI.COMM_SELF) or world._wrapped(MPI.COMM_SELF, owned=False)
+    own = waited.find(MPI.COMM_SELF) or world._wrapped(MPI.COMM_SELF, owned=False)
     world._life.name, own._life.name = "COMM_WORLD", "COMM_SELF"
     facade.COMM_WORLD, facade.COMM_SELF = world, own
     adopt_strays(world)

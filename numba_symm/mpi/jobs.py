@@ -21,7 +21,7 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import Items, PackedStep, array_in, on_device
 from numba_symm.mpi.datatypes import like
 from numba_symm.mpi.errors import MPIError, refusal, unsupported
-from numba_symm.mpi.requests import Prequest, Started
+from numba_symm.mpi.started import Prequest, Started
 
 MethodCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A method of the communicator, and its arguments but the stream."""

@@ -27,11 +27,9 @@ from numba_symm.gpu import streams
 from numba_symm.gpu.arrays import KINDS
 from numba_symm.mpi import buffers, progress
 from numba_symm.mpi.buffers import message, on_device
-from numba_symm.mpi.calls import PAUSE, StartedCall, describe, waited
 from numba_symm.mpi.datatypes import dense, like, translated
-from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import Incoming, Message, receiving
-from numba_symm.mpi.requests import Own, Prequest, Started
+from numba_symm.mpi.posts import Post
 from numba_symm.mpi.rooms import (
     BEGUN,
     FULL,
@@ -46,6 +44,8 @@ from numba_symm.mpi.rooms import (
     Parcel,
     size_of,
 )
+from numba_symm.mpi.started import Own, Prequest, Started
+from numba_symm.mpi.waited import PAUSE, StartedCall, describe, waited
 from numba_symm.mpi.words import failure_of
 
 _BYTE = np.dtype(np.uint8)

@@ -15,12 +15,10 @@ from numba_symm.gpu.arrays import Memory, view
 from numba_symm.gpu.events import Event
 from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.buffers import Kind
-from numba_symm.mpi.calls import describe
 from numba_symm.mpi.datatypes import translated
 from numba_symm.mpi.errors import MPIError, refusal
-from numba_symm.mpi.messages import LOOKS, Post
+from numba_symm.mpi.posts import LOOKS, Post
 from numba_symm.mpi.progress import MOST
-from numba_symm.mpi.requests import Own
 from numba_symm.mpi.rooms import (
     ANY,
     BEGUN,
@@ -36,6 +34,8 @@ from numba_symm.mpi.rooms import (
     Opened,
     Order,
 )
+from numba_symm.mpi.started import Own
+from numba_symm.mpi.waited import describe
 from numba_symm.mpi.words import Envelope, failure_of
 
 

@@ -55,7 +55,7 @@ from numba_symm.mpi.buffers import BYTE, Items, Kind, message
 from numba_symm.mpi.comm import Device
 from numba_symm.mpi.datatypes import integer, natural, translated, whole
 from numba_symm.mpi.errors import MPIError, MPITypeError, refusal, unsupported
-from numba_symm.mpi.requests import Started
+from numba_symm.mpi.started import Started
 from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.kinds import locate
 from numba_symm.sharing.sent import leave_out

@@ -9,9 +9,9 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.bench import __main__ as bench
+from numba_symm.bench.bench_operations import REDUCTIONS, TYPES
 from numba_symm.bench.contenders import CONTENDERS
 from numba_symm.bench.measure import new_stream
-from numba_symm.bench.operations import REDUCTIONS, TYPES
 from numba_symm.gpu import streams
 
 NAMES = {"nccl", "nccl-cupy", "nccl-symm", "torch", "mpi"}

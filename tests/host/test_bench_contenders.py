@@ -8,6 +8,7 @@ import pytest
 from cuda.core.utils import StridedMemoryView
 
 from numba_symm.bench import contenders
+from numba_symm.bench.bench_operations import OPERATIONS, REDUCTIONS, TYPES
 from numba_symm.bench.contenders import CONTENDERS, Missing, load
 from numba_symm.bench.contenders import nccl as nccl_module
 from numba_symm.bench.contenders import torch as torch_module
@@ -16,7 +17,6 @@ from numba_symm.bench.contenders.nccl import Nccl
 from numba_symm.bench.contenders.nccl_symm import NcclSymm
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.contenders.torch import Torch
-from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES
 from numba_symm.errors import ArgumentError
 
 

@@ -3,8 +3,8 @@ import functools
 import numpy as np
 import pytest
 
-from numba_symm.bench import operations as measured
-from numba_symm.bench.operations import (
+from numba_symm.bench import bench_operations as measured
+from numba_symm.bench.bench_operations import (
     CHUNK,
     OPERATIONS,
     PERIOD,

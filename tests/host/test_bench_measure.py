@@ -4,10 +4,10 @@ import itertools
 import numpy as np
 import pytest
 
-from numba_symm.bench import measure, operations, options
+from numba_symm.bench import bench_operations, measure, options
+from numba_symm.bench.bench_operations import OPERATIONS
 from numba_symm.bench.contenders import Way, no_context
 from numba_symm.bench.measure import Lane, Summary, Timer
-from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.sweep import Sweep
 
 MIB = 1 << 20
@@ -176,7 +176,7 @@ class Library:
 
 def swept(monkeypatch, *contenders, line="-b 64 -e 1K -n 2 -w 1 -G 2"):
     """Return the records of a sweep by row, and its stream."""
-    monkeypatch.setattr(operations, "arrived", lambda: None)  # no GPU here
+    monkeypatch.setattr(bench_operations, "arrived", lambda: None)  # no GPU here
     asked = options.parse(["all_reduce", *line.split()])
     stream = Stream()
     timer = Timer(Alone(), stream, lambda handle: None)

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from numba_symm.bench import options
-from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES
+from numba_symm.bench.bench_operations import OPERATIONS, REDUCTIONS, TYPES
 from numba_symm.bench.sweep import rows
 from numba_symm.collectives import operations
 from numba_symm.command import cli

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from numba_symm.bench import operations, options
+from numba_symm.bench import bench_operations, options
+from numba_symm.bench.bench_operations import OPERATIONS
 from numba_symm.bench.cold import Overlap
 from numba_symm.bench.measure import Timer
-from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.report import OverlapReport, wrong_elements
 from tests.host.test_bench_measure import Alone, Library, Slow, Stream
 
@@ -60,7 +60,7 @@ class Product:
 
 def overlapped(monkeypatch, *contenders, product=None, ranks=None, more=""):
     """Return the records of one message, out of place, and the streams."""
-    monkeypatch.setattr(operations, "arrived", lambda: None)  # no GPU here
+    monkeypatch.setattr(bench_operations, "arrived", lambda: None)  # no GPU here
     line = f"all_reduce -b 256K -e 256K -n 20 -G 3 --overlap {more}"
     ranks, streams = ranks or Alone(), Streams()
     timer = Timer(ranks, streams.collective, lambda handle: None)

@@ -4,7 +4,7 @@ import pytest
 
 from numba_symm.bench import __main__ as bench
 from numba_symm.bench import measure, report
-from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.bench_operations import OPERATIONS
 from numba_symm.bench.report import Report
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_symm.command import checks, cli, doctor, launcher
-from numba_symm.command.checks import FITS, LOOK, WRONG, Finding
+from numba_symm.command import cli, doctor, doctor_checks, launcher
+from numba_symm.command.doctor_checks import FITS, LOOK, WRONG, Finding
 from numba_symm.engines import nccl
 from tests.descriptors import open_fds
 from tests.host.test_cli import gpu, start
@@ -64,8 +64,8 @@ def test_the_launcher_fits_the_library(
 ):
     facts = FACTS | {"mpi": {"library": library}}
     facts |= {"mpirun": {"path": path, "version": version}}
-    monkeypatch.setattr(checks.shutil, "which", lambda _: path)
-    found = only(checks.mpi, facts)
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda _: path)
+    found = only(doctor_checks.mpi, facts)
     assert found.state == state
     assert word in found.text
 
@@ -73,8 +73,8 @@ def test_the_launcher_fits_the_library(
 def test_another_launcher_on_the_path_is_named(monkeypatch):
     facts = FACTS | {"mpi": {"library": "Open MPI v5.0.11"}}
     facts |= {"mpirun": {"path": "/own/mpirun", "version": "mpirun (Open MPI) 5.0.11"}}
-    monkeypatch.setattr(checks.shutil, "which", lambda _: "/usr/bin/mpirun")
-    own, other = checks.mpi(facts)
+    monkeypatch.setattr(doctor_checks.shutil, "which", lambda _: "/usr/bin/mpirun")
+    own, other = doctor_checks.mpi(facts)
     assert (own.state, other.state) == (FITS, LOOK)
     assert other.text == "the shell's mpirun is /usr/bin/mpirun, and not /own/mpirun"
     assert "numba-symm run" in other.advice
@@ -89,9 +89,9 @@ def test_an_iommu_is_named_where_peer_access_is_missing(
 ):
     for name in units:
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(checks, "_IOMMU", tmp_path)
+    monkeypatch.setattr(doctor_checks, "_IOMMU", tmp_path)
     facts = facts_of(gpu(0), gpu(1)) | {"peer_access": [[True, access], [True, True]]}
-    found = list(checks.iommu(facts))
+    found = list(doctor_checks.iommu(facts))
     assert [each.state for each in found] == wanted
     for each in found:
         assert "GPU 0 has no access to the memory of GPU 1, and an IOMMU" in each.text
@@ -99,54 +99,54 @@ def test_an_iommu_is_named_where_peer_access_is_missing(
 
 
 def test_packages_too_new_or_missing(monkeypatch):
-    assert only(checks.packages).state == FITS
-    real = checks.importlib.metadata.version
+    assert only(doctor_checks.packages).state == FITS
+    real = doctor_checks.importlib.metadata.version
     monkeypatch.setattr(
-        checks.importlib.metadata,
+        doctor_checks.importlib.metadata,
         "version",
         lambda name: "99.0" if name == "numpy" else real(name),
     )
-    found = only(checks.packages)
+    found = only(doctor_checks.packages)
     assert found.state == WRONG
     assert "numba needs numpy" in found.text
     assert "got 99.0" in found.text
 
 
 def test_gpus_and_their_driver(monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "_INSTALLED", tmp_path)
+    monkeypatch.setattr(doctor_checks, "_INSTALLED", tmp_path)
     for number in range(3):
         (tmp_path / str(number)).mkdir()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    found = only(checks.gpus, FACTS | {"simulated": False})
+    found = only(doctor_checks.gpus, FACTS | {"simulated": False})
     assert (found.state, "CUDA_VISIBLE_DEVICES=7" in found.text) == (LOOK, True)
     good = facts_of(gpu(0), gpu(2))
-    assert "2 of 3: " in only(checks.gpus, good).text
+    assert "2 of 3: " in only(doctor_checks.gpus, good).text
     with monkeypatch.context() as patch:
         patch.delenv("CUDA_VISIBLE_DEVICES")
-        assert "2 of 3 (a cgroup or a" in only(checks.gpus, good).text
+        assert "2 of 3 (a cgroup or a" in only(doctor_checks.gpus, good).text
     sliced = SimpleNamespace(**vars(gpu(0)) | {"uuid": "MIG-1"})
-    assert only(checks.gpus, facts_of(sliced)).state == WRONG
-    monkeypatch.setattr(checks, "_toolkits", lambda: {"cuda-bindings": "13.5.0"})
+    assert only(doctor_checks.gpus, facts_of(sliced)).state == WRONG
+    monkeypatch.setattr(doctor_checks, "_toolkits", lambda: {"cuda-bindings": "13.5.0"})
     old = facts_of(gpu(0), driver="535.1, CUDA 12.2")
-    assert states(checks.gpus, old) == [FITS, WRONG]
-    assert states(checks.gpus, good) == [FITS]
+    assert states(doctor_checks.gpus, old) == [FITS, WRONG]
+    assert states(doctor_checks.gpus, good) == [FITS]
     shared = gpu(1)
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    assert states(checks.gpus, facts_of(shared)) == [FITS, LOOK]
+    assert states(doctor_checks.gpus, facts_of(shared)) == [FITS, LOOK]
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    assert states(checks.gpus, facts_of(shared)) == [FITS]
+    assert states(doctor_checks.gpus, facts_of(shared)) == [FITS]
 
 
 def test_a_sandbox_without_memory_files(monkeypatch):
     before = open_fds()
-    assert only(checks.sockets).state == FITS
+    assert only(doctor_checks.sockets).state == FITS
     assert open_fds() == before
 
     def refused(*_):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(checks.os, "memfd_create", refused)
-    found = only(checks.sockets)
+    monkeypatch.setattr(doctor_checks.os, "memfd_create", refused)
+    found = only(doctor_checks.sockets)
     assert found.state == WRONG
     assert "seccomp" in found.advice
 
@@ -155,38 +155,38 @@ def test_limits(monkeypatch, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        assert "256 files" in only(checks.limits).text
+        assert "256 files" in only(doctor_checks.limits).text
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    monkeypatch.setattr(checks, "_INFINIBAND", tmp_path)
+    monkeypatch.setattr(doctor_checks, "_INFINIBAND", tmp_path)
     few = {resource.RLIMIT_MEMLOCK: 64 << 10}
     monkeypatch.setattr(
-        checks.resource, "getrlimit", lambda each: (few.get(each, -1),) * 2
+        doctor_checks.resource, "getrlimit", lambda each: (few.get(each, -1),) * 2
     )
-    assert only(checks.limits).state == FITS  # no InfiniBand
+    assert only(doctor_checks.limits).state == FITS  # no InfiniBand
     (tmp_path / "mlx5_0").mkdir()
-    assert "64 KiB" in only(checks.limits).text
+    assert "64 KiB" in only(doctor_checks.limits).text
     few[resource.RLIMIT_AS] = 1 << 30
-    assert states(checks.limits) == [WRONG, LOOK]
+    assert states(doctor_checks.limits) == [WRONG, LOOK]
 
 
 def test_files_of_the_system(monkeypatch, tmp_path):
     file = tmp_path / "file"
-    monkeypatch.setattr(checks, "_PTRACE", file)
-    assert states(checks.ptrace) == []  # no file
+    monkeypatch.setattr(doctor_checks, "_PTRACE", file)
+    assert states(doctor_checks.ptrace) == []  # no file
     file.write_text("1\n")
-    assert states(checks.ptrace) == []
+    assert states(doctor_checks.ptrace) == []
     file.write_text("3\n")
-    assert only(checks.ptrace).state == LOOK
-    monkeypatch.setattr(checks, "_SHM", tmp_path / "none")
-    assert only(checks.shared_memory).state == LOOK
-    monkeypatch.setattr(checks, "_SHM", tmp_path)
-    assert only(checks.shared_memory).state == FITS
-    monkeypatch.setattr(checks, "_LITTLE_SHM", 1 << 62)
-    assert only(checks.shared_memory).state == LOOK
+    assert only(doctor_checks.ptrace).state == LOOK
+    monkeypatch.setattr(doctor_checks, "_SHM", tmp_path / "none")
+    assert only(doctor_checks.shared_memory).state == LOOK
+    monkeypatch.setattr(doctor_checks, "_SHM", tmp_path)
+    assert only(doctor_checks.shared_memory).state == FITS
+    monkeypatch.setattr(doctor_checks, "_LITTLE_SHM", 1 << 62)
+    assert only(doctor_checks.shared_memory).state == LOOK
     monkeypatch.delenv(launcher.SESSIONS, raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path / ("x" * 70)))
-    found = only(checks.temporary)
+    found = only(doctor_checks.temporary)
     assert (found.state, "60 bytes" in found.text) == (LOOK, True)
 
 
@@ -194,30 +194,30 @@ def test_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     mounts = tmp_path / "mounts"
     mounts.write_text(f"none / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
-    assert only(checks.cache).state == FITS
-    monkeypatch.setattr(checks, "_MOUNTS", mounts)
-    assert "nfs4" in only(checks.cache).text
-    assert "which nodes share" in only(checks.cache).text
+    assert only(doctor_checks.cache).state == FITS
+    monkeypatch.setattr(doctor_checks, "_MOUNTS", mounts)
+    assert "nfs4" in only(doctor_checks.cache).text
+    assert "which nodes share" in only(doctor_checks.cache).text
     assert sorted(tmp_path.iterdir()) == [mounts]  # nothing was left
     with monkeypatch.context() as patch:
-        patch.setattr(checks.locks, "lock", lambda *_: None)
-        assert "cannot be locked" in only(checks.cache).text
+        patch.setattr(doctor_checks.locks, "lock", lambda *_: None)
+        assert "cannot be locked" in only(doctor_checks.cache).text
     with monkeypatch.context() as patch:
-        patch.setattr(checks, "_LITTLE_CACHE", 1 << 62)
-        assert only(checks.cache).state == LOOK
+        patch.setattr(doctor_checks, "_LITTLE_CACHE", 1 << 62)
+        assert only(doctor_checks.cache).state == LOOK
     monkeypatch.setenv("XDG_CACHE_HOME", str(mounts))  # a file
-    assert "cannot be written" in only(checks.cache).text
+    assert "cannot be written" in only(doctor_checks.cache).text
 
 
 def test_variables_and_the_engine(monkeypatch):
-    assert states(checks.settings) == []
+    assert states(doctor_checks.settings) == []
     wrong = FACTS | {"wrong": ["NUMBA_SYMM_TIMEOUT=x: expected seconds"]}
-    assert only(checks.settings, wrong).state == WRONG
-    assert states(checks.engine) == []  # without GPUs
-    monkeypatch.setattr(checks, "SIMULATED", False)
+    assert only(doctor_checks.settings, wrong).state == WRONG
+    assert states(doctor_checks.engine) == []  # without GPUs
+    monkeypatch.setattr(doctor_checks, "SIMULATED", False)
     for installed, state in (("NCCL 2.28.9", ""), FITS), (("", "none"), LOOK):
         monkeypatch.setattr(nccl, "found", lambda i=installed: nccl.Installation(*i))
-        assert only(checks.engine, facts_of(gpu(0))).state == state
+        assert only(doctor_checks.engine, facts_of(gpu(0))).state == state
 
 
 def test_nodes_that_differ():
@@ -232,17 +232,17 @@ def test_nodes_that_differ():
 
 
 def test_slow_links(monkeypatch):
-    monkeypatch.setattr(checks, "SIMULATED", False)
+    monkeypatch.setattr(doctor_checks, "SIMULATED", False)
     speeds = [[None if i == j else 100.0 for j in range(3)] for i in range(3)]
-    assert checks.slow_links(speeds) == []
-    assert checks.slow_links([[None, 9.9], [24.0, None]])[0].state == LOOK
-    assert checks.slow_links([[None, 12.0], [400.0, None]]) == []  # of two
+    assert doctor_checks.slow_links(speeds) == []
+    assert doctor_checks.slow_links([[None, 9.9], [24.0, None]])[0].state == LOOK
+    assert doctor_checks.slow_links([[None, 12.0], [400.0, None]]) == []  # of two
     speeds[2][0] = 60.0
-    (found,) = checks.slow_links(speeds)
+    (found,) = doctor_checks.slow_links(speeds)
     assert "1 of 6 pairs" in found.text
     assert "from rank 2 to 0 it is 60.0" in found.text
-    monkeypatch.setattr(checks, "SIMULATED", True)
-    (found,) = checks.slow_links(speeds)
+    monkeypatch.setattr(doctor_checks, "SIMULATED", True)
+    (found,) = doctor_checks.slow_links(speeds)
     assert found == ("links", FITS, "times of the simulator mean nothing for GPUs", "")
 
 

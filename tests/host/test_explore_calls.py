@@ -9,7 +9,7 @@ from numba_symm import Communicator, SymmetricMemory, device, explore
 from numba_symm.device import host_atomics, sim_views
 from numba_symm.errors import SymmError
 from numba_symm.explore import standins
-from numba_symm.explore.calls import ExploredCommunicator, ExploredMemory
+from numba_symm.explore.works import ExploredCommunicator, ExploredMemory
 from numba_symm.memory import allocator
 
 HEAD = """

@@ -20,7 +20,7 @@ from numba_symm.engines.protocol import Parcel
 from numba_symm.launch import locks, ranks, waiting
 from numba_symm.launch.waiting import Wait
 from numba_symm.mpi import progress
-from numba_symm.mpi.messages import Post
+from numba_symm.mpi.posts import Post
 from numba_symm.mpi.progress import Channel
 
 SIGNAL = signal.SIGUSR1

@@ -13,8 +13,8 @@ import pytest
 import numba_symm as ns
 from numba_symm.bench import __main__ as bench
 from numba_symm.bench import cold, tune
+from numba_symm.bench.bench_operations import OPERATIONS
 from numba_symm.bench.contenders.as_mpi4py import STAGED
-from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.options import torch_multiplies
 from numba_symm.bench.soak import CALLS, REPEATS, Client, SoakCall
 from numba_symm.collectives import tuned

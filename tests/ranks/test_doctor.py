@@ -7,8 +7,8 @@ from mpi4py import run
 
 import numba_symm as ns
 from numba_symm import environment
-from numba_symm.command import checks, doctor
-from numba_symm.command.checks import WRONG
+from numba_symm.command import doctor, doctor_checks
+from numba_symm.command.doctor_checks import WRONG
 from numba_symm.launch import info
 from tests.ranks.helpers import needs_peers
 
@@ -18,7 +18,7 @@ def patient(monkeypatch):
     """The machine may be slow."""
     for name in ("MEET", "MAKE", "MEASURE", "LIMIT"):
         monkeypatch.setattr(doctor, name, 100.0)
-    monkeypatch.setattr(checks, "DEADLINE", 30.0)
+    monkeypatch.setattr(doctor_checks, "DEADLINE", 30.0)
 
 
 @needs_peers
@@ -54,15 +54,15 @@ def test_stores_that_arrive_wrongly_are_found(monkeypatch, world, size):
         if world.size < 4:
             pytest.skip("needs two islands that have several ranks")
         monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", size)
-    findings, measured = checks.pair_findings(world)
+    findings, measured = doctor_checks.pair_findings(world)
     assert WRONG not in [each.state for each in findings]
     for name in ("latency", "bandwidth"):
         for rank, row in enumerate(measured[name]):
             there = {r for i in measured_islands(world) if rank in i for r in i}
             assert {r for r, each in enumerate(row) if each} == there - {rank}
     if world.rank == 1:  # it stores, and expects, something else
-        monkeypatch.setattr(checks, "_STEP", checks._STEP + 1)
-    findings, _ = checks.pair_findings(world)
+        monkeypatch.setattr(doctor_checks, "_STEP", doctor_checks._STEP + 1)
+    findings, _ = doctor_checks.pair_findings(world)
     wrong = [each for each in findings if each.state == WRONG]
     with ns.Communicator(world) as comm:
         alone = len(next(each for each in comm.islands if 1 in each)) == 1
@@ -78,6 +78,6 @@ def measured_islands(world):
 
 
 def test_a_launcher_of_another_mpi(monkeypatch, world):
-    monkeypatch.setattr(checks.ranks, "launched_size", lambda: world.size + 1)
-    (found,), measured = checks.pair_findings(world)
+    monkeypatch.setattr(doctor_checks.ranks, "launched_size", lambda: world.size + 1)
+    (found,), measured = doctor_checks.pair_findings(world)
     assert (found.check, found.state, measured) == ("MPI", WRONG, {})

@@ -8,7 +8,7 @@ import pytest
 from numba_symm import mpi
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu import compiled
-from numba_symm.mpi import messages
+from numba_symm.mpi import posts
 from numba_symm.mpi.rooms import BEGUN, FOUND, NO_ORDER, READY, Order
 
 
@@ -41,8 +41,8 @@ def captured(monkeypatch):
     @contextmanager
     def of(post):
         with monkeypatch.context() as patch:
-            patch.setattr(messages, "SIMULATED", False)
-            patch.setattr(messages.streams, "is_capturing", lambda stream: True)
+            patch.setattr(posts, "SIMULATED", False)
+            patch.setattr(posts.streams, "is_capturing", lambda stream: True)
             port = post.words.port
             patch.setattr(port, "capturing", compiled.address_of(function))
             patch.setattr(port, "legacy", 1)  # and 0 is another stream

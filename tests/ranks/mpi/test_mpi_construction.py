@@ -12,7 +12,7 @@ from numba_symm import mpi as MPI
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import locks, waiting
 from numba_symm.launch.waiting import Wait
-from numba_symm.mpi import messages
+from numba_symm.mpi import posts
 from tests.ranks.helpers import needs_peers
 from tests.ranks.watched import WatchedComm, blocking, called
 
@@ -55,7 +55,7 @@ def test_what_an_interrupted_call_has_left_reaches_no_new_communicator(apart):
 @needs_peers
 @pytest.mark.filterwarnings("ignore:.* was not closed:ResourceWarning")
 def test_a_late_rank_is_an_error_and_all_may_call_again(world, apart, monkeypatch):
-    make, late = messages.apart, world.size - 1
+    make, late = posts.apart, world.size - 1
 
     def sleep(*given):
         time.sleep(0.8)
@@ -63,7 +63,7 @@ def test_a_late_rank_is_an_error_and_all_may_call_again(world, apart, monkeypatc
 
     with monkeypatch.context() as patch:
         if world.rank == late:
-            patch.setattr(messages, "apart", sleep)
+            patch.setattr(posts, "apart", sleep)
         patch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "0.3")
         text = rf"rank {world.rank} waited for other ranks in Comm \(set-up timeout: 0"
         with pytest.raises(MPI.Exception, match=text):

@@ -17,7 +17,7 @@ from numba_symm import mpi as MPI
 from numba_symm.errors import CollectiveTimeout, RankLeft
 from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
-from numba_symm.mpi import jobs, messages
+from numba_symm.mpi import jobs, posts
 from numba_symm.mpi.pending import Receiving
 from numba_symm.mpi.rooms import ENDED, LINE, READ, SLOTS
 from numba_symm.mpi.words import Envelope
@@ -281,11 +281,11 @@ def test_finalize_frees_first(apart, monkeypatch):
 
 
 def test_a_failed_construction_duplicates_nothing(apart, monkeypatch):
-    before = len(messages._posts)
+    before = len(posts._posts)
     monkeypatch.setenv("NUMBA_SYMM_BACKEND", "wrong")
     with pytest.raises(MPI.Exception, match="NUMBA_SYMM_BACKEND"):
         MPI.Comm(apart, timeout=20)
-    assert len(messages._posts) == before
+    assert len(posts._posts) == before
 
 
 @pytest.mark.parametrize("limit", [0, 1])

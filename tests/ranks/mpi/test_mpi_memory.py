@@ -14,7 +14,7 @@ from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu import compiled, streams
 from numba_symm.mpi import p2p, pending, progress
-from numba_symm.mpi.messages import Post
+from numba_symm.mpi.posts import Post
 from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST, NONE, Stack
 from numba_symm.sharing import collect, stats
 from tests.ranks.helpers import needs_peers, of_one_island

@@ -13,7 +13,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm import process
-from numba_symm.mpi import calls
+from numba_symm.mpi import waited
 from tests.ranks.helpers import needs_peers
 
 
@@ -100,7 +100,7 @@ def test_a_failed_one_is_replaced(apart):
     assert MPI.Comm(apart, timeout=20) is made
     for _ in range(2):
         made.Free()
-    assert calls.find(apart) is None
+    assert waited.find(apart) is None
 
 
 def test_mpi_drops_the_reference_when_its_communicator_is_freed(world):
@@ -108,8 +108,8 @@ def test_mpi_drops_the_reference_when_its_communicator_is_freed(world):
         host = world.Dup()
 
     made = Made()
-    calls.note(made)
-    assert calls.find(made.host) is made
+    waited.note(made)
+    assert waited.find(made.host) is made
     alive = weakref.ref(made)
     host = made.host
     del made

@@ -33,7 +33,6 @@ from numba_symm.launch import ranks, waiting
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait, begin
 from numba_symm.mpi import progress, rooms
-from numba_symm.mpi.calls import BUSY, PAUSE, waited
 from numba_symm.mpi.errors import FREED, MPIError, refusal, unsupported
 from numba_symm.mpi.progress import Channel, after_messages, apart
 from numba_symm.mpi.rooms import (
@@ -48,6 +47,7 @@ from numba_symm.mpi.rooms import (
     Rooms,
     compiled,
 )
+from numba_symm.mpi.waited import BUSY, PAUSE, waited
 from numba_symm.mpi.words import Envelope, Words
 
 LOOKS = 20_000

@@ -10,7 +10,9 @@ from mpi4py import MPI
 from numba_symm.arguments import shown
 from numba_symm.gpu import arrays
 from numba_symm.mpi.buffers import Kind
-from numba_symm.mpi.calls import (
+from numba_symm.mpi.datatypes import translated
+from numba_symm.mpi.errors import MPITypeError, refusal
+from numba_symm.mpi.waited import (
     StartedCall,
     any_of,
     describe,
@@ -20,8 +22,6 @@ from numba_symm.mpi.calls import (
     tested,
     waited,
 )
-from numba_symm.mpi.datatypes import translated
-from numba_symm.mpi.errors import MPITypeError, refusal
 
 P = ParamSpec("P")
 T = TypeVar("T")
