@@ -772,13 +772,22 @@ class Rooms:
         allocator: allocates the blocks.
         blocks: the words, whose list of blocks the peers read.
         port: has the rooms for the compiled functions.
+        copies: the stream on which new rooms are cleared. To make one then would wait
+            for the GPU, where a kernel may wait for a message of this rank.
 
     Attributes:
         most: the bytes of blocks with one room that are kept.
     """
 
-    def __init__(self, allocator: SymmetricMemoryAllocator, blocks: Any, port: Any):
+    def __init__(
+        self,
+        allocator: SymmetricMemoryAllocator,
+        blocks: Any,
+        port: Any,
+        copies: "CopyStream",
+    ):
         self.most = message_limit() or DEFAULT_MESSAGE_LIMIT
+        self._copies = copies
         self._allocator, self._blocks, self._port = allocator, blocks, port
         self._rooms: dict[int, tuple[Memory, SharedHandle]] = {}
         self._unused = list(range(ROOMS))  # numbers
@@ -840,10 +849,10 @@ class Rooms:
             return
         block = self._allocator.allocate(nbytes)
         memory = Memory(block.address, nbytes, block)
-        zeros, copies = np.zeros(min(nbytes, BLOCK_BYTES), _BYTE), CopyStream()
+        zeros, copies = np.zeros(min(nbytes, BLOCK_BYTES), _BYTE), self._copies
         given = block.address, zeros.ctypes.data, zeros.size
         streams.copy_from_host(*given, copies.stream)  # the numbers before the rooms
-        copies.close()
+        copies.settle()
         shared = share(memory.array(nbytes, _BYTE), opens=1 if once else _OPENS)
         leave_out(shared)  # the program itself has not shared it
         number = self._blocks.add(shared.to_bytes())

@@ -125,7 +125,7 @@ class Words:
     def __init__(self, ranks: Members, allocator: SymmetricMemoryAllocator):
         self.port = Port()
         self.port_at = ctypes.addressof(self.port)
-        self.allocator, self.rooms = allocator, Rooms(allocator, self, self.port)
+        self.allocator = allocator
         self._opened: dict[int, Opened] = {}
         self.lock = threading.RLock()
         self.posts: dict[int, Any] = {}
@@ -159,6 +159,9 @@ class Words:
                 )
                 self._counts_at = arrays.view(self._counts, "Comm").address
                 self._launch = self._bound()
+                copies = rooms.CopyStream()
+                undo.callback(copies.close)
+                self.rooms = Rooms(allocator, self, self.port, copies)
             self._undo = undo.pop_all()
         self.values = self._memory.words
         self.port.host, self.port.words = ctypes.addressof(self.values), self._on_gpu

@@ -36,7 +36,7 @@ def test_a_failed_allocation_frees_the_rooms_of_one_message(monkeypatch):
 
     monkeypatch.setattr(rooms, "collect", collect)
     blocks = SimpleNamespace(remove=removed.append)
-    made = rooms.Rooms(SimpleNamespace(release=released.append), blocks, None)
+    made = rooms.Rooms(SimpleNamespace(release=released.append), blocks, None, None)
     for number, block in enumerate(("first", "second")):
         made._rooms[number] = None, MagicMock()
         made._used.rooms[number] = number
