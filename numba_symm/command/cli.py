@@ -9,7 +9,6 @@
 - ``doctor`` checks this machine, and says what to do.
 - ``soak`` makes calls for minutes while ranks fail, and checks everything.
 - ``explore`` runs a program in all orders of its communication, without a GPU.
-- ``completion`` prints a script with which a shell completes these commands.
 """
 
 import argparse
@@ -179,7 +178,6 @@ def _main(argv: Sequence[str]) -> int:
         "doctor": _doctor,
         "status": _status,
         "tune": _tune,
-        "completion": _completion,
         "run": lambda options: _run(options, flags),
     }
     try:
@@ -317,15 +315,6 @@ def _add_others(commands: Any) -> None:
         help="measure collectives on the ranks of the mpirun that started it; "
         "`run -n 4 -m numba_symm.bench` also starts the ranks",
     )
-    completion = commands.add_parser(
-        "completion",
-        help="print a script with which a shell completes these commands",
-        description="Print a script with which a shell completes the commands, their "
-        'options and files: eval "$(numba-symm completion bash)" in ~/.bashrc, or keep '
-        "the output in a file. Needs the package shtab.",
-        allow_abbrev=False,
-    )
-    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
 
 
 def _add_doctor(commands: Any) -> None:
@@ -421,35 +410,6 @@ def _compile(argv: Sequence[str]) -> int:
         _tell("numba-symm compile: interrupted; the compiled kernels are in the cache")
         return 130
     return 0
-
-
-def _completion(options: argparse.Namespace) -> int:
-    """Print what the shell runs to complete commands, options and files."""
-    try:
-        import shtab
-    except ImportError as error:
-        raise SymmError(
-            "completion: expected the package shtab, got none; pip install shtab"
-        ) from error
-    from numba_symm.bench import options as bench  # import many packages
-    from numba_symm.command import compiling, soak
-
-    made = _parser()
-    commands: Any = next(each for each in made._actions if each.dest == "command")
-    commands.choices["bench"], operations = bench.parser(BENCH)
-    own = {"compile": compiling, "soak": soak}
-    commands.choices |= {name: module.parser() for name, module in own.items()}
-    commands.choices["explore"] = _explore_parser()
-    for each in (*commands.choices.values(), *operations.choices.values()):
-        for action in each._actions:
-            if action.metavar == "FILE" or action.dest in _FILES:
-                action.complete = shtab.FILE
-    print(shtab.complete(made, options.shell))
-    return 0
-
-
-_FILES = "program", "arguments", "json", "image"
-"""Arguments that are files or may be, besides those with the metavar FILE."""
 
 
 def _tune(options: argparse.Namespace) -> int:

@@ -256,44 +256,6 @@ def test_wrong_usage_exits_with_code_2(words, capsys):
     assert ("expected `--` after" if "-x" in words else "usage: numba-symm") in shown
 
 
-COMPLETES = """
-source "$1"
-for words in "numba-symm st" "numba-symm run --sim" "numba-symm bench all_re" \\
-    "numba-symm explore --comp" "numba-symm bench scan --again" \\
-    "numba-symm run -n 2 ./pro"
-do
-    COMP_WORDS=($words) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()
-    _shtab_numba_symm
-    echo "${COMPREPLY[@]}"
-done
-"""
-
-
-def test_bash_completes_commands_options_and_files(tmp_path, capsys):
-    pytest.importorskip("shtab")
-    assert cli.main(["completion", "bash"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-    (tmp_path / "program.py").touch()
-    shown = subprocess.run(
-        ["bash", "-c", COMPLETES, "bash", "./script"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    commands, options, operations, *found = map(str.split, shown.stdout.splitlines())
-    assert commands == ["status"], shown.stderr
-    assert options == ["--simulate"]
-    assert {"all_reduce", "all_reduce_int8"} <= set(operations)
-    assert found == [["--complete"], ["--against"], ["./program.py"]]
-
-
-def test_completion_names_the_package_that_it_needs(monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "shtab", None)
-    assert cli.main(["completion", "bash"]) == 1
-    assert "pip install shtab" in capfd.readouterr().err
-
-
 def test_a_misspelt_command_is_answered_by_the_nearest_one(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["statsu"])

@@ -36,7 +36,6 @@ LAZY = {
     ("collectives.kernel_set", "collectives.protocols.tokens"): "few have experts",
     ("collectives.lifetime", "collectives.tuned"): "needs a communicator",
     ("command.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
-    ("command.cli", "bench.options"): "`run` and `info` need none of its libraries",
     ("command.cli", "bench.tune"): "`run` and `info` need none of its libraries",
     ("command.cli", "command.compiling"): "`run` needs none of its libraries",
     ("command.cli", "command.doctor"): "`run` needs none of its libraries",
