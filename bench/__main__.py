@@ -11,20 +11,18 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mpi4py.run import set_abort_status
 
 import numba_symm as ns
-from numba_symm.bench import cold, measure, options, report
+from numba_symm.bench import measure, options, report
 from numba_symm.bench.bench_operations import OPERATIONS
-from numba_symm.bench.cold import Overlap, Product, new_product
 from numba_symm.bench.contenders import Contender, load
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer, new_stream
+from numba_symm.bench.overlap import Overlap, Product, new_product
 from numba_symm.bench.report import (
     EagerReport,
     OverlapReport,
@@ -57,10 +55,6 @@ def main(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
         name: the command's name in its usage.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["plot"]:  # needs no MPI
-        asked = options.parse(argv, name)
-        _save(asked.run, None, asked.image)
-        return 0
     from mpi4py import MPI
 
     ranks = MPI.COMM_WORLD
@@ -68,37 +62,13 @@ def main(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
     os.environ.update(report.NVLS_OFF)  # before any library that reads them loads
     if asked.islands:
         measure.pretend(asked.islands, ranks)
-    if not asked.cold:
-        return _measured(asked, ranks, shlex.join(argv))
-    with cold.kernel_cache(asked.cache, ranks) as kernels:
-        return _measured(asked, ranks, shlex.join(argv), kernels)
-
-
-def _measured(
-    asked: argparse.Namespace, ranks: Any, command: str, kernels: str = ""
-) -> int:
-    """Make the communicator, measure, and return the exit code.
-
-    Args:
-        asked: the options.
-        ranks: the mpi4py communicator.
-        command: the arguments, for the header.
-        kernels: with ``--cold``, a description of the kernel cache.
-    """
-    begun = time.perf_counter()
     try:
         comm = ns.Communicator(ranks)
     except SymmError as error:  # on all ranks
         _say(ranks, f"numba_symm.bench: {error}", file=sys.stderr)
         return 1
     with comm:
-        if asked.cold:
-            operation, ours = OPERATIONS[asked.command], Ours(comm, plain=asked.plain)
-            given = operation, asked, comm, ours.allocate, begun, ranks
-            first = cold.first_call(*given)
-            wrong = _Benchmark(asked, comm, ranks, command).cold(first, kernels)
-        else:
-            wrong = _Benchmark(asked, comm, ranks, command).sweep()
+        wrong = _Benchmark(asked, comm, ranks, shlex.join(argv)).sweep()
     return 1 if wrong else 0
 
 
@@ -148,7 +118,9 @@ class _Benchmark:
                 "missing": missing,
                 "rows": rows,
             }
-            _save(run, asked.json, asked.plot)
+            if asked.json:
+                asked.json.write_text(json.dumps(run, indent=1) + "\n")
+                print(written(asked.json))
         for each in others:  # not after an error, as close waits for all ranks
             each.close()
         return wrong_elements(rows)
@@ -198,33 +170,6 @@ class _Benchmark:
         _say(self._ranks, *table.footer(rows))
         return rows
 
-    def cold(self, first: cold.First, kernels: str) -> int:
-        """Make 400 calls, and return the number of wrong elements.
-
-        Args:
-            first: what the first call took.
-            kernels: a description of the kernel cache.
-        """
-        asked, ranks = self._asked, self._ranks
-        self._facts["kernel_cache"] = kernels
-        self._header([], {})
-        allocate = self._ours.allocate
-        calls = cold.ColdCalls(asked, self._comm, ranks, self._stream, allocate)
-        records = list(calls)
-        _say(ranks, *cold.report(asked.command, first, records))
-        if ranks.rank == 0:
-            run = {
-                "operation": self._operation.name,
-                "command": self._command,
-                "facts": self._facts,
-                "first": first.total,
-                "first_parts": first._asdict(),
-                "summary": cold.summary(records),
-                "calls": records,
-            }
-            _save(run, asked.json, None)
-        return wrong_elements([records])
-
     def _header(self, others: Sequence[Contender], missing: dict[str, str]) -> None:
         known = self._facts
         versions = ", ".join(f"{a} {b}" for a, b in known["versions"].items())
@@ -234,8 +179,6 @@ class _Benchmark:
         if graphs and not self._asked.overlap:
             mode += ", and eager"
         times = f"{mode}; median of the slowest rank's times"
-        if self._asked.cold:
-            times = f"kernel cache: {known['kernel_cache']}; the slowest rank's times"
         lines = [
             f"numba_symm.bench {self._command}",
             f"commit {known['commit']}, seed {self._asked.seed}",
@@ -259,15 +202,6 @@ class _Benchmark:
         lines += [f"{each.name}: {each.version}" for each in (self._ours, *others)]
         lines += [f"{name}: missing, {reason}" for name, reason in missing.items()]
         _say(self._ranks, *(f"# {line}" for line in lines))
-
-
-def _save(run: dict[str, Any], file: Path | None, image: Path | None) -> None:
-    if file:
-        file.write_text(json.dumps(run, indent=1) + "\n")
-        print(written(file))
-    if image:
-        report.draw(run, image)
-        print(written(image))
 
 
 if __name__ == "__main__":

@@ -15,9 +15,7 @@ from numba_symm.bench.bench_operations import (
     BenchOperation,
 )
 from numba_symm.bench.contenders import CONTENDERS, EAGER
-from numba_symm.bench.report import NoRun, load
 from numba_symm.environment import SIMULATED
-from numba_symm.gpu import loads
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -33,12 +31,6 @@ EAGER_CALLS = 200
 
 SIDE = 8192
 """The default of ``--side``: large programs have such matrices."""
-
-UNUSED = {
-    "cold": ("-f", "-i", "-o", "-n", "-w", "-G", "--against", "--algorithm"),
-    "overlap": ("-w",),
-}
-"""For each kind of run, the options without effect, which are refused with it."""
 
 
 class _Noted(argparse.Action):
@@ -64,12 +56,10 @@ def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
 
     Returns:
         ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names.
-        The run that ``plot`` draws is in ``run``.
     """
     made, commands = parser(name)
     options = made.parse_args(argv)
-    complete = _complete_plot if options.command == "plot" else _complete
-    complete(commands.choices[options.command], options)
+    _complete(commands.choices[options.command], options)
     return options
 
 
@@ -79,9 +69,6 @@ def parser(name: str) -> tuple[Parser, "argparse._SubParsersAction[Parser]"]:
     commands = made.add_subparsers(dest="command", metavar="OPERATION", required=True)
     for each in OPERATIONS.values():
         _add(commands, each)
-    plot = commands.add_parser("plot", help="draw a recorded run")
-    plot.add_argument("json", type=Path, help="a file written by --json")
-    plot.add_argument("image", type=Path, help="such as r.png or r.svg")
     return made, commands
 
 
@@ -124,9 +111,9 @@ def _add(
 
 def _add_messages(parser: argparse.ArgumentParser, operation: BenchOperation) -> None:
     """Add what the messages are: sizes, types and reductions."""
-    parser.set_defaults(reductions=(NO_REDUCTION,), window=1)
+    parser.set_defaults(types=("float",), reductions=(NO_REDUCTION,), window=1)
     if not operation.sized:
-        defaults = {"first": 1, "last": 1, "factor": 2, "step": None, "types": None}
+        defaults = {"first": 1, "last": 1, "factor": 2, "step": None}
         parser.set_defaults(**defaults)
         return
     add = parser.add_argument
@@ -168,8 +155,9 @@ def _add_messages(parser: argparse.ArgumentParser, operation: BenchOperation) ->
         dest="types",
         metavar="TYPE,…",
         type=_names(operation.types),
+        default=("float",),
         help=f"element types: some of {', '.join(operation.types)}, or all "
-        "(default float; with --cold: float,int32)",
+        "(default float)",
     )
     if operation.reductions:
         add(
@@ -294,37 +282,16 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         help="with --overlap and torch: the multiprocessors that the product leaves to "
         "the calls",
     )
-    kind.add_argument(
-        "--cold",
-        action="store_true",
-        help="instead of a table by size, time a program's first calls with an empty "
-        "kernel cache: the first call of a new communicator, then 400 calls of ten "
-        "operations with sizes from -b to -e",
-    )
-    add(
-        "--cache",
-        type=Path,
-        metavar="FOLDER",
-        help="with --cold: a folder that keeps the kernel cache; a second run with the "
-        "same folder loads the kernels that the first run compiled",
-    )
     add("--seed", type=at_least(0), help="seed of the random numbers (default random)")
     add("--json", type=Path, metavar="FILE", help="write all measurements to a file")
-    drawn = "draw them to a file, such as r.png"
-    kind.add_argument("--plot", type=Path, metavar="FILE", help=drawn)
 
 
 def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuse contradictory options, and set those that depend on others."""
-    operation = OPERATIONS[options.command]
-    if not operation.sized and (options.cold or options.plot):
-        parser.error(f"{operation.name} has no sizes; omit --cold and --plot")
     if options.first > options.last:
         parser.error(
             f"expected -b of at most -e, got -b {options.first} -e {options.last}"
         )
-    if options.window > 1 and options.cold:
-        parser.error("--cold makes single calls; omit --window")
     if options.eager:
         _complete_eager(parser, options)
     if options.overlap:
@@ -332,20 +299,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     elif options.leave or options.side:
         given = "--leave" if options.leave else "--side"
         parser.error(f"{given} needs --overlap")
-    if options.cache and not options.cold:
-        parser.error("--cache needs --cold")
-    for kind, unused in UNUSED.items():
-        words = " and ".join(name for name in unused if name in options.given)
-        if getattr(options, kind) and words:
-            parser.error(f"--{kind} does not use {words}; omit {words}")
-    if options.cache and not loads.is_writable(options.cache):
-        parser.error(f"expected a folder that you can write, got {options.cache}")
     if options.json:
         _check_file(parser, options.json)
-    if options.plot:
-        check_image(parser, options.plot)
-    usual = ("float", "int32") if options.cold else ("float",)
-    options.types = options.types or usual
     if options.seed is None:
         options.seed = secrets.randbits(32)
 
@@ -371,20 +326,11 @@ def _complete_overlap(
 ) -> None:
     if not options.replays:
         parser.error("--overlap replays graphs; pass -G 1 or more")
+    if "-w" in options.given:
+        parser.error("--overlap does not use -w; omit -w")
     if (options.leave or options.side) and not torch_multiplies():
         given = "--leave" if options.leave else "--side"
         parser.error(f"{given} needs torch and a GPU; omit it")
-
-
-def _complete_plot(
-    parser: argparse.ArgumentParser, options: argparse.Namespace
-) -> None:
-    """Read the run, or refuse the file."""
-    try:
-        options.run = load(options.json)
-    except NoRun as error:
-        parser.error(str(error))
-    check_image(parser, options.image)
 
 
 def _check_file(parser: argparse.ArgumentParser, file: Path) -> None:
@@ -392,24 +338,6 @@ def _check_file(parser: argparse.ArgumentParser, file: Path) -> None:
     place = file if file.exists() else file.absolute().parent
     if file.is_dir() or not os.access(place, os.W_OK):
         parser.error(f"expected a file that you can write, got {file}")
-
-
-def check_image(parser: argparse.ArgumentParser, image: Path) -> None:
-    """Refuse an image that cannot be drawn or written."""
-    _check_file(parser, image)
-    if importlib.util.find_spec("matplotlib") is None:
-        parser.error(f"{image} needs matplotlib; pip install matplotlib")
-    known = _formats()
-    if image.suffix[1:].lower() not in known:
-        parser.error(
-            f"expected an image whose suffix is one of {', '.join(known)}, got {image}"
-        )
-
-
-def _formats() -> list[str]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    return sorted(FigureCanvasAgg.get_supported_filetypes())
 
 
 def nbytes(text: str) -> int:

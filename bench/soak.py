@@ -55,8 +55,8 @@ from numba_symm.bench.bench_operations import (
     EnqueueOn,
     Tiled,
 )
-from numba_symm.bench.cold import Product, new_product
 from numba_symm.bench.measure import new_stream
+from numba_symm.bench.overlap import Product, new_product
 from numba_symm.bench.soak_marks import FAILURES, JobMarks, SoakJob, Watch
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.communicator import inside

@@ -111,15 +111,6 @@ def test_calls_beside_a_product_are_right(measured, more):
         assert 1 < products / calls < 9
 
 
-def test_first_calls_are_right(measured):
-    code, found = measured("--cold", "-e", "4M")
-    assert code == 0
-    assert len(found["calls"]) == 400
-    assert found["first"] > 0
-    over = sum(each["milliseconds"] > 50 for each in found["calls"])
-    assert found["summary"]["over"] == over
-
-
 def test_a_capture_that_raises_is_ended(world):
     """Also one that a query has invalidated, as a call of the library may do."""
     stream = new_stream()

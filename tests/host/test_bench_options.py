@@ -89,23 +89,13 @@ def test_the_messages_of_a_window_count_together():
     assert kinds == [(320, (80, 80), 5), (1280, (320, 320), 5)]
 
 
-def test_first_calls_are_of_two_types_by_default():
-    assert options.parse(["all_reduce", "--cold"]).types == ("float", "int32")
-    assert options.parse(["all_reduce", "--cold", "-d", "half"]).types == ("half",)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--cold -b 1K -e 1M -d half -c 0 --plain --islands 2 --seed 1",
-        "--overlap -f 2 -o max -n 9 -G 1 -c 0 --against mpi --algorithm all --plain",
-    ],
-)
-def test_options_that_a_kind_of_run_uses_are_taken(line):
+def test_options_that_have_a_value_are_noted():
+    line = "--overlap -f 2 -o max -n 9 -G 1 -c 0 --against mpi --algorithm all --plain"
     given = [word for word in line.split() if word[0] == "-"]
-    flags = {"--cold", "--overlap", "--plain"}
     asked = options.parse(["all_reduce", *line.split()])
-    assert list(asked.given) == [name for name in given if name not in flags]
+    assert list(asked.given) == [
+        name for name in given if name not in {"--overlap", "--plain"}
+    ]
 
 
 @pytest.mark.parametrize("name", MOVING)
@@ -167,31 +157,17 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --algorithm ring", "expected some of"),
         ("all_reduce --json /not/there/r.json", "can write, got /not/there/r.json"),
         ("all_reduce --json /", "that you can write, got /"),
-        ("all_reduce --overlap --plot r.png", "--plot: not allowed with"),
         ("all_reduce --overlap -G 0", "--overlap replays graphs; pass -G 1 or more"),
         ("all_reduce --leave 8", "--leave needs --overlap"),
         ("all_reduce --side 8", "--side needs --overlap"),
         ("all_reduce --overlap --leave 0", "expected a number of at least 1, got '0'"),
-        ("all_reduce --cold --overlap", "--overlap: not allowed with"),
-        ("all_reduce --cache /tmp", "--cache needs --cold"),
-        ("all_reduce --cold --cache /dev/null", "that you can write, got /dev/null"),
-        ("all_reduce --cold --cache /dev/null/new", "can write, got /dev/null/new"),
-        ("scan --cold --agai mpi", "--cold does not use --against; omit --against"),
-        ("all_reduce --cold -f 4", "--cold does not use -f; omit -f"),
-        ("scan --cold -i 1K -n5 -w 5 -G 20", "not use -i and -n and -w and -G; omit"),
-        ("scan --cold -o sum --algorithm all", "does not use -o and --algorithm; omit"),
-        ("scan --eager --cold", "--cold: not allowed with"),
+        ("scan --eager --overlap", "--overlap: not allowed with"),
         ("scan --eager -G 0", "--eager takes samples; pass -G 1 or more"),
         ("barrier --overlap -w 5", "--overlap does not use -w; omit -w"),
         ("barrier -b 4", "unrecognized arguments: -b 4"),
-        ("barrier --cold", "barrier has no sizes; omit --cold"),
         ("gather --algorithm direct", "unrecognized arguments: --algorithm direct"),
         ("all_reduce --window 4", "unrecognized arguments: --window 4"),
-        ("sendrecv --window 4 --cold", "makes single calls; omit --window"),
         ("all_reduce -q", "unrecognized arguments: -q"),
-        ("plot r.json", "arguments are required: image"),
-        ("plot /not/there.json r.png", "/not/there.json: No such file or directory"),
-        ("plot / r.png", "/: Is a directory"),
     ],
 )
 def test_wrong_usage_exits_with_code_2_and_the_reason(line, said, capsys):
@@ -220,28 +196,8 @@ def test_help_lists_options_and_choices(capsys):
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith("usage: python -m numba_symm.bench all_reduce ")
-    for words in ("-b SIZE", "-G N", "--against", "nccl-symm", "bfloat16", "--cold"):
+    for words in ("-b SIZE", "-G N", "--against", "nccl-symm", "bfloat16", "--json"):
         assert words in shown
-
-
-def test_plotting_without_matplotlib_is_refused_before_the_run(monkeypatch, capsys):
-    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        options.parse(["all_reduce", "--plot", "r.png"])
-    assert "pip install matplotlib" in capsys.readouterr().err
-    with pytest.raises(SystemExit):  # --cold with --plot never needs matplotlib
-        options.parse(["all_reduce", "--cold", "--plot", "r.png"])
-    assert "--plot: not allowed with argument --cold" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["r.foo", "r"])
-def test_an_image_of_an_unknown_kind_is_refused_before_the_run(name, capsys):
-    pytest.importorskip("matplotlib")
-    with pytest.raises(SystemExit):
-        options.parse(["all_reduce", "--plot", name])
-    shown = capsys.readouterr().err
-    assert "expected an image whose suffix is one of " in shown
-    assert f"png, ps, raw, rgba, svg, svgz, tif, tiff, webp, got {name}\n" in shown
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_run(
@@ -258,7 +214,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_run(
         assert asked.pop() == (checked, os.W_OK)
 
 
-@pytest.mark.parametrize("words", [["-h"], ["plot", "-h"]])
+@pytest.mark.parametrize("words", [["-h"], ["scan", "-h"]])
 def test_numba_symm_bench_passes_its_arguments_on(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", *words])

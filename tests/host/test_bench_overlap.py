@@ -5,8 +5,8 @@ import pytest
 
 from numba_symm.bench import bench_operations, options
 from numba_symm.bench.bench_operations import OPERATIONS
-from numba_symm.bench.cold import Overlap
 from numba_symm.bench.measure import Timer
+from numba_symm.bench.overlap import Overlap
 from numba_symm.bench.report import OverlapReport, wrong_elements
 from tests.host.test_bench_measure import Alone, Library, Slow, Stream
 
@@ -139,7 +139,7 @@ def test_calls_that_cannot_be_captured_are_skipped(monkeypatch):
     class Eager(Library):
         captures = False
 
-    monkeypatch.setattr("numba_symm.bench.cold.SIMULATED", False)
+    monkeypatch.setattr("numba_symm.bench.overlap.SIMULATED", False)
     records, _ = overlapped(monkeypatch, Library(), Eager("eager"))
     skipped, measured = records
     assert (skipped["column"], skipped["way"]) == ("eager", "")

@@ -1,8 +1,5 @@
-import json
-
 import pytest
 
-from numba_symm.bench import __main__ as bench
 from numba_symm.bench import measure, report
 from numba_symm.bench.bench_operations import OPERATIONS
 from numba_symm.bench.report import Report
@@ -41,13 +38,6 @@ def row(nbytes=1 << 20, scale=1.0, **more):
         record("torch", 25.0 * scale, "two_shot", in_place=True),
     ]
     return [each | {"bytes": nbytes, "count": nbytes // 4} | more for each in found]
-
-
-RUN = {
-    "operation": "all_reduce",
-    "facts": {"ranks": 4, "devices": ["NVIDIA H200, PCI 0"] * 4},
-    "rows": [row(1 << n, 2.0 ** (n - 20)) for n in (10, 20, 30)],
-}
 
 
 def text(contenders=("nccl", "torch"), algorithms=()):
@@ -158,97 +148,6 @@ def test_messages_of_a_window_have_a_rate_and_a_size_of_their_own():
     # 64 messages of 16 KiB in 10 and 30 µs
     wanted = f"{1 << 14} 64 6.4 / 209.72 2.133 / 69.91 -"
     assert line.split() == wanted.split()
-
-
-def test_a_plot_has_a_line_for_each_contender_with_its_best_times():
-    found = report.lines(RUN)
-    assert list(found) == ["numba_symm", "nccl", "torch"]
-    assert [size for size, _, _ in found["nccl"]] == [1 << 10, 1 << 20, 1 << 30]
-    size, time, bandwidth = found["torch"][1]
-    assert (size, time) == (1 << 20, 15.0)
-    assert bandwidth == pytest.approx((1 << 20) / 15 / 1e3 * 1.5)
-
-
-def test_each_type_has_its_own_line():
-    run = RUN | {"rows": [row(), row(type="half")]}
-    labels = list(report.lines(run))
-    assert {"numba_symm, float sum", "numba_symm, half sum"} <= set(labels)
-
-
-def test_no_two_of_28_lines_look_the_same():
-    """As with --algorithm all, of which each type has a line."""
-    own = ["numba_symm, float sum", "numba_symm, half sum"]
-    others = [f"numba_symm_{number}" for number in range(28)]
-    looks = [sorted(style.items()) for style in report.styles(own + others)]
-    assert all(looks.count(look) == 1 for look in looks)
-    red = report.OURS["color"]
-    assert [dict(look)["color"] == red for look in looks] == [True] * 2 + [False] * 28
-
-
-def test_a_recorded_run_is_drawn_without_mpi(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    file, image = tmp_path / "r.json", tmp_path / "r.png"
-    file.write_text(json.dumps(RUN))
-    monkeypatch.setitem(bench.sys.modules, "mpi4py.MPI", None)
-    assert bench.main(["plot", str(file), str(image)]) == 0
-    assert image.read_bytes().startswith(b"\x89PNG")
-    assert image.stat().st_size > 10_000
-    assert capsys.readouterr().out == f"# written to {image}\n"
-    assert bench.main(["plot", str(file), str(tmp_path / "r.svg")]) == 0
-    drawn = (tmp_path / "r.svg").read_text()
-    assert "<svg" in drawn
-
-
-EMPTY = {"operation": "reduce", "facts": {"ranks": 2, "devices": []}, "rows": []}
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "is not JSON: Expecting value"),
-        (b"# numba_symm.bench all_reduce", "is not JSON: Expecting value"),
-        (b"\x89PNG\r\n", "is not JSON: 'utf-8' codec"),
-        (b"[]", "contains no run; pass a file that --json has written without --cold"),
-        (b"3", "contains no run"),
-        (b'{"name": "something else"}', "contains no run"),
-        (json.dumps(RUN | {"operation": "median"}).encode(), "contains no run"),
-        (json.dumps(EMPTY).encode(), "contains no run"),
-    ],
-)
-def test_plot_refuses_a_file_without_a_run(content, said, tmp_path, capsys):
-    file = tmp_path / "r.json"
-    file.write_bytes(content)
-    with pytest.raises(SystemExit) as ended:
-        bench.main(["plot", str(file), str(tmp_path / "r.png")])
-    assert ended.value.code == 2
-    assert f"error: {file} {said}" in capsys.readouterr().err
-
-
-def test_plot_refuses_a_folder_that_does_not_exist(tmp_path, capsys):
-    file = tmp_path / "r.json"
-    file.write_text(json.dumps(RUN))
-    with pytest.raises(SystemExit) as ended:
-        bench.main(["plot", str(file), "/not/there/r.png"])
-    assert ended.value.code == 2
-    wanted = "error: expected a file that you can write, got /not/there/r.png"
-    assert wanted in capsys.readouterr().err
-
-
-def test_the_title_has_the_operation_and_the_devices():
-    assert report.title(RUN) == "all_reduce, float sum, 4 x NVIDIA H200"
-    moved = RUN | {"operation": "broadcast", "rows": [row(op="none")]}
-    assert report.title(moved) == "broadcast, float, 4 x NVIDIA H200"
-    moved["rows"] += [row(op="none", type="half")]
-    assert report.title(moved) == "broadcast, several types, 4 x NVIDIA H200"
-    assert {"numba_symm, float", "numba_symm, half"} <= set(report.lines(moved))
-
-
-@pytest.mark.parametrize(
-    ("size", "wanted"),
-    [(512, "512"), (1 << 10, "1K"), (1 << 22, "4M"), (3 << 29, "1.5G")],
-)
-def test_sizes_have_a_suffix(size, wanted):
-    assert report.human(size) == wanted
 
 
 def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):

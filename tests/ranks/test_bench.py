@@ -12,7 +12,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import cold, tune
+from numba_symm.bench import overlap, tune
 from numba_symm.bench.bench_operations import OPERATIONS
 from numba_symm.bench.contenders.as_mpi4py import STAGED
 from numba_symm.bench.options import torch_multiplies
@@ -240,8 +240,8 @@ def test_one_wrong_element_on_one_rank_fails_the_run_on_all(
 @on_few_numbers
 def test_calls_beside_a_product_are_right(world, folder, shown, monkeypatch):
     if SIMULATED:  # its times mean nothing, so one product is beside each graph
-        monkeypatch.setattr(cold.Overlap, "_typical", lambda *given: 1.0)
-        monkeypatch.setattr(cold, "PRODUCTS", 1)
+        monkeypatch.setattr(overlap.Overlap, "_typical", lambda *given: 1.0)
+        monkeypatch.setattr(overlap, "PRODUCTS", 1)
     file = folder / "r.json"
     small = [*SMALL[:2], *SMALL[4:]]  # nothing is warmed up
     assert run("-b", 64, "-e", 64, *small, "--overlap", "--json", file) == 0
@@ -264,36 +264,6 @@ def test_calls_beside_a_product_are_right(world, folder, shown, monkeypatch):
         assert min(record["calls"], record["products"]) >= 1
         for name in ("collective", "product", "calls_first", "products_first"):
             assert 0 < record[name]["min"] <= record[name]["median"]
-
-
-@on_few_numbers
-def test_first_calls_are_right_and_recorded(world, folder, shown, monkeypatch):
-    monkeypatch.setattr("numba_symm.bench.cold.CALLS", 20)
-    before = os.environ.get("XDG_CACHE_HOME")
-    file = folder / "r.json"
-    words = ["--cold", "-b", 300, "-e", 2000, "--json", file]
-    assert run(*words, "--cache", folder) == 0
-    assert os.environ.get("XDG_CACHE_HOME") == before
-    (text, *_) = shown()
-    assert "# kernel cache: files at the start: 0; " in text.out
-    assert "to the end of the first all_reduce: " in text.out
-    assert "# 20 calls: " in text.out
-    assert "# Out of bounds values : 0 OK" in text.out
-    found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
-    parts = found["first_parts"]
-    assert min(parts.values()) > 0
-    assert found["first"] == pytest.approx(sum(parts.values()) - parts["construction"])
-    kinds = {(each["operation"], each["type"]) for each in found["calls"]}
-    assert len(kinds) == len(found["calls"]) == 20
-    assert all(each["wrong"] == 0 < each["milliseconds"] for each in found["calls"])
-
-
-@on_few_numbers
-def test_a_wrong_first_call_fails_the_run_on_all(world, shown, monkeypatch):
-    monkeypatch.setattr("numba_symm.bench.cold.CALLS", 10)
-    spoil(monkeypatch, world, lambda *words: True)
-    assert run("--cold", "-d", "float", "-e", 1024) == 1
-    assert "# Out of bounds values : 1 FAILED" in shown()[0].out
 
 
 def test_wrong_usage_is_shown_by_one_rank_and_exits_all_with_code_2(shown):
