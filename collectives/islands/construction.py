@@ -75,8 +75,7 @@ class IslandsBinder(Binder):
         """
         if isinstance(call.op, UserOperator) and not call.op.commutative:
             self._refuse_interleaved(operation.name)
-        found = moves.call(self._site, operation, call)
-        return found or Series(*STEPS[operation.name](self._site, call))
+        return Series(*STEPS[operation.name](self._site, call))
 
     def _refuse_interleaved(self, what: str) -> None:
         """Raise ArgumentError if an island's ranks are not consecutive."""

@@ -25,7 +25,7 @@ from numba_symm.collectives.protocols.binding import (
 from numba_symm.collectives.protocols.credit import Message
 from numba_symm.collectives.protocols.workspace import HELD, VECTOR, divide_up
 from numba_symm.dtypes import Element
-from numba_symm.engines.protocol import Collective, Parcel
+from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CollectiveError
 from numba_symm.gpu import streams
@@ -259,14 +259,6 @@ class Site:
 
         nbytes = sum(each.nbytes for each in sends)
         return [_ByEngine(self, what, nbytes, enqueue)]
-
-    def collective(self, work: Collective, nbytes: int) -> Enqueue:
-        """Return a collective of the engine's, in which this rank sends some bytes."""
-        enqueue = self.islands.engine.collectives[work.name]
-        order = self.end.order
-        return _ByEngine(
-            self, work.name, nbytes, lambda stream: enqueue(work, stream, order)
-        )
 
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]

@@ -14,7 +14,7 @@ from numba_symm.engines.mpi import (
     Pinned,
     reads_gpu_memory,
 )
-from numba_symm.engines.protocol import Collective, Engine, Parcel
+from numba_symm.engines.protocol import Engine, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError, CollectiveError
 from numba_symm.gpu import streams
@@ -187,9 +187,6 @@ def partners(islands: Joined) -> tuple[list[int], list[int]]:
 def prove(islands: Joined, engine: Engine) -> None:
     """Send a message along the rails, and check what arrives. Collective.
 
-    Between islands of one rank, use each of the engine's collectives, too. Otherwise,
-    hosts would wait for each other in the first calls.
-
     Raises:
         SymmError: on all ranks, if a step failed or a byte is wrong on any.
     """
@@ -217,9 +214,6 @@ def prove(islands: Joined, engine: Engine) -> None:
                             f"expected {_pattern(peer).hex()}, which rank {peer} sent, "
                             f"got {found.hex()}"
                         )
-            if max(map(len, islands.parts)) == 1:
-                with _tried(islands, what):  # after all ranks have checked the bytes
-                    _connect(engine, block.address, rank)
         except BaseException:
             undo.pop_all()
             engine.keep(block)  # the engine may still access the memory
@@ -243,18 +237,6 @@ def _tried(islands: Joined, what: str) -> Iterator[None]:
     except BaseException as error:
         islands.abandon(error, what)
         raise
-
-
-def _connect(engine: Engine, address: int, rank: int) -> None:
-    """Use each collective, on 8 bytes of each rank at an address, in place."""
-    own = address + 8 * rank
-    places = {"all_gather": (own, address), "reduce_scatter": (address, own)}
-    for name, enqueue in engine.collectives.items():
-        source, target = places.get(name, (address, address))
-        op = "" if name in ("all_gather", "broadcast") else "max"
-        kind, number = ("int64", 1) if op else ("uint8", 8)
-        work = Collective(name, source, target, number, kind, op, 0)
-        enqueue(work, LEGACY_DEFAULT, None)
 
 
 def _pattern(source: int) -> bytes:

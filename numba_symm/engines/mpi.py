@@ -8,15 +8,14 @@ otherwise the bytes pass through pinned host memory, in chunks.
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from threading import Thread
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from numba_symm import process
-from numba_symm.engines.protocol import EnqueueCollective, Parcel
+from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CallMismatch
 from numba_symm.gpu import driver, streams
@@ -163,7 +162,6 @@ class MpiEngine:
     name = "mpi"
     capturable = False
     multiprocessors = 0
-    collectives: Mapping[str, EnqueueCollective] = MappingProxyType({})
 
     def __init__(
         self,

@@ -11,12 +11,12 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from numba_symm.engines.deadline import Deadline, TimedExchange
-from numba_symm.engines.protocol import Collective, EnqueueCollective, Parcel
+from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError, CollectiveError, RankLeft
 from numba_symm.gpu import streams
@@ -30,11 +30,7 @@ CURE = (
 )
 
 _SUCCESS, _REMOTE_ERROR, _IN_PROGRESS = 0, 6, 7  # ncclResult_t
-_KINDS = dict(int8=0, uint8=1, int32=2, uint32=3, int64=4, uint64=5, float32=7)
-"""ncclDataType_t"""
-_BYTES = _KINDS["uint8"]
-_OPERATORS = {"sum": 0, "prod": 1, "max": 2, "min": 3}  # ncclRedOp_t
-_COLLECTIVES = "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"
+_BYTES = 1  # ncclUint8
 _GRACE = 0.06  # seconds: three looks of the watchdog
 _POLLS = 200  # polls of NCCL's state, before a wait that looks for failures
 _EXIT = 2.0  # seconds that the end of the program waits for threads in NCCL
@@ -106,22 +102,8 @@ class _Aborted(Exception):
     """NCCL's communicator was aborted."""
 
 
-class _Work(NamedTuple):
-    """Work of NCCL's.
-
-    Attributes:
-        peers: the ranks that it is with.
-        connections: what NCCL connects when it is used for the first time.
-        enqueue: ``(communicator, stream)`` calls NCCL.
-    """
-
-    peers: tuple[int, ...]
-    connections: set[tuple[Any, ...]]
-    enqueue: Callable[[Any, int], None]
-
-
 class NcclEngine:
-    """Moves bytes by NCCL's sends, receives and collectives. Collective.
+    """Moves bytes by NCCL's sends and receives. Collective.
 
     Args:
         unique: the identifier of :func:`unique_id`, the same on all ranks.
@@ -152,17 +134,13 @@ class NcclEngine:
     ):
         self.version = found().version
         self.multiprocessors = multiprocessors
-        self.collectives: Mapping[str, EnqueueCollective] = dict.fromkeys(
-            _COLLECTIVES, self._collective
-        )
         self._rank = rank
-        self._others = tuple(each for each in range(size) if each != rank)
         self._wait, self._look, self._operation = wait, look, operation
         self._deadline, self._questions = deadline, questions
         self._asks = False  # whether it finds out which rank NCCL's error is about
         self._captured = False
         self._alone = math.inf  # from when on NCCL's error counts as the cause
-        self._connected: set[tuple[Any, ...]] = set()
+        self._connected: set[tuple[str, int]] = set()
         # Reentrant, because a finalizer may abort, too.
         self._lock = threading.RLock()  # NCCL takes one call at a time
         self._ending: threading.Thread | None = None
@@ -193,47 +171,9 @@ class NcclEngine:
         """
         sends = [each for each in sends if each.nbytes]
         receives = [each for each in receives if each.nbytes]
-        connections: set[tuple[Any, ...]] = {("to", each.peer) for each in sends}
-        connections |= {("from", each.peer) for each in receives}
-        peers = tuple(sorted({peer for _, peer in connections}))
-
-        def enqueue(comm: Any, stream: int) -> None:
-            for peer, address, nbytes in receives:
-                self._nccl.recv(address, nbytes, _BYTES, peer, comm, stream)
-            for peer, address, nbytes in sends:
-                self._nccl.send(address, nbytes, _BYTES, peer, comm, stream)
-
-        self._run(_Work(peers, connections, enqueue), stream, beside, order)
-
-    def _collective(
-        self, work: Collective, stream: int, order: StreamOrder | None
-    ) -> None:
-        """Enqueue a collective. See :class:`Engine`.
-
-        NCCL connects what its algorithm needs, which depends on the bytes.
-        """
-        name, source, target, number, kind, op, root = work
-        of_call = [source, target, number, _KINDS[kind]]
-        of_call += [_OPERATORS[op]] if op else []
-        of_call += [root] if name in ("broadcast", "reduce") else []
-
-        def enqueue(comm: Any, stream: int) -> None:
-            getattr(self._nccl, name)(*of_call, comm, stream)
-
-        connections: set[tuple[Any, ...]] = {(name, number.bit_length(), kind, op)}
-        self._run(_Work(self._others, connections, enqueue), stream, None, order)
-
-    def _run(
-        self,
-        work: _Work,
-        stream: int,
-        beside: Callable[[int], None] | None,
-        order: StreamOrder | None,
-    ) -> None:
-        """Enqueue work of NCCL's, on a stream that its thread can use."""
         # NCCL enqueues in a thread of its own, which has another per-thread stream.
         if beside is None and streams.named(stream) != streams.PER_THREAD:
-            self._enqueue(work, stream)
+            self._enqueue(sends, receives, stream)
             return
         assert order is not None
         side = order.across
@@ -241,14 +181,19 @@ class NcclEngine:
         with side.joined(stream):
             if beside is not None:
                 beside(stream)
-            self._enqueue(work, side.stream)
+            self._enqueue(sends, receives, side.stream)
             side.mark(0)
             side.lead(stream, 0)
 
-    def _enqueue(self, work: _Work, stream: int) -> None:
-        if not work.peers:
+    def _enqueue(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: int
+    ) -> None:
+        connections = {("to", each.peer) for each in sends}
+        connections |= {("from", each.peer) for each in receives}
+        if not connections:
             return
-        exchange = TimedExchange(self._operation(), work.peers)
+        peers = tuple(sorted({peer for _, peer in connections}))
+        exchange = TimedExchange(self._operation(), peers)
         captured = streams.is_capturing(stream)
         self._captured = self._captured or captured
         self._deadline.begin(exchange, stream, captured)
@@ -257,11 +202,14 @@ class NcclEngine:
                 comm = self._usable()
                 self._nccl.group_start()
                 try:
-                    work.enqueue(comm, stream)
+                    for peer, address, nbytes in receives:
+                        self._nccl.recv(address, nbytes, _BYTES, peer, comm, stream)
+                    for peer, address, nbytes in sends:
+                        self._nccl.send(address, nbytes, _BYTES, peer, comm, stream)
                 finally:
                     self._nccl.group_end()
-            self._finish(exchange, not work.connections <= self._connected)
-        self._connected |= work.connections
+            self._finish(exchange, not connections <= self._connected)
+        self._connected |= connections
         self._deadline.end(stream, captured)
 
     def _usable(self) -> Any:

@@ -1,6 +1,6 @@
 """What an engine does: it moves bytes between ranks, in the order of a stream."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from numba_symm.errors import CollectiveError
@@ -21,32 +21,6 @@ class Parcel(NamedTuple):
     nbytes: int
 
 
-class Collective(NamedTuple):
-    """A collective between all ranks by the engine itself.
-
-    Attributes:
-        name: the operation, as the communicator names it.
-        source: address of the input.
-        target: address of the output, which may be in place; 0: this rank has none.
-        number: of elements, those of one shard if a rank has several.
-        kind: their type; bytes if nothing is reduced.
-        op: the operator; "" if nothing is reduced.
-        root: the root, if the operation has one.
-    """
-
-    name: str
-    source: int
-    target: int
-    number: int
-    kind: str
-    op: str
-    root: int
-
-
-EnqueueCollective = Callable[[Collective, int, StreamOrder | None], None]
-"""Enqueues a collective on a stream; see :meth:`Engine.exchange`."""
-
-
 class Engine(Protocol):
     """Moves bytes between the ranks of a communicator.
 
@@ -56,14 +30,12 @@ class Engine(Protocol):
         capturable: whether CUDA graphs can capture :meth:`exchange`. If so, it returns
             before the bytes have been moved.
         multiprocessors: how many multiprocessors its kernels occupy.
-        collectives: by operation, what enqueues one of its own.
     """
 
     name: str
     version: str
     capturable: bool
     multiprocessors: int
-    collectives: Mapping[str, EnqueueCollective]
 
     def exchange(
         self,

@@ -122,7 +122,7 @@ def test_graphs(islands, stream, mode, count):
 
 
 @pytest.mark.parametrize("count", [1, 1000, 3 << 20])
-def test_collectives_of_nccl_itself(islands, count):
+def test_calls_between_islands_of_one_rank(islands, count):
     comm = islands
     last, part = comm.size - 1, slice(comm.rank * count, (comm.rank + 1) * count)
     inputs = [

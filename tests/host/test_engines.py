@@ -37,9 +37,9 @@ def test_the_engine_is_what_all_ranks_have(asked, founds, shared, wanted):
 
 
 def trial(monkeypatch, exchange, parts=((0,), (1,))):
-    """Let rank 0 try an engine; return what it freed, kept and used of collectives."""
+    """Let rank 0 try an engine; return what it freed and kept."""
     monkeypatch.setattr(streams, "synchronize", lambda stream: None)
-    freed, kept, used = [], [], []
+    freed, kept = [], []
     peer = parts[1][0]
     backend = types.SimpleNamespace(
         allocate=lambda nbytes: types.SimpleNamespace(address=800),
@@ -52,16 +52,14 @@ def trial(monkeypatch, exchange, parts=((0,), (1,))):
         exchange=types.SimpleNamespace(rank=0, agreed=contextlib.nullcontext),
         look=lambda: None,
     )
-    names = "all_gather", "broadcast", "reduce", "reduce_scatter"
     engine = types.SimpleNamespace(
         name="nccl",
         exchange=exchange,
         keep=kept.append,
-        collectives=dict.fromkeys(names, lambda work, *given: used.append(work)),
     )
     with contextlib.suppress(ns.CollectiveTimeout):
         engines.prove(joined, engine)
-    return freed, kept, used
+    return freed, kept
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -70,17 +68,5 @@ def test_a_trial_that_fails_frees_nothing_that_the_engine_may_use(monkeypatch, f
         if fails:
             raise ns.CollectiveTimeout("rank 1 is late")
 
-    freed, kept, _ = trial(monkeypatch, exchange)
+    freed, kept = trial(monkeypatch, exchange)
     assert (len(freed), len(kept)) == ((0, 1) if fails else (1, 0))
-
-
-def test_a_trial_uses_each_collective_between_islands_of_one(monkeypatch):
-    """They are in place, so that no host waits for another one in a first call."""
-    _, _, used = trial(monkeypatch, lambda *given: None)
-    assert used == [
-        ("all_gather", 800, 800, 8, "uint8", "", 0),
-        ("broadcast", 800, 800, 8, "uint8", "", 0),
-        ("reduce", 800, 800, 1, "int64", "max", 0),
-        ("reduce_scatter", 800, 800, 1, "int64", "max", 0),
-    ]
-    assert not trial(monkeypatch, lambda *given: None, ((0, 1), (2,)))[2]

@@ -14,7 +14,7 @@ from numba_symm import engines
 from numba_symm.engines import nccl
 from numba_symm.engines.deadline import Deadline
 from numba_symm.engines.nccl import CURE, Installation
-from numba_symm.engines.protocol import Collective, Parcel
+from numba_symm.engines.protocol import Parcel
 from numba_symm.gpu import streams
 from numba_symm.launch.waiting import Wait
 
@@ -192,24 +192,6 @@ def test_other_work_of_the_call_runs_beside_it(engine, fake, stream):
 def test_the_default_stream_of_a_thread_is_not_nccls(engine, fake):
     engine.exchange([Parcel(1, 10, 8)], [], streams.PER_THREAD, None, Order(fake.calls))
     assert ("send", 10, 8, 1, 1, "comm", SIDE) in fake.calls
-
-
-@pytest.mark.parametrize(
-    ("name", "more", "wanted"),
-    [
-        ("all_gather", (12, "uint8", "", 0), (12, 1)),
-        ("broadcast", (12, "uint8", "", 3), (12, 1, 3)),
-        ("all_reduce", (3, "float32", "sum", 0), (3, 7, 0)),
-        ("reduce", (3, "int64", "max", 2), (3, 4, 2, 2)),
-        ("reduce_scatter", (3, "uint32", "prod", 0), (3, 3, 1)),
-    ],
-)
-def test_collectives_of_nccl(engine, fake, gpu, name, more, wanted):
-    engine.collectives[name](Collective(name, 10, 20, *more), STREAM, None)
-    calls = [("group_start",), (name, 10, 20, *wanted, "comm", STREAM), ("group_end",)]
-    assert fake.calls == calls
-    assert engine._deadline._exchanges[1].peers == (1, 2, 3)
-    assert gpu.stored == [(STREAM, 1), (STREAM, 0)]
 
 
 def test_an_enqueuing_that_takes_longer_looks_for_failures(engine, fake, ranks):
