@@ -62,7 +62,6 @@ from numba_symm.collectives import kernel_set
 from numba_symm.collectives.communicator import inside
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveError, ExchangeError, SymmError
-from numba_symm.gpu import driver
 
 CALLS, REPEATS = (4, 1) if SIMULATED else (40, 25)
 """The calls that a lane draws for a round, and how often it makes each."""
@@ -326,14 +325,6 @@ EVERY = 3 if SIMULATED else 8
 LATEST = 0.5
 """Seconds after the beginning of a round in which a failure hits a rank."""
 
-_ARRAY = 256 << 20
-"""Bytes of an array that does not fit into the limited memory of a rank."""
-
-_SPARE = 64 << 20
-"""Bytes that remain for everything else."""
-
-_REFUSED = ("out of memory", "out of descriptors", "out of shared memory")
-
 
 class Planned(ValueError):
     """The exception by which a rank leaves."""
@@ -518,68 +509,6 @@ class Failures:
         os.kill(place.pid, signal.SIGCONT)
 
 
-def refuse(comm: ns.Communicator, failure: PlannedFailure) -> str:
-    """Let one rank run out of something. Return what is wrong, or "". Collective.
-
-    All ranks must raise the same error, and the communicator must work afterwards.
-    """
-    kind, rank = failure.kind, failure.rank
-    if kind == "out of shared memory" and not SIMULATED:
-        rank = 0  # it alone makes the board's file; other memory is the GPU's
-    make = (lambda: _allocate(comm)) if kind == "out of memory" else comm.dup
-    try:
-        with _limited(kind) if comm.rank == rank else nullcontext():
-            made = make()
-    except CollectiveError:
-        raise
-    except SymmError:
-        made = None
-    if made is not None:
-        _give_back(made)
-        return f"{kind}: expected an error on every rank, got none"
-    _give_back(comm.zeros(1024, "f4"))
-    _give_back(comm.dup())
-    return ""
-
-
-def _give_back(made: Any) -> None:
-    if isinstance(made, ns.Communicator):
-        made.close()
-
-
-def _allocate(comm: ns.Communicator) -> Any:
-    if SIMULATED:
-        return comm.zeros(_ARRAY, "u1")
-    from cuda.core import Device
-
-    Device().set_current()
-    _, total = driver.call("cuMemGetInfo")
-    return comm.zeros(2 * int(total), "u1")
-
-
-@contextmanager
-def _limited(kind: str) -> Iterator[None]:
-    """Limit this process, so that the kernel refuses what it needs next."""
-    if kind == "out of memory" and not SIMULATED:
-        yield  # the GPU refuses; a limit of addresses would break CUDA
-        return
-    if kind == "out of memory":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit, most = resource.RLIMIT_AS, pages * resource.getpagesize() + _SPARE
-    elif kind == "out of descriptors":
-        most = os.dup(0)  # every descriptor below it is in use
-        os.close(most)
-        limit = resource.RLIMIT_NOFILE
-    else:
-        limit, most = resource.RLIMIT_FSIZE, 4096  # of files in shared memory, too
-    before = resource.getrlimit(limit)
-    resource.setrlimit(limit, (most, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(limit, before)
-
-
 PRODUCTS, PAUSES = 0.1, 0.02
 """The probabilities of a product, and of a pause of the host, before a call."""
 
@@ -747,17 +676,8 @@ class Soak:
             return
         due = int(min(self._progress, 1) * job.kills)
         failure = failures.draw(comm.size, self._round, failures.kills < due)
-        if failure is None:
-            return
-        if failure.kind not in _REFUSED:
+        if failure is not None:
             failures.begin(failure, comm, self._numbers)
-            return
-        self._watch.step(failure.kind, 4 * self._set_up)
-        wrong = refuse(comm, failure)
-        if wrong:
-            self._marks.found(self._world.rank, "refusal", wrong)
-        if comm.rank == failure.rank:
-            self._place.failures[FAILURES.index(failure.kind)] += 1
 
     def _make_cycles(self, comm: ns.Communicator) -> None:
         """Make communicators, use and close them; as many on all ranks."""

@@ -18,9 +18,6 @@ FAILURES = (
     "raised",
     "interrupted",
     "aborted",
-    "out of memory",
-    "out of descriptors",
-    "out of shared memory",
 )
 """What happens to ranks."""
 

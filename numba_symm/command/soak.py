@@ -380,10 +380,9 @@ def parser() -> argparse.ArgumentParser:
         prog="numba-symm soak",
         description="Make random calls of all operations on four communicators at the "
         "same time, and make and close communicators. Meanwhile, let ranks fail: kill, "
-        "stop and interrupt ranks, let them raise or abort, and let them run out of "
-        "memory, descriptors and shared memory. Check each result, each deadline, and "
-        "the state after each failure. The exit code is 0 if all checks pass, "
-        "otherwise 1.",
+        "stop and interrupt ranks, and let them raise or abort. Check each result, "
+        "each deadline, and the state after each failure. The exit code is 0 if all "
+        "checks pass, otherwise 1.",
         epilog="NUMBA_SYMM_TIMEOUT sets the deadline of calls, by default 5 s in the "
         "simulator and 20 s on GPUs.",
         allow_abbrev=False,
