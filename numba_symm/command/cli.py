@@ -321,8 +321,8 @@ def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check this machine, and print remedies",
-        description="Check MPI, the packages, the GPUs, the limits, the folders and "
-        "the variables of this node. Then start a rank for each GPU, or two ranks in "
+        description="Check MPI, the GPUs, the limits, the folders and the variables "
+        "of this node. Then start a rank for each GPU, or two ranks in "
         "the simulator. The ranks store into each other's memory, check the stored "
         "data, and measure every pair of ranks. If a launcher starts the command, "
         "check and compare the nodes of its ranks instead: mpirun -n 16 numba-symm "
@@ -364,11 +364,6 @@ def _add_status(commands: Any) -> None:
     )
     status.add_argument("--json", action="store_true", help="print an array of JSON")
     status.add_argument(
-        "--watch",
-        action="store_true",
-        help="repeat the output each second, until an interrupt",
-    )
-    status.add_argument(
         "--abort",
         action="store_true",
         help="end the job's communicators on all ranks; later calls raise errors",
@@ -389,7 +384,7 @@ def _status(options: argparse.Namespace) -> int:
     if options.reason is not None and not options.abort:
         raise SymmError("status: expected --reason with --abort only, got it alone")
     reason = (options.reason or "no reason was given") if options.abort else None
-    doctor.run(options.pid, options.json, options.watch, reason, Console())
+    doctor.run(options.pid, options.json, reason, Console())
     return 0
 
 

@@ -26,8 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -72,7 +71,7 @@ def checked(options: Any) -> dict[str, Any] | None:
     findings = doctor_checks.node_findings(facts)
     measured: dict[str, Any] = {}
     if mpirun is not None and not any(
-        each.state == WRONG and each.check in ("MPI", "packages") for each in findings
+        each.state == WRONG and each.check == "MPI" for each in findings
     ):
         found, measured = _of_a_job(options, mpirun, len(facts["gpus"]))
         findings += found
@@ -351,21 +350,16 @@ def show(found: dict[str, Any], console: Console) -> None:
             text += f"\n[bold]→ {escape(each.advice)}[/]"
         table.add_row(f"[{_STYLES[each.state]}]{each.state}[/]", each.check, text)
     console.print(table)
-    for name, unit in (("latency", "µs"), ("bandwidth", "GB/s")):
-        rows = found.get(name, [])
-        if len(rows) > 1:
-            console.print(_matrix(rows, f"{name.capitalize()} in {unit}"))
+    rows = found.get("bandwidth", [])
+    if len(rows) > 1:
+        matrix = Table("from \\ to", *map(str, range(len(rows))), title="GB/s")
+        for rank, row in enumerate(rows):
+            matrix.add_row(str(rank), *("-" if x is None else f"{x:.1f}" for x in row))
+        console.print(matrix)
     states = [each["state"] for each in found["findings"]]
     wrong, look = states.count(WRONG), states.count(LOOK)
     verdict = "fits" if found["fits"] else "does not fit"
     console.print(f"This machine {verdict}: {wrong} wrong, {look} to look at.")
-
-
-def _matrix(rows: Sequence[Sequence[float | None]], title: str) -> Table:
-    table = Table("from \\ to", *map(str, range(len(rows))), title=title)
-    for rank, row in enumerate(rows):
-        table.add_row(str(rank), *("-" if x is None else f"{x:.1f}" for x in row))
-    return table
 
 
 if __name__ == "__main__":  # a rank of the job that the command has started
@@ -374,9 +368,6 @@ if __name__ == "__main__":  # a rank of the job that the command has started
         print(json.dumps(result), flush=True)
     sys.exit(0)
 
-
-PERIOD = 1.0
-"""Seconds between two looks of ``--watch``."""
 
 _PROC = Path("/proc")
 
@@ -644,15 +635,12 @@ def abort(boards: Sequence[RunningBoard], reason: str) -> None:
             memory.fail(board.size, error)
 
 
-def run(
-    pid: int | None, as_json: bool, watch: bool, reason: str | None, console: Console
-) -> None:
-    """Print what jobs do, once or until an interrupt.
+def run(pid: int | None, as_json: bool, reason: str | None, console: Console) -> None:
+    """Print what jobs do.
 
     Args:
         pid: a process of the job; None: all jobs.
-        as_json: whether to print JSON, one line for each look.
-        watch: whether to look again and again.
+        as_json: whether to print one line of JSON.
         reason: why to abort the job; None: it is not aborted.
         console: where to print.
 
@@ -662,20 +650,10 @@ def run(
     boards = of(pid, some=not as_json)
     if reason is not None:
         abort(boards, reason)
-    live = Live(console=console, auto_refresh=False) if watch and not as_json else None
-    ends = contextlib.suppress(KeyboardInterrupt) if watch else contextlib.nullcontext()
-    with ends, live or contextlib.nullcontext():
-        while True:
-            seen = looks(boards)
-            if as_json:
-                print(json.dumps(seen), flush=True)
-            elif live is not None:
-                live.update(Group(*shown(seen)), refresh=True)
-            else:
-                for part in shown(seen):
-                    soft = not isinstance(part, Table)
-                    console.print(part, soft_wrap=soft, highlight=False)
-            if not watch:
-                return
-            time.sleep(PERIOD)
-            boards = of(pid, some=not as_json)
+    seen = looks(boards)
+    if as_json:
+        print(json.dumps(seen), flush=True)
+        return
+    for part in shown(seen):
+        soft = not isinstance(part, Table)
+        console.print(part, soft_wrap=soft, highlight=False)

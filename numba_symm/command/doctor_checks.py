@@ -20,17 +20,15 @@ import secrets
 import shutil
 import socket
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
-from packaging.requirements import InvalidRequirement, Requirement
 
 from numba_symm import device as symm
 from numba_symm import environment
@@ -79,8 +77,6 @@ _FEW_FILES = 1024
 _LITTLE_SHM = 64 << 20  # bytes
 _LITTLE_LOCKED = 64 << 20
 _LITTLE_CACHE = 256 << 20
-_SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "cifs", "ceph", "fuse.sshfs")
-"""File systems that several nodes share."""
 
 
 def node_findings(facts: Mapping[str, Any]) -> list[Finding]:
@@ -139,44 +135,6 @@ def family(text: str) -> str | None:
         if any(re.search(rf"\b{word}\b", lower) for word in words):
             return name
     return None
-
-
-def packages(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check that the installed packages have the versions that others of them need."""
-    unmet = []
-    for name in ("numba-symm", "numba", "numba-cuda", "cuda-core", "mpi4py", "nccl4py"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found = importlib.metadata.distribution(name)
-            unmet += [f"{name} needs {each}" for each in _unmet(found.requires or ())]
-    if unmet:
-        yield Finding(
-            "packages",
-            WRONG,
-            "; ".join(unmet),
-            f"{sys.executable} -m pip install numba-symm, in a new environment",
-        )
-    else:
-        versions = facts["packages"]
-        shown = ("numba-symm", "numba-cuda", "numpy", "mpi4py")
-        text = ", ".join(f"{name} {versions[name]}" for name in shown)
-        yield Finding("packages", FITS, text)
-
-
-def _unmet(requirements: Sequence[str]) -> Iterator[str]:
-    for text in requirements:
-        try:
-            needed = Requirement(text)
-        except InvalidRequirement:
-            continue
-        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            number = importlib.metadata.version(needed.name)
-        except importlib.metadata.PackageNotFoundError:
-            yield f"{needed.name}{needed.specifier}, which is not installed"
-            continue
-        if not needed.specifier.contains(number, prereleases=True):
-            yield f"{needed.name}{needed.specifier}, got {number}"
 
 
 def gpus(facts: Mapping[str, Any]) -> Iterator[Finding]:
@@ -432,9 +390,8 @@ def cache(facts: Mapping[str, Any]) -> Iterator[Finding]:
         )
         return
     nearest = next(each for each in (folder, *folder.parents) if each.exists())
-    kind = file_system(nearest)
     free = shutil.disk_usage(nearest).free
-    text = f"{folder} ({kind}, {free >> 20} MiB free)"
+    text = f"{folder} ({free >> 20} MiB free)"
     if free < _LITTLE_CACHE:
         yield Finding(check, LOOK, text, advice)
     elif not _locks_work(nearest):
@@ -444,30 +401,8 @@ def cache(facts: Mapping[str, Any]) -> Iterator[Finding]:
             f"{text}: files cannot be locked, so every rank compiles its kernels",
             "mount it with locks, or " + advice,
         )
-    elif kind in _SHARED:
-        yield Finding(
-            check,
-            FITS,
-            f"{text}, which nodes share: one rank of the job compiles each kernel",
-        )
     else:
         yield Finding(check, FITS, text)
-
-
-def file_system(folder: Path) -> str:
-    """Return the type of the file system of a folder."""
-    place, best = str(folder.resolve()), ("", "unknown")
-    with suppress(OSError):
-        for line in _MOUNTS.read_text().splitlines():
-            _, where, kind, *_ = line.split()
-            where = where.replace("\\040", " ")
-            inside = place == where or place.startswith(where.rstrip("/") + "/")
-            if inside and len(where) >= len(best[0]):
-                best = where, kind
-    return best[1]
-
-
-_MOUNTS = Path("/proc/self/mounts")
 
 
 def _locks_work(folder: Path) -> bool:
@@ -508,7 +443,6 @@ def engine(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     mpi,
-    packages,
     gpus,
     iommu,
     sockets,
@@ -524,9 +458,6 @@ CHECKS: tuple[Check, ...] = (
 
 COUNT = 1 << 10 if SIMULATED else 4 << 20
 """Elements of 8 bytes that a rank has for each sender."""
-
-ROUNDS = 3 if SIMULATED else 200
-"""Signals there and back in a measurement."""
 
 COPIES = 1 if SIMULATED else 4
 SLOW = 0.7
@@ -555,20 +486,6 @@ def _store(ctx: Any, peer: int, count: int, seed: int) -> None:
         i += cuda.gridsize(1)
 
 
-@cuda.jit  # type: ignore[untyped-decorator]
-def _ping(ctx: Any, peer: int, begins: int, rounds: int, took: Any) -> None:
-    """Send signals there and back, and store the nanoseconds."""
-    started = symm.globaltimer()
-    for _ in range(rounds):
-        if begins:
-            symm.put_signal(ctx, peer, 0)
-            symm.wait_signal(ctx, peer, 0)
-        else:
-            symm.wait_signal(ctx, peer, 0)
-            symm.put_signal(ctx, peer, 0)
-    took[0] = symm.globaltimer() - started
-
-
 def pair_findings(
     comm: Any, make_by: float = math.inf, measure_by: float = math.inf
 ) -> tuple[list[Finding], dict[str, Any]]:
@@ -581,9 +498,8 @@ def pair_findings(
         measure_by: that until which they begin to measure a pair.
 
     Returns:
-        The findings and a dict: ``islands`` in words, and of each pair of ranks
-        ``latency`` in µs and ``bandwidth`` in GB/s, by sender and receiver. None: this
-        pair has no peer access.
+        The findings and a dict: ``islands`` in words, and ``bandwidth`` of each pair of
+        ranks in GB/s, by sender and receiver. None: this pair has no peer access.
     """
     if ranks.launched_size() != comm.size:
         text = f"the launcher has {ranks.launched_size()} ranks, and MPI {comm.size}"
@@ -614,8 +530,8 @@ def _measured(comm: Communicator, by: float) -> tuple[list[Finding], dict[str, A
         findings.append(
             Finding("islands", LOOK, "ranks share a GPU", "start a rank for each GPU")
         )
-    latency, bandwidth, broken, left = _pairs(comm, by)
-    measured = {"islands": islands, "latency": latency, "bandwidth": bandwidth}
+    bandwidth, broken, left = _pairs(comm, by)
+    measured = {"islands": islands, "bandwidth": bandwidth}
     if broken:
         texts = [f"{one} to {other}: {how}" for one, other, how in broken]
         findings.append(
@@ -676,7 +592,7 @@ def slow_links(bandwidth: list[list[float | None]]) -> list[Finding]:
 
 def _pairs(
     comm: Communicator, by: float
-) -> tuple[Any, Any, list[tuple[int, int, str]], int]:
+) -> tuple[Any, list[tuple[int, int, str]], int]:
     """Measure the pairs of each island, one after another, until a moment. Collective.
 
     The last result is the number of pairs for which no time was left.
@@ -692,8 +608,6 @@ def _pairs(
     inbox = comm.zeros((longest, COUNT), np.int64)
     mem = comm.rendezvous(inbox)
     mine = cuda.to_device(np.arange(COUNT) + _seed(me, by_kernel=False))
-    took = cuda.to_device(np.zeros(1, np.int64))
-    mine_latency: list[float | None] = [None] * size
     mine_bandwidth: list[float | None] = [None] * size
     broken: list[tuple[int, int, str]] = []
     pairs = list(itertools.permutations(range(longest), 2))
@@ -715,23 +629,14 @@ def _pairs(
         exchange.barrier(f"doctor: copies of {one} to {other}")
         if receives and not _arrived(inbox, one, by_kernel=False):
             broken.append((ours[one], ours[other], "a copy"))
-        if sends or receives:
-            peer = other if sends else one
-            for rounds in (1, ROUNDS):  # the first one compiles
-                _ping[1, 1](mem.ctx, peer, int(sends), rounds, took)
-                comm.synchronize()
-            if sends:
-                nanoseconds = int(took.copy_to_host()[0])
-                mine_latency[ours[other]] = nanoseconds / ROUNDS / 2000
         left -= 1
-        step = f"doctor: signals of {one} and {other}"
+        step = f"doctor: {one} and {other}"
         if any(exchange.all_gather(time.monotonic() > by, step)):
             break
-    everyone = exchange.all_gather((mine_latency, mine_bandwidth, broken), "doctor")
+    everyone = exchange.all_gather((mine_bandwidth, broken), "doctor")
     return (
-        [latency for latency, _, _ in everyone],
-        [bandwidth for _, bandwidth, _ in everyone],
-        [each for _, _, found in everyone for each in found],
+        [bandwidth for bandwidth, _ in everyone],
+        [each for _, found in everyone for each in found],
         left,
     )
 

@@ -98,20 +98,6 @@ def test_an_iommu_is_named_where_peer_access_is_missing(
         assert "CUDA_DISABLE_IOMMU_ACS_P2P_CAPABILITY_CHECK=1" in each.advice
 
 
-def test_packages_too_new_or_missing(monkeypatch):
-    assert only(doctor_checks.packages).state == FITS
-    real = doctor_checks.importlib.metadata.version
-    monkeypatch.setattr(
-        doctor_checks.importlib.metadata,
-        "version",
-        lambda name: "99.0" if name == "numpy" else real(name),
-    )
-    found = only(doctor_checks.packages)
-    assert found.state == WRONG
-    assert "numba needs numpy" in found.text
-    assert "got 99.0" in found.text
-
-
 def test_gpus_and_their_driver(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor_checks, "_INSTALLED", tmp_path)
     for number in range(3):
@@ -192,20 +178,17 @@ def test_files_of_the_system(monkeypatch, tmp_path):
 
 def test_the_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"none / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
     assert only(doctor_checks.cache).state == FITS
-    monkeypatch.setattr(doctor_checks, "_MOUNTS", mounts)
-    assert "nfs4" in only(doctor_checks.cache).text
-    assert "which nodes share" in only(doctor_checks.cache).text
-    assert sorted(tmp_path.iterdir()) == [mounts]  # nothing was left
+    assert list(tmp_path.iterdir()) == []  # nothing was left
     with monkeypatch.context() as patch:
         patch.setattr(doctor_checks.locks, "lock", lambda *_: None)
         assert "cannot be locked" in only(doctor_checks.cache).text
     with monkeypatch.context() as patch:
         patch.setattr(doctor_checks, "_LITTLE_CACHE", 1 << 62)
         assert only(doctor_checks.cache).state == LOOK
-    monkeypatch.setenv("XDG_CACHE_HOME", str(mounts))  # a file
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     assert "cannot be written" in only(doctor_checks.cache).text
 
 
@@ -303,10 +286,9 @@ def test_the_command_on_this_machine(tmp_path):
     wrong = [each for each in found["findings"] if each["state"] == WRONG]
     assert (ended.returncode, wrong) == (0, []), ended.stderr
     checks = {each["check"] for each in found["findings"]}
-    assert checks >= {"MPI", "packages", "descriptors", "cache", "job", "peer access"}
-    for name in ("latency", "bandwidth"):
-        assert [[x is None for x in row] for row in found[name]] == [
-            [True, False],
-            [False, True],
-        ]
+    assert checks >= {"MPI", "descriptors", "cache", "job", "peer access"}
+    assert [[x is None for x in row] for row in found["bandwidth"]] == [
+        [True, False],
+        [False, True],
+    ]
     assert list(tmp_path.iterdir()) == []
