@@ -101,9 +101,8 @@ class _Benchmark:
         contenders = [self._ours, *others]
         facts: dict[str, Any] = {}
         if asked.overlap:
-            product = new_product(
-                self._comm.device.ordinal, asked.side or options.SIDE, asked.leave or 0
-            )
+            side = asked.side or options.SIDE
+            product = new_product(self._comm.device.ordinal, side)
             facts["product"] = product.name
             rows = self._overlap(contenders, product)
         else:

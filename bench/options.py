@@ -275,13 +275,6 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         help="with --overlap and torch: the matrices' rows and columns "
         f"(default {SIDE})",
     )
-    add(
-        "--leave",
-        metavar="N",
-        type=at_least(1),
-        help="with --overlap and torch: the multiprocessors that the product leaves to "
-        "the calls",
-    )
     add("--seed", type=at_least(0), help="seed of the random numbers (default random)")
     add("--json", type=Path, metavar="FILE", help="write all measurements to a file")
 
@@ -296,9 +289,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         _complete_eager(parser, options)
     if options.overlap:
         _complete_overlap(parser, options)
-    elif options.leave or options.side:
-        given = "--leave" if options.leave else "--side"
-        parser.error(f"{given} needs --overlap")
+    elif options.side:
+        parser.error("--side needs --overlap")
     if options.json:
         _check_file(parser, options.json)
     if options.seed is None:
@@ -328,9 +320,8 @@ def _complete_overlap(
         parser.error("--overlap replays graphs; pass -G 1 or more")
     if "-w" in options.given:
         parser.error("--overlap does not use -w; omit -w")
-    if (options.leave or options.side) and not torch_multiplies():
-        given = "--leave" if options.leave else "--side"
-        parser.error(f"{given} needs torch and a GPU; omit it")
+    if options.side and not torch_multiplies():
+        parser.error("--side needs torch and a GPU; omit it")
 
 
 def _check_file(parser: argparse.ArgumentParser, file: Path) -> None:

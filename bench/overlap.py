@@ -54,16 +54,14 @@ class Product(Protocol):
         """Return the bits of the result."""
 
 
-def new_product(ordinal: int, side: int = 4096, leave: int = 0) -> Product:
+def new_product(ordinal: int, side: int = 4096) -> Product:
     """Return torch's product if torch is installed, otherwise our kernel's.
 
     Args:
         ordinal: the number of the current GPU.
         side: rows and columns of torch's matrices.
-        leave: the multiprocessors that torch's product leaves to other kernels. Ours
-            has so many blocks that it needs none.
     """
-    return TorchProduct(ordinal, side, leave) if torch_multiplies() else OwnProduct()
+    return TorchProduct(ordinal, side) if torch_multiplies() else OwnProduct()
 
 
 def _ternary(rows: int, columns: int) -> np.ndarray[Any, Any]:
@@ -74,15 +72,9 @@ def _ternary(rows: int, columns: int) -> np.ndarray[Any, Any]:
 class TorchProduct:
     """torch's product of square matrices of bfloat16, on tensor cores."""
 
-    def __init__(self, ordinal: int, side: int, leave: int):
+    def __init__(self, ordinal: int, side: int):
         import torch
 
-        if leave:
-            # cuBLAS launches one block for each multiprocessor. If some are occupied,
-            # the last blocks start after the first have ended, and it takes twice as
-            # long. Only cuBLASLt takes a number of multiprocessors.
-            torch.backends.cuda.preferred_blas_library("cublaslt")
-            torch._C._set_sm_carveout_experimental(leave)
         self._torch = torch
         self._device = torch.device("cuda", ordinal)
         torch.cuda.set_device(self._device)
@@ -92,8 +84,6 @@ class TorchProduct:
         self._c = torch.zeros_like(self._a)
         torch.cuda.synchronize()
         self.name = f"{side} x {side} bfloat16, torch {torch.__version__}"
-        if leave:
-            self.name += f", which leaves {leave} multiprocessors free"
 
     def call(self, stream: int) -> None:
         """Enqueue it on the current stream."""

@@ -158,9 +158,8 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --json /not/there/r.json", "can write, got /not/there/r.json"),
         ("all_reduce --json /", "that you can write, got /"),
         ("all_reduce --overlap -G 0", "--overlap replays graphs; pass -G 1 or more"),
-        ("all_reduce --leave 8", "--leave needs --overlap"),
         ("all_reduce --side 8", "--side needs --overlap"),
-        ("all_reduce --overlap --leave 0", "expected a number of at least 1, got '0'"),
+        ("all_reduce --overlap --side 0", "expected a number of at least 1, got '0'"),
         ("scan --eager --overlap", "--overlap: not allowed with"),
         ("scan --eager -G 0", "--eager takes samples; pass -G 1 or more"),
         ("barrier --overlap -w 5", "--overlap does not use -w; omit -w"),
@@ -179,15 +178,14 @@ def test_wrong_usage_exits_with_code_2_and_the_reason(line, said, capsys):
     assert said in shown
 
 
-@pytest.mark.parametrize("name", ["leave", "side"])
-def test_only_the_product_of_torch_has_choices(monkeypatch, capsys, name):
-    line = ["all_reduce", "--overlap", f"--{name}", "8"]
+def test_only_the_product_of_torch_has_choices(monkeypatch, capsys):
+    line = ["all_reduce", "--overlap", "--side", "8"]
     monkeypatch.setattr(options, "torch_multiplies", lambda: True)
-    assert getattr(options.parse(line), name) == 8
+    assert options.parse(line).side == 8
     monkeypatch.setattr(options, "torch_multiplies", lambda: False)
     with pytest.raises(SystemExit):
         options.parse(line)
-    assert f"--{name} needs torch and a GPU; omit it" in capsys.readouterr().err
+    assert "--side needs torch and a GPU; omit it" in capsys.readouterr().err
 
 
 def test_help_lists_options_and_choices(capsys):

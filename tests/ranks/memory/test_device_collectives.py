@@ -1,7 +1,5 @@
 """Collectives that a user's own kernels call, many times within one kernel."""
 
-import json
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -9,7 +7,6 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
-from numba_symm.bench import in_kernel
 from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import get, of_one_island, put, same
@@ -727,18 +724,3 @@ def test_wrong_arguments_are_refused(comm, world):
     with pytest.raises(ns.ClosedError):
         _ = kept.ctx
     world.barrier()
-
-
-def test_they_are_timed_beside_calls(world, tmp_path, capfd):
-    file = tmp_path / "r.json"
-    in_kernel.main(["72", "--samples", "2", "--json", str(file)])
-    lines = [line.split()[0] for line in capfd.readouterr().out.splitlines()]
-    if world.rank > 0:
-        assert lines == []
-        return
-    assert lines == ["bytes", "72"]
-    found = json.loads(file.read_text())
-    (row,) = found["rows"]
-    assert (found["facts"]["ranks"], row["bytes"]) == (world.size, 72)
-    assert row["call"]["min"] > 0 < row["call_not_early"]["min"]
-    assert row["in_kernel"].keys() == row["call"].keys()
