@@ -1,4 +1,4 @@
-"""The ``numba-symm`` command, with ``info`` of a job, and ``explore``.
+"""The ``numba-symm`` command, with ``explore``.
 
 - ``run`` starts a Python program on several ranks of this node.
 - ``bench`` measures collectives.
@@ -29,34 +29,12 @@ import numba_symm
 from numba_symm import environment, explore
 from numba_symm.arguments import Parser, at_least
 from numba_symm.collectives import tuned
-from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.command import launcher
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.explore.findings import show_trace
-from numba_symm.launch import devices, info, ranks
+from numba_symm.launch import info, ranks
 from numba_symm.launch.devices import visible_gpus
-
-
-def islands() -> str | None:
-    """Return the job's islands, and how many ranks share a GPU. Collective.
-
-    None: no launcher has started this process on several ranks.
-    """
-    if ranks.launched_size() < 2:
-        return None
-    from mpi4py import MPI
-
-    try:
-        with Communicator(MPI.COMM_WORLD) as comm:
-            found = inside(comm).ranks
-            most = max(devices.sharers(found.gpus).values())
-            return found.described() + (
-                f"; up to {most} ranks on a GPU" if most > 1 else ""
-            )
-    except SymmError as error:
-        return f"none: {error}"
-
 
 INCOMPLETE, UNEXPLORED = 2, 3
 
@@ -253,8 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Show what a bug report needs: the versions of the system, the "
         "packages and MPI, the GPUs with their peer access, and the backend. Also show "
         "the environment variables of numba_symm, MPI and launchers, errors in these, "
-        "the measured limits, and the cache of kernels. If a launcher starts the "
-        "command, rank 0 also shows the islands: mpirun -n 4 numba-symm info",
+        "the measured limits, and the cache of kernels.",
         allow_abbrev=False,
     )
     shown.add_argument("--json", action="store_true", help="print one object of JSON")
@@ -434,25 +411,21 @@ def _info(options: argparse.Namespace) -> int:
     from numba_symm.engines import nccl
 
     alone = ranks.launched_size() < 2
-    first = alone or ranks.launched_rank() == 0
+    if not alone and ranks.launched_rank():
+        return 0
+    try:
+        mpirun = launcher.find_mpirun()
+    except SymmError:
+        mpirun = None
+    found: dict[str, Any] = {"nccl": nccl.found().version or nccl.found().missing}
+    found |= info.facts(mpirun) | compiling.facts()
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return 0
     # Open MPI's ranks have a terminal even if their output goes to a file.
     console = Console(force_terminal=None if alone else False)
-    found: dict[str, Any] = {}
-    if first:
-        try:
-            mpirun = launcher.find_mpirun()
-        except SymmError:
-            mpirun = None
-        found["nccl"] = nccl.found().version or nccl.found().missing
-        found |= info.facts(mpirun) | compiling.facts()
-    if first and not options.json:  # also if the ranks cannot agree on islands
-        info.show(found, console)
-        compiling.show(found, console)
-    found["islands"] = islands()
-    if first and options.json:
-        print(json.dumps(found, indent=2))
-    elif first and found["islands"]:
-        info.line(console, "Islands", found["islands"])
+    info.show(found, console)
+    compiling.show(found, console)
     return 0
 
 
