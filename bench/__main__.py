@@ -139,8 +139,6 @@ class _Benchmark:
         if self._operation.windowed:
             _say(ranks, *table.messages(rows))
         _say(ranks, *eager.header(), *map(eager.row, rows))
-        if len(self._comm.islands) > 1:
-            _say(ranks, *table.between(rows, self._comm.islands))
         return rows
 
     def _overlap(self, contenders: Sequence[Contender], product: Product) -> list[Any]:

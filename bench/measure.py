@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numba_symm.bench.bench_operations import ROOT, EnqueueOn
+from numba_symm.bench.bench_operations import EnqueueOn
 from numba_symm.bench.contenders import Launched
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.environment import SIMULATED
@@ -75,7 +75,6 @@ class Lane:
         inputs: the buffers, as bytes.
         outputs: the buffers, as bytes.
         current: returns a context that makes a stream current.
-        sent: bytes of a call between islands, of all ranks; None if not counted.
         launches: how kernels are launched, if that is known.
         checked: whether it has results, which the benchmark checks.
     """
@@ -89,7 +88,6 @@ class Lane:
     inputs: Sequence[Any]
     outputs: Sequence[Any]
     current: Callable[[int], AbstractContextManager[Any]]
-    sent: int | None = None
     launches: Sequence[Launched] = ()
     checked: bool = True
 
@@ -289,41 +287,6 @@ def captures(comm: Communicator) -> bool:
     """Return whether a graph can capture the communicator's calls."""
     found = inside(comm).ranks.engine
     return found is None or found.capturable
-
-
-def sent(comm: Communicator) -> int:
-    """Return the bytes that this rank has sent to other islands so far."""
-    return inside(comm).ranks.sent
-
-
-def needed(operation: str, parts: Sequence[Sequence[int]], nbytes: int) -> int:
-    """Return the bytes that a hierarchical algorithm sends between islands.
-
-    All ranks' together: what an island needs of another one crosses once, reduced
-    within its island if it is reduced at all. Control messages are not counted.
-
-    Args:
-        operation: its name.
-        parts: the ranks of each island.
-        nbytes: of the larger one of a rank's input and output.
-    """
-    ranks = sum(map(len, parts))
-    home = {rank: index for index, part in enumerate(parts) for rank in part}
-    shard, others = nbytes // ranks, len(parts) - 1
-    match operation.removesuffix("_v"):
-        case "all_reduce":
-            return 2 * others * nbytes
-        case "all_to_all":
-            return shard * sum(len(part) * (ranks - len(part)) for part in parts)
-        case "gather" | "scatter":
-            return shard * (ranks - len(parts[home[ROOT]]))
-        case "sendrecv":
-            crossing = (home[rank] != home[(rank + 1) % ranks] for rank in home)
-            return nbytes * sum(crossing)
-        case "barrier":
-            return 0
-        case _:
-            return others * nbytes
 
 
 class GpuGraph:

@@ -250,9 +250,8 @@ def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> Non
         "--islands",
         metavar="N",
         type=at_least(1),
-        help="divide each node into islands of at most N ranks, and count the bytes "
-        "between islands; there, NCCL uses its network transport, as the engine and "
-        "as a contender",
+        help="divide each node into islands of at most N ranks; between them, NCCL "
+        "uses its network transport, as the engine and as a contender",
     )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(

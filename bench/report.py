@@ -15,7 +15,6 @@ from numba_symm.bench import measure
 from numba_symm.bench.bench_operations import BenchOperation
 from numba_symm.bench.contenders import PARTS
 from numba_symm.bench.contenders.ours import NAME
-from numba_symm.bench.measure import needed
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import info
 
@@ -165,27 +164,6 @@ class Report:
     def _line(self, first: str, cells: Sequence[str]) -> str:
         widths = [12, 12, 9, 7, *self._block * len(self._places)]
         return aligned(first, cells, widths)
-
-    def between(
-        self, rows: Sequence[Sequence[Record]], parts: Sequence[Sequence[int]]
-    ) -> list[str]:
-        """Return the table of the bytes of our calls that cross between islands."""
-        lines = []
-        for records in rows:
-            ours = best(records, NAME)
-            if ours is None:
-                continue
-            least, sent = needed(self._name, parts, ours["bytes"]), ours["sent"]
-            ratio = f"{sent / least:.2f}" if least else NOTHING
-            cells = [_message(ours)[0], ours["type"], ours["op"]]
-            cells += [str(sent), str(least), ratio]
-            lines.append(cells)
-        title = (
-            "# Bytes that all ranks of a call send to other islands; needed: what a "
-            "hierarchical algorithm sends"
-        )
-        names = ["size", "type", "redop", "sent", "needed", "ratio"]
-        return table(title, names, lines)
 
     def messages(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of each rank's messages: rate, and both directions."""

@@ -4,7 +4,7 @@ import argparse
 import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from numba_symm.bench import bench_operations
 from numba_symm.bench.bench_operations import NO_REDUCTION, TYPES, BenchOperation, Tiled
 from numba_symm.bench.contenders import Contender, Missing, attempt
 from numba_symm.bench.contenders.ours import Ours
-from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph, sent
+from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph
 from numba_symm.bench.options import sizes
 
 Measurement = dict[str, Any]
@@ -239,17 +239,9 @@ class Sweep:
                 launches=way.launches,
                 checked=way.checked,
             )
-            lanes.append(self._tried_once(lane, contender))
+            self._timer.once(lane)
+            lanes.append(lane)
         return lanes, refused
-
-    def _tried_once(self, lane: Lane, contender: Contender) -> Lane:
-        """Make every call once, and count what ours send between islands."""
-        before = sent(contender.comm) if isinstance(contender, Ours) else 0
-        self._timer.once(lane)
-        if not isinstance(contender, Ours) or len(contender.comm.islands) == 1:
-            return lane
-        everyones = self._ranks.allgather(sent(contender.comm) - before)
-        return replace(lane, sent=sum(everyones) // len(lane.calls))
 
     def _buffers(self, row: Row, contender: Contender) -> list[list[Any]]:
         """Return a row's input and output buffers, as arrays of bytes."""
@@ -331,9 +323,7 @@ def head_of(row: Row) -> Measurement:
 def record_of(row: Row, lane: Lane) -> Measurement:
     """Return a lane's record, without times."""
     head = {"column": lane.column, "way": lane.way, "in_place": lane.in_place}
-    known: Measurement = {} if lane.sent is None else {"sent": lane.sent}
-    if lane.launches:
-        known["launches"] = list(lane.launches)
+    known = {"launches": list(lane.launches)} if lane.launches else {}
     return head | head_of(row) | {"buffers": len(lane.calls)} | known
 
 

@@ -91,7 +91,6 @@ class Members(ABC):
         board: the status board of this rank's island, where kernels report failures.
         guard: what kernels need to give up a wait.
         engine: moves bytes between the islands; None if there is one.
-        sent: the bytes that this rank's calls have given to the engine for others.
         note: which ranks of a larger communicator these are, for errors; "" if it is
             the whole communicator.
         known_failure: the last failure that a call of this rank has raised or caused;
@@ -111,7 +110,6 @@ class Members(ABC):
     channel: IpcChannel
     note = ""
     engine: Between | None = None
-    sent = 0
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ call takes follows from the number of islands and its size alone, so all ranks a
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,15 +250,25 @@ class Site:
         """
         if not sends and not receives:
             return [*beside]
-        engine, order = self.islands.engine, self.end.order
+        islands, order = self.islands, self.end.order
         sent, received = tuple(sends), tuple(receives)
         work = Series(*beside) if beside else None
 
         def enqueue(stream: int) -> None:
-            engine.exchange(sent, received, stream, work, order)
+            islands.refuse_finalized()  # an engine may not need MPI to begin
+            islands.operation = what
+            try:
+                islands.engine.exchange(sent, received, stream, work, order)
+            except CollectiveError as error:
+                raise islands.failed_by(error) from None
+            except ArgumentError:
+                raise  # the engine has not begun
+            except BaseException as error:
+                # Also in a capture, because another rank's engine may wait to connect.
+                islands.abandon(error, what)
+                raise
 
-        nbytes = sum(each.nbytes for each in sends)
-        return [_ByEngine(self, what, nbytes, enqueue)]
+        return [enqueue]
 
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]
@@ -453,32 +463,6 @@ def fitting(
     """
     most = int(max(0, site.sizes.half - lost) / (pieces * width))
     return most // unit * unit
-
-
-class _ByEngine:
-    """Work of the engine."""
-
-    def __init__(
-        self, site: Site, what: str, nbytes: int, enqueue: Callable[[int], None]
-    ):
-        self._islands, self._what = site.islands, what
-        self._nbytes, self._enqueue = nbytes, enqueue
-
-    def __call__(self, stream: int) -> None:
-        """Enqueue it."""
-        self._islands.refuse_finalized()  # an engine may not need MPI to begin
-        self._islands.operation = self._what
-        self._islands.sent += self._nbytes
-        try:
-            self._enqueue(stream)
-        except CollectiveError as error:
-            raise self._islands.failed_by(error) from None
-        except ArgumentError:
-            raise  # the engine has not begun
-        except BaseException as error:
-            # Also in a capture, because the engine of another rank may wait to connect.
-            self._islands.abandon(error, self._what)
-            raise
 
 
 def parcels(messages: Sequence[Message]) -> list[Parcel]:

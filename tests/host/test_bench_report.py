@@ -1,6 +1,4 @@
-import pytest
-
-from numba_symm.bench import measure, report
+from numba_symm.bench import report
 from numba_symm.bench.bench_operations import OPERATIONS
 from numba_symm.bench.report import Report
 
@@ -157,33 +155,3 @@ def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):
 def test_multicast_is_disabled_for_contenders():
     assert report.NVLS_OFF["NCCL_NVLS_ENABLE"] == "0"
     assert report.NVLS_OFF["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
-
-
-# Bytes that cross when an island of 2 ranks and one of 1 exchange 12 bytes.
-NEEDED = {
-    "all_reduce": 24,
-    "reduce": 12,
-    "broadcast": 12,
-    "all_gather_v": 12,
-    "reduce_scatter": 12,
-    "scan": 12,
-    "all_to_all": 16,  # each of 2 ranks and the third one exchange shards of 4 bytes
-    "gather": 4,
-    "scatter_v": 4,
-    "sendrecv": 24,  # 1 to 2 and 2 to 0
-    "barrier": 0,
-}
-
-
-@pytest.mark.parametrize(("name", "nbytes"), NEEDED.items())
-def test_what_a_hierarchical_algorithm_sends(name, nbytes):
-    assert measure.needed(name, [(0, 1), (2,)], 12) == nbytes
-
-
-def test_the_bytes_between_islands_are_shown_beside_what_is_needed():
-    rows = [row(nbytes, sent=3 * nbytes) for nbytes in (1024, 4096)]
-    _, _, *lines = text().between(rows, [(0, 1), (2, 3)])
-    assert [line.split() for line in lines] == [
-        ["1024", "float", "sum", "3072", "2048", "1.50"],
-        ["4096", "float", "sum", "12288", "8192", "1.50"],
-    ]

@@ -214,7 +214,7 @@ def test_a_report_of_an_earlier_communicator_is_not_a_failure_of_this_one(job):
 
 def exchange_of(job):
     joined = islands.Islands.__new__(islands.Islands)
-    joined.engine, joined.sent, joined.abandon = job, 0, job.abandon
+    joined.engine, joined.abandon = job, job.abandon
     site = Site(joined, types.SimpleNamespace(order=None), 0)
     (found,) = site.between("all_reduce", [Parcel(1, 10, 8)], [])
     return found

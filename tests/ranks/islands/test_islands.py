@@ -13,7 +13,6 @@ import numba_symm as ns
 from numba_symm.bench import tune
 from numba_symm.collectives import kernel_set, tuned
 from numba_symm.collectives.islands import construction
-from numba_symm.command import cli
 from numba_symm.engines import mpi
 from numba_symm.environment import SIMULATED
 from numba_symm.gpu import kernels
@@ -179,15 +178,6 @@ def test_a_construction_that_fails_on_one_island_leaves_nothing(world, monkeypat
     assert not open_files() - before
     with in_pairs(world) as comm:
         check_works(comm)
-
-
-def test_info_shows_the_islands_of_a_job(world, monkeypatch):
-    for size, words in (("1", "rank 1 on "), (str(world.size), "one, ranks 0, 1")):
-        monkeypatch.setenv(SIZE, size)
-        said = cli.islands()
-        assert words in said
-        assert (" between them" in said) == (size == "1")
-        assert not (SIMULATED and "on a GPU" in said)  # each rank has its own
 
 
 def test_prepare(world, monkeypatch):
