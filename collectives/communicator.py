@@ -1,8 +1,10 @@
 """The communicator: what users call, and what each call does."""
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
@@ -57,7 +59,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import arrays, kernels, streams
 from numba_symm.gpu.arrays import DeviceArray
-from numba_symm.launch import devices, ranks
+from numba_symm.launch import call_records, devices, ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.launch.members import Members
 from numba_symm.memory import allocator
@@ -1631,9 +1633,9 @@ class Communicator(OthersNames):
     def tag(self, text: str) -> AbstractContextManager[None]:
         """Label this rank's calls within a ``with`` block. Local.
 
-        The label appears in the tables of errors, in ``numba-symm status``, and in the
-        ranges of a profiler. Blocks may be nested, and the returned object may be
-        entered again.
+        The label appears in the tables of errors, in ``numba-symm status``, in
+        :meth:`trace`, and in the ranges of a profiler. Blocks may be nested, and the
+        returned object may be entered again.
 
         Args:
             text: the label, such as ``"step 3"``; a longer text is cut to 127 bytes.
@@ -1655,6 +1657,35 @@ class Communicator(OthersNames):
             return calls.enqueuer.tagged(text)
 
         return Tag(begin)
+
+    def trace(self, file: str | os.PathLike[str]) -> None:
+        """Write the record of calls as a Chrome trace. Local.
+
+        For each rank of this rank's island, the file contains the last 1024 collective
+        calls, and the last 1024 other calls, such as messages. A slice of the trace
+        lasts from a call to the rank's next call.
+
+        Args:
+            file: the path of a JSON file, which is replaced. Perfetto
+                (ui.perfetto.dev) and ``chrome://tracing`` show it.
+
+        Raises:
+            ArgumentError: the file cannot be written, or the calls are not recorded.
+            ClosedError: the communicator was closed.
+        """
+        self._calls.members.check_open()
+        record = self._calls.members.board.record
+        if record is None:
+            raise ArgumentError(
+                "trace: expected a record of calls, got NUMBA_SYMM_RECORD=0; unset it"
+            )
+        try:
+            call_records.write(Path(file), record)
+        except (OSError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"trace: expected the path of a file that can be written, got "
+                f"{shown(file)}: {error}"
+            ) from error
 
     def abort(self, reason: str = "") -> None:
         """End the communicator on all ranks. Local, from any thread.

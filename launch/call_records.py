@@ -1,4 +1,4 @@
-"""The record of calls, and the table of calls in errors.
+"""The record of calls, the table of calls in errors, and the trace.
 
 The record: the last calls of every rank, in memory that all of them map.
 
@@ -27,7 +27,8 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from numba_symm.gpu import entry
 from numba_symm.launch.ranks import name_ranks
@@ -37,6 +38,9 @@ CALLS = 1024
 
 MAGIC = b"numsymm1"
 """The first bytes of the records of a board."""
+
+TAG, END = "tag: ", "end of a tag"
+"""How the descriptions of the beginning and of the end of a tag begin."""
 
 _ENTRY = struct.Struct("<QQQIHH")
 _WORDS = 152  # bytes of a description
@@ -261,6 +265,7 @@ class Record(Records):
         self._equal = [0] * size  # by rank, up to which number the calls are the same
         self._streams: dict[int, int] = {}
         self._captured: dict[str, Description] = {}
+        self._end = Description(END)
         start = self._at(rank, 0)
         self._calls = memory[start + _CALLS_AT : start + _OTHERS_AT]
         self._others = memory[start + _OTHERS_AT : start + _ABOUT_AT]
@@ -322,10 +327,12 @@ class Record(Records):
         """Store a text of the program's for the calls within the block."""
         before = bytes(self.own.tag)
         self.own.tag = text.encode(errors="replace")[: Head.tag.size - 1]
+        self.note(Description(f"{TAG}{text}"), 0)
         try:
             yield
         finally:
             if self.heads:  # otherwise the communicator was closed in the block
+                self.note(self._end, 0)
                 self.own.tag = before
 
     def _publish(self, about: Description) -> None:
@@ -398,6 +405,14 @@ class Record(Records):
         """Return the first number whose calls differ, of those that are still there."""
         first = max(self._equal[rank] + 1, number - CALLS + 1)
         return next(n for n in range(first, number + 1) if self._unequal(rank, n))
+
+
+def steps(entries: list[Entry], others: list[Entry]) -> Iterator[tuple[Entry, bool]]:
+    """Yield a rank's calls in the order of time, and whether each one is numbered."""
+    both = [(each.time, each, True) for each in entries]
+    both += [(each.time, each, False) for each in others]
+    for _, call, numbered in sorted(both, key=lambda each: each[0]):
+        yield call, numbered
 
 
 _AROUND = 2
@@ -693,3 +708,71 @@ def _across(mine: Sent, other: Sent) -> list[str]:
         f"{late} is {abs(behind)} call{'s' * (abs(behind) > 1)} behind {ahead} of "
         f"another island: its last call is {number}, {words}"
     ]
+
+
+_TAGS = 0  # the thread of tags; streams are numbered from 1
+
+
+def write(path: Path, records: Records) -> None:
+    """Write the calls of all ranks whose records are here.
+
+    Args:
+        path: the file, which is replaced.
+        records: the records.
+    """
+    found = list(events(records))
+    path.write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ns"}))
+
+
+def events(
+    records: Records, now: Callable[[], int] = time.monotonic_ns
+) -> Iterator[dict[str, Any]]:
+    """Yield the events: for each rank its name, its calls, and its tags."""
+    for rank, head in enumerate(records.heads):
+        name = int(head.name)
+        node = head.node.decode(errors="ignore")
+        title = f"rank {name} on {node}" if node else f"rank {name}"
+        yield {
+            "ph": "M",
+            "name": "process_name",
+            "pid": name,
+            "args": {"name": title},
+        }
+        yield from _calls(records, rank, name, now())
+
+
+def _calls(records: Records, rank: int, pid: int, now: int) -> Iterator[dict[str, Any]]:
+    # A slice lasts until the rank's next call, because the record has no ends.
+    made = list(steps(records.calls(rank), records.others(rank)))
+    opened: list[tuple[str, int]] = []
+    for index, (call, numbered) in enumerate(made):
+        end = made[index + 1][0].time if index + 1 < len(made) else now
+        text = records.words(rank, call)
+        if text.startswith(TAG):
+            opened.append((text.removeprefix(TAG), call.time))
+            continue
+        if text == END:
+            if opened:  # otherwise its beginning was overwritten
+                tag, began = opened.pop()
+                yield _slice(tag, pid, _TAGS, began, call.time, {})
+            continue
+        about: dict[str, Any] = {"stream": call.stream}
+        if numbered:
+            about["number"] = call.number
+        yield _slice(text, pid, call.stream, call.time, end, about)
+    for tag, began in opened:
+        yield _slice(tag, pid, _TAGS, began, now, {})
+
+
+def _slice(
+    name: str, pid: int, tid: int, began: int, end: int, about: dict[str, Any]
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": began / 1e3,
+        "dur": (end - began) / 1e3,
+        "args": about,
+    }

@@ -100,6 +100,17 @@ def test_an_example_draws_its_field(tmp_path):
     assert (tmp_path / "field.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_picture_of_a_trace_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw = runpy.run_path(str(PAGES / "drawings/trace.py"))["draw"]
+    about = {"ph": "X", "pid": 0, "ts": 3e3, "dur": 9e3}
+    names = enumerate(("step 1", "all_reduce of 64 float32"))
+    events = [about | {"tid": tid, "name": name} for tid, name in names]
+    draw([{"ph": "M", "pid": 0}, *events], tmp_path / "trace.svg")
+    text = (tmp_path / "trace.svg").read_text()
+    assert all(f">{each}<" in text for each in ("rank 0: tags", "all_reduce", "step 1"))
+
+
 def test_every_program_runs_on_one_rank(tmp_path):
     outputs(1, tmp_path)
     assert (tmp_path / "messages.0").read_text() == "0 [0 0] [0 0]\n"

@@ -3,6 +3,7 @@
 The ranks are spawned processes, as in test_deadlines.py.
 """
 
+import json
 import os
 import time
 
@@ -196,29 +197,41 @@ def test_the_record_can_be_switched_off(three):
         assert "NUMBA_SYMM_RECORD='x': expected 0 or 1" in error
 
 
-def tagged(world):
-    """Tag calls, and try what is refused."""
+def traced(world, folder):
+    """Write a trace of calls within a tag, and try what is refused."""
     with ns.Communicator(world) as comm:
-        step, own = comm.tag("step 3"), comm._calls.members.board.record.own
+        step = comm.tag("step 3")
+        with step, step:  # again, within itself
+            pass
         with step:
-            with step:  # again, within itself
-                comm.all_reduce(input_of(comm))
-            assert own.tag == b"step 3"
-        refused = attempt(comm.tag, 3)[0]
+            comm.all_reduce(input_of(comm))
+            world.barrier()
+            comm.trace(f"{folder}/{world.rank}.json")
+        refused = [attempt(comm.tag, 3)[0]]
+        refused += [attempt(comm.trace, each)[0] for each in (f"{folder}/no/x", 3)]
         with pytest.raises(ZeroDivisionError), comm.tag("fails"):
             _ = 1 / 0
-        assert own.tag == b""
-        del own
+        assert comm._calls.members.board.record.own.tag == b""
         os.environ["NUMBA_SYMM_RECORD"] = "0"
         with ns.Communicator(world) as unseen, unseen.tag("nothing"):
-            del os.environ["NUMBA_SYMM_RECORD"]
-    return [
-        refused,
-        *(attempt(*each)[0] for each in ((comm.tag, "x"), (step.__enter__,))),
-    ]
+            refused.append(attempt(unseen.trace, "x.json")[0])
+        del os.environ["NUMBA_SYMM_RECORD"]
+    closed = (comm.tag, "x"), (comm.trace, "x"), (step.__enter__,)
+    return [*refused, *(attempt(*each)[0] for each in closed)]
 
 
-def test_calls_have_a_tag_within_a_block(two):
-    for number, *closed in two.run(tagged):
+def test_a_trace_has_the_calls_of_all_ranks(two, tmp_path):
+    for number, path, kind, off, *closed in two.run(traced, str(tmp_path)):
         assert number.startswith("ArgumentError: tag: expected text to be a str, got 3")
+        assert "trace: expected the path of a file that can be written" in path
+        assert "No such file or directory" in path
+        assert "trace: expected the path of a file that can be written, got 3" in kind
+        assert "expected a record of calls, got NUMBA_SYMM_RECORD=0" in off
         assert all(each.startswith("ClosedError: ") for each in closed)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())["traceEvents"]
+        for pid in range(2):
+            names = [each["name"] for each in found if each["pid"] == pid]
+            assert names[0] == "process_name"
+            assert sum("all_reduce of 120" in name for name in names) == 1
+            assert "step 3" in names

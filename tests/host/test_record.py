@@ -101,6 +101,8 @@ def test_messages_have_no_number(ranks):
         (3, 1, 2),
     ]
     assert ranks[1].words(0, found[0]) == "send of 8 bytes to rank 1"
+    made = call_records.steps(ranks[1].calls(0), found)
+    assert [numbered for _, numbered in made] == [True, False, False, False, True]
 
 
 def test_calls_after_a_capture_are_not_compared(ranks, about):
@@ -270,6 +272,19 @@ def test_a_tag_is_in_the_record_while_its_block_lasts(ranks):
                 one
             )
     assert one.own.tag == b""
+    names = [one.words(0, entry) for entry in one.others(0)]
+    assert names == ["tag: step 3", "tag: inner", "end of a tag", "end of a tag"]
+    found = [each for each in call_records.events(one) if each["pid"] == 10]
+    assert found[0]["args"] == {"name": "rank 10 on n0"}
+    slices = {each["name"]: each for each in found[1:]}
+    assert set(slices) == {"step 3", "inner", "all_reduce of a", "all_reduce of b"}
+    assert slices["all_reduce of b"]["args"] == {"stream": 2, "number": 2}
+    start = {name: each["ts"] for name, each in slices.items()}
+    end = {name: each["ts"] + each["dur"] for name, each in slices.items()}
+    assert start["step 3"] <= start["all_reduce of a"] <= start["inner"]
+    assert end["all_reduce of a"] <= start["inner"] + 1
+    assert end["all_reduce of b"] <= end["inner"] + 1 <= end["step 3"] + 2
+    assert slices["step 3"]["tid"] == 0
 
 
 @pytest.mark.parametrize("attached", [False, True])
