@@ -1,4 +1,8 @@
-from numba_symm.bench import report
+import json
+
+import pytest
+
+from numba_symm.bench import plot, report
 from numba_symm.bench.bench_operations import OPERATIONS
 from numba_symm.bench.report import Report
 
@@ -36,6 +40,13 @@ def row(nbytes=1 << 20, scale=1.0, **more):
         record("torch", 25.0 * scale, "two_shot", in_place=True),
     ]
     return [each | {"bytes": nbytes, "count": nbytes // 4} | more for each in found]
+
+
+RUN = {
+    "operation": "all_reduce",
+    "facts": {"ranks": 4, "devices": ["NVIDIA H200, PCI 0"] * 4},
+    "rows": [row(1 << n, 2.0 ** (n - 20)) for n in (10, 20, 30)],
+}
 
 
 def text(contenders=("nccl", "torch"), algorithms=()):
@@ -146,6 +157,47 @@ def test_messages_of_a_window_have_a_rate_and_a_size_of_their_own():
     # 64 messages of 16 KiB in 10 and 30 µs
     wanted = f"{1 << 14} 64 6.4 / 209.72 2.133 / 69.91 -"
     assert line.split() == wanted.split()
+
+
+def test_a_plot_has_a_line_for_each_contender_with_its_best_times():
+    found = plot.lines(RUN)
+    assert list(found) == ["numba_symm", "nccl", "torch"]
+    assert [size for size, _, _ in found["nccl"]] == [1 << 10, 1 << 20, 1 << 30]
+    size, time, bandwidth = found["torch"][1]
+    assert (size, time) == (1 << 20, 15.0)
+    assert bandwidth == pytest.approx((1 << 20) / 15 / 1e3 * 1.5)
+    assert plot.title(RUN) == "all_reduce, float sum, 4 x NVIDIA H200"
+
+
+def test_each_type_has_its_own_line():
+    run = RUN | {"rows": [row(op="none"), row(op="none", type="half")]}
+    assert {"numba_symm, float", "numba_symm, half"} <= set(plot.lines(run))
+    assert plot.title(run) == "all_reduce, several types, 4 x NVIDIA H200"
+
+
+def test_a_recorded_run_is_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    file, image = tmp_path / "r.json", tmp_path / "r.svg"
+    file.write_text(json.dumps(RUN))
+    plot.main([str(file), str(image)])
+    assert "<svg" in image.read_text()
+    for name, said in {
+        "r.abc": "'abc' is not supported",
+        "no/r.png": "No such",
+    }.items():
+        with pytest.raises(SystemExit):
+            plot.main([str(file), str(tmp_path / name)])
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "3", "[]", '{"name": 1}', "{}"])
+def test_a_plot_refuses_a_file_without_a_run(content, tmp_path, capsys):
+    file = tmp_path / "r.json"
+    file.write_text(content)
+    with pytest.raises(SystemExit) as ended:
+        plot.main([str(file), "r.png"])
+    assert ended.value.code == 2
+    assert f"error: {file} contains no run" in capsys.readouterr().err
 
 
 def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):
