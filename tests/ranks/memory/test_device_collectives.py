@@ -26,62 +26,6 @@ def farthest(a, b):
     return a if abs(a) >= abs(b) else b
 
 
-def exchanging(size):
-    """Return a kernel that makes all collectives of a block's arrays, again and again.
-
-    Each step's inputs are the step before's outputs.
-    """
-    whole = COUNT * size
-
-    @cuda.jit
-    def exchange_all(ws, given, out, steps, ok):
-        block, thread = cuda.blockIdx.x, cuda.threadIdx.x
-        mine = cuda.shared.array(COUNT, np.float32)
-        every = cuda.shared.array(whole, np.float32)
-        sent = cuda.shared.array(whole, np.float32)
-        for i in range(thread, COUNT, cuda.blockDim.x):
-            mine[i] = given[block, i]
-        good = True
-        for step in range(steps):
-            good = symm.all_reduce(ws, mine) and good
-            if thread == 0:  # threads see each other's elements, in both directions
-                for i in range(COUNT):
-                    mine[i] += 10 * ws.rank + i
-            good = symm.all_gather(ws, mine, every) and good
-            good = symm.all_to_all(ws, every, sent) and good
-            good = symm.reduce_scatter(ws, sent, mine, farthest) and good
-            good = symm.broadcast(ws, mine, step % size) and good
-        for i in range(thread, COUNT, cuda.blockDim.x):
-            out[block, i] = mine[i]
-        ok[block, thread] = good
-
-    return exchange_all
-
-
-def steps_by_numpy(given, steps):
-    """Return what each rank's block has after so many steps of that kernel."""
-    size = len(given)
-    mine = [np.array(each) for each in given]
-    for step in range(steps):
-        total = mine[0]
-        for each in mine[1:]:
-            total = total + each
-        places = np.arange(COUNT)
-        added = [(10 * rank + places).astype(np.float32) for rank in range(size)]
-        mine = [total + each for each in added]
-        every = np.concatenate(mine)  # the same on all ranks
-        shards = [np.tile(every.reshape(size, COUNT)[r], size) for r in range(size)]
-        found = []
-        for rank in range(size):
-            result = shards[0].reshape(size, COUNT)[rank]
-            for other in shards[1:]:
-                theirs = other.reshape(size, COUNT)[rank]
-                result = np.where(abs(result) >= abs(theirs), result, theirs)
-            found.append(result)
-        mine = [found[step % size]] * size
-    return mine
-
-
 def starting(size):
     """Return a kernel that starts a collective of each kind before it waits for one.
 
@@ -373,26 +317,6 @@ def integers(comm, *shape):
     """Return floats whose sums are exact."""
     lot = np.random.default_rng(7)
     return lot.integers(-9, 9, (comm.size, *shape)).astype(np.float32)
-
-
-def test_collectives_are_repeated_within_a_kernel(comm, world):
-    """The second launch continues with the epochs, in kernels of fewer threads, too."""
-    nbytes = 4 * COUNT * comm.size
-    ws = comm.device_workspace(BLOCKS, THREADS, nbytes).ctx
-    kernel = exchanging(comm.size)
-    for seed, threads in ((0, THREADS), (1, THREADS), (2, THREADS // 2)):
-        given = integers(comm, BLOCKS, COUNT) + seed
-        if threads < THREADS:
-            ws = comm.device_workspace(BLOCKS, THREADS, 2 * nbytes).ctx
-        x, out, ok = cuda.to_device(given[comm.rank]), flags(), flags()
-        out = cuda.to_device(np.zeros((BLOCKS, COUNT), np.float32))
-        kernel[BLOCKS, threads](ws, x, out, STEPS, ok)
-        comm.synchronize()
-        assert get(ok)[:, :threads].all()
-        for block in range(BLOCKS):
-            wanted = steps_by_numpy(given[:, block], STEPS)[comm.rank]
-            assert get(out)[block].tobytes() == wanted.tobytes()
-    world.barrier()
 
 
 def test_collectives_are_in_flight_together(comm, world):
