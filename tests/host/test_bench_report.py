@@ -63,12 +63,6 @@ def test_the_formulas_are_those_of_nccl_tests():
     assert shown[17:] == ["-", "-", "25.00", "62.91", "1.25"]
 
 
-def test_an_operation_that_is_never_in_place_has_no_columns_for_it():
-    found = Report(OPERATIONS["all_gather"], 4, [], ["nccl"])
-    assert "in-place" not in found.header()[0]
-    assert len(found.row(row()).split()) == len(found.header()[1].split()) - 1
-
-
 def test_the_header_has_each_name_above_its_column():
     top, names, units = text(algorithms=["one_shot_ll"]).header()
     assert top.startswith("#")
@@ -91,23 +85,6 @@ def test_the_ratio_is_the_best_contenders_time_divided_by_ours():
     assert report.ratio(row(), ["mpi"]) is None
     assert report.ratio(row(), ["nccl", "torch"], in_place=True) == 1.25
     assert report.ratio(row(), ["nccl"], in_place=True) is None
-
-
-def test_a_missing_or_skipped_cell_is_a_dash():
-    skipped = record("torch", 1.0) | {"skipped": "sums only"}
-    found = [each for each in row() if each["column"] == "numba_symm"]
-    shown = text().row([*found, skipped]).split()
-    assert shown[8:13] == shown[17:] == ["-"] * 5
-
-
-def test_without_graphs_the_eager_time_is_reported():
-    found = [each | {"graph": None} for each in row()]
-    assert report.microseconds(found[0]) == 20.0
-
-
-def test_unchecked_results_are_not_available():
-    shown = text().row([each | {"wrong": None} for each in row()]).split()
-    assert shown[7] == shown[16] == "N/A"
 
 
 def test_the_footer_counts_and_lists_wrong_elements():
@@ -169,22 +146,6 @@ def test_a_plot_has_a_line_for_each_contender_with_its_best_times():
     assert bandwidth == pytest.approx((1 << 20) / 15 / 1e3 * 1.5)
 
 
-def test_each_type_has_its_own_line():
-    run = RUN | {"rows": [row(), row(type="half")]}
-    labels = list(report.lines(run))
-    assert {"numba_symm, float sum", "numba_symm, half sum"} <= set(labels)
-
-
-def test_no_two_of_28_lines_look_the_same():
-    """As with --algorithm all, of which each type has a line."""
-    own = ["numba_symm, float sum", "numba_symm, half sum"]
-    others = [f"numba_symm_{number}" for number in range(28)]
-    looks = [sorted(style.items()) for style in report.styles(own + others)]
-    assert all(looks.count(look) == 1 for look in looks)
-    red = report.OURS["color"]
-    assert [dict(look)["color"] == red for look in looks] == [True] * 2 + [False] * 28
-
-
 def test_a_recorded_run_is_drawn_without_mpi(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     file, image = tmp_path / "r.json", tmp_path / "r.png"
@@ -222,42 +183,6 @@ def test_plot_refuses_a_file_without_a_run(content, said, tmp_path, capsys):
         bench.main(["plot", str(file), str(tmp_path / "r.png")])
     assert ended.value.code == 2
     assert f"error: {file} {said}" in capsys.readouterr().err
-
-
-def test_plot_refuses_a_folder_that_does_not_exist(tmp_path, capsys):
-    file = tmp_path / "r.json"
-    file.write_text(json.dumps(RUN))
-    with pytest.raises(SystemExit) as ended:
-        bench.main(["plot", str(file), "/not/there/r.png"])
-    assert ended.value.code == 2
-    wanted = "error: expected a file that you can write, got /not/there/r.png"
-    assert wanted in capsys.readouterr().err
-
-
-def test_the_title_has_the_operation_and_the_devices():
-    assert report.title(RUN) == "all_reduce, float sum, 4 x NVIDIA H200"
-    moved = RUN | {"operation": "broadcast", "rows": [row(op="none")]}
-    assert report.title(moved) == "broadcast, float, 4 x NVIDIA H200"
-    moved["rows"] += [row(op="none", type="half")]
-    assert report.title(moved) == "broadcast, several types, 4 x NVIDIA H200"
-    assert {"numba_symm, float", "numba_symm, half"} <= set(report.lines(moved))
-
-
-@pytest.mark.parametrize(
-    ("size", "wanted"),
-    [(512, "512"), (1 << 10, "1K"), (1 << 22, "4M"), (3 << 29, "1.5G")],
-)
-def test_sizes_have_a_suffix(size, wanted):
-    assert report.human(size) == wanted
-
-
-def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):
-    assert report.commit(tmp_path) == "unknown"
-
-
-def test_multicast_is_disabled_for_contenders():
-    assert report.NVLS_OFF["NCCL_NVLS_ENABLE"] == "0"
-    assert report.NVLS_OFF["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 
 
 # Bytes that cross when an island of 2 ranks and one of 1 exchange 12 bytes.
