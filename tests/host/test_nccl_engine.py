@@ -151,12 +151,6 @@ def test_a_graph_has_one_mark_between_two_exchanges(engine, gpu):
     assert gpu.nodes == [1, 2, 0]
 
 
-def test_no_bytes_are_no_group(engine, fake, gpu):
-    engine.exchange([Parcel(1, 10, 0)], [], STREAM)
-    assert not fake.calls
-    assert not gpu.stored
-
-
 class Order:
     """A communicator's order, whose side stream writes down what it does."""
 
@@ -187,11 +181,6 @@ def test_other_work_of_the_call_runs_beside_it(engine, fake, stream):
         ("mark", 0),
         ("lead", stream, 0),
     ]
-
-
-def test_the_default_stream_of_a_thread_is_not_nccls(engine, fake):
-    engine.exchange([Parcel(1, 10, 8)], [], streams.PER_THREAD, None, Order(fake.calls))
-    assert ("send", 10, 8, 1, 1, "comm", SIDE) in fake.calls
 
 
 @pytest.mark.parametrize(
