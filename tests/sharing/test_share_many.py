@@ -154,28 +154,6 @@ def test_threads():
     assert run_ranks(2, uses_threads) == [([], True)] * 2
 
 
-def shares_from_one_thread_and_drops_in_another(comm):
-    done = threading.Event()
-    handles = [ns.share(numbers(10), opens=2) for _ in range(200)]
-    opened = [ns.open_shared(handle) for handle in handles]
-
-    def drop():
-        while opened:
-            opened.pop()
-        done.set()
-
-    threading.Thread(target=drop).start()
-    for handle in handles:
-        handle.cancel()
-        sharing.collect()
-    done.wait(300)
-    return nothing_is_shared()
-
-
-def test_another_thread_drops():
-    assert run_ranks(1, shares_from_one_thread_and_drops_in_another) == [True]
-
-
 def counts_more_than_a_file_has(comm):
     x = numbers(10)
     handles = [ns.share(x) for _ in range(sharing.counters.SLOTS + 5)]
