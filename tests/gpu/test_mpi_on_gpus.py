@@ -1,7 +1,5 @@
 """mpi4py's spelling on GPUs: other libraries' arrays, streams, captures, windows."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 from cuda.core import Device
@@ -46,16 +44,6 @@ def torch(comm):
 @pytest.fixture
 def cupy(comm):
     return optional("cupy")
-
-
-def test_messages_of_a_new_thread_are_on_the_ranks_gpu(comm, world):
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-
-    x = to_device(np.full(4, comm.rank + 1, np.int32))
-    out = to_device(np.zeros(4, np.int32))
-    with ThreadPoolExecutor(1) as threads:  # in a new thread, no GPU is current
-        threads.submit(comm.Sendrecv, x, right, 0, out, left).result()
-    assert (out.copy_to_host() == left + 1).all()
 
 
 def around(comm):
@@ -261,20 +249,6 @@ def test_what_can_be_captured_and_what_cannot(comm, apart):
     win.Free()
     pairs.Free()
     made.Free()
-
-
-def test_torch_captures_a_call(comm, torch):
-    x, y = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
-    comm.Allreduce(x, y)  # compiled
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-        comm.Allreduce(x, y)
-        y.add_(0.5)
-    for number in range(1, 4):
-        x.fill_(number * (comm.rank + 1))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert (y.cpu() == number * of_ranks(comm) + 0.5).all()
 
 
 # Windows.

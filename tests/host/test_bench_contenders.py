@@ -1,4 +1,3 @@
-import contextlib
 import importlib
 import types
 
@@ -10,7 +9,6 @@ from numba_symm.bench.contenders import CONTENDERS, Missing, load
 from numba_symm.bench.contenders import nccl as nccl_module
 from numba_symm.bench.contenders import torch as torch_module
 from numba_symm.bench.contenders.mpi import Mpi
-from numba_symm.bench.contenders.nccl import Nccl
 from numba_symm.bench.contenders.nccl_symm import NcclSymm
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.errors import ArgumentError
@@ -88,33 +86,16 @@ def test_a_failure_on_rank_0_is_raised_on_every_rank():
 
 @pytest.fixture
 def core(monkeypatch):
-    """A stand-in for nccl.core that records its calls."""
-    calls = []
-    comm = types.SimpleNamespace(
-        allreduce=lambda *words, **more: calls.append((words, more)),
-        send=lambda array, peer, stream: calls.append(("send", list(array), peer)),
-        recv=lambda array, peer, stream: calls.append(("recv", list(array), peer)),
-        reduce=lambda x, out, op, root, stream: calls.append((list(x), op, root)),
-        destroy=lambda: calls.append("destroyed"),
-    )
-
-    @contextlib.contextmanager
-    def group():
-        calls.append("group")
-        yield
-        calls.append("end")
-
+    """A stand-in for nccl.core."""
     versions = types.SimpleNamespace(
         nccl4py="0.6.0", libnccl=types.SimpleNamespace(version="2.28.9")
     )
     core = types.SimpleNamespace(
-        calls=calls,
-        Communicator=types.SimpleNamespace(init=lambda *words: comm),
+        Communicator=types.SimpleNamespace(init=lambda *words: types.SimpleNamespace()),
         NcclRedOp=types.SimpleNamespace(
             SUM="sum!", PROD="prod!", MIN="min!", MAX="max!", AVG="avg!"
         ),
         get_unique_id=lambda: "unique",
-        group=group,
         get_version=lambda: versions,
     )
     monkeypatch.setattr(nccl_module, "imported", lambda name, cure: core)
@@ -158,49 +139,6 @@ def torch(monkeypatch):
     monkeypatch.setattr(torch_module, "imported", lambda name, cure: torch)
     monkeypatch.setattr(torch_module, "need_gpus", lambda: None)
     return torch
-
-
-IN, ALL = np.arange(2), np.arange(10, 14)  # of rank 0 of two, and of both ranks
-
-
-@pytest.mark.parametrize(
-    ("name", "x", "out", "wanted"),
-    [
-        (
-            *("sendrecv", IN.reshape(2, 1), ALL[:2].reshape(2, 1)),
-            [("send", [0], 1), ("send", [1], 1), ("recv", [10], 1), ("recv", [11], 1)],
-        ),
-        (
-            *("all_gather_v", IN, ALL),
-            [
-                *(("send", [0, 1], 0), ("send", [0, 1], 1)),
-                *(("recv", [10, 11], 0), ("recv", [12, 13], 1)),
-            ],
-        ),
-        (
-            *("all_to_all_v", ALL, ALL[::-1]),
-            [
-                *(("send", [10, 11], 0), ("send", [12, 13], 1)),
-                *(("recv", [13, 12], 0), ("recv", [11, 10], 1)),
-            ],
-        ),
-        (
-            *("gather_v", IN, ALL),
-            [("send", [0, 1], 0), ("recv", [10, 11], 0), ("recv", [12, 13], 1)],
-        ),
-        (
-            *("scatter_v", ALL, IN),
-            [("send", [10, 11], 0), ("send", [12, 13], 1), ("recv", [0, 1], 0)],
-        ),
-        (
-            *("reduce_scatter_v", ALL, IN),
-            [([10, 11], "sum!", 0), ([12, 13], "sum!", 1)],
-        ),
-    ],
-)
-def test_nccl_exchanges_ranges_by_grouped_calls(core, name, x, out, wanted):
-    getattr(Nccl(Ranks()), name)(x, out, "sum")[""].call(7)
-    assert core.calls == ["group", *wanted, "end"]
 
 
 @pytest.mark.parametrize("version", ["2.9.8", "2.28.9", "2.32.3", "3.0.0"])

@@ -152,23 +152,3 @@ def uses_threads(comm):
 
 def test_threads():
     assert run_ranks(2, uses_threads) == [([], True)] * 2
-
-
-def counts_more_than_a_file_has(comm):
-    x = numbers(10)
-    handles = [ns.share(x) for _ in range(sharing.counters.SLOTS + 5)]
-    files = {handle.file for handle in handles}
-    used = sharing.stats().counters
-    right = are(ns.open_shared(handles[-1]), 10)
-    for handle in handles[:-1]:
-        handle.cancel()
-    return files, used, right, nothing_is_shared(), ns.share(x).file
-
-
-def test_more_arrays_than_a_file_has_counters():
-    ((files, used, right, clean, again),) = run_ranks(1, counts_more_than_a_file_has)
-    assert files == {0, 1}
-    assert used == 10_005
-    assert right
-    assert clean
-    assert again == 0

@@ -186,24 +186,6 @@ def kept():
     return () if safe else ("GPU memory",)
 
 
-class Mistake(Exception):
-    """A program's own."""
-
-
-@of_one_island
-def test_all_may_leave_by_an_exception(world):
-    def leave():
-        with ns.Communicator(world, timeout=60) as comm:
-            comm.rendezvous(comm.empty(33, np.float32))
-            raise Mistake
-
-    before = counted(world)
-    for _ in range(CYCLES // 4):
-        refused(world, Mistake, leave)
-    check_same(world, before, kept())
-    live(world)
-
-
 def drop(last):
     last.clear()
     gc.collect()

@@ -91,37 +91,6 @@ def starts_by_numpy(given, rounds, rank):
     )
 
 
-@cuda.jit
-def repeat_items(ws, given, out, times, ok):
-    """Each thread reduces elements of its own and gets rank 0's, again and again."""
-    block, thread = cuda.blockIdx.x, cuda.threadIdx.x
-    held = cuda.local.array(6, np.int64)
-    one = cuda.local.array(1, np.int64)
-    for i in range(6):
-        held[i] = given[block, thread, i]
-    good = True
-    for step in range(times):
-        good = symm.all_reduce(ws, held, "max", items=True) and good
-        for i in range(6):
-            held[i] += (ws.rank + i) * (step + 1)
-        one[0] = held[5]
-        good = symm.broadcast(ws, one, 0, items=True) and good
-        held[5] += one[0]
-    for i in range(6):
-        out[block, thread, i] = held[i]
-    ok[block, thread] = good
-
-
-def items_by_numpy(given, times):
-    held = given.copy()  # [rank, block, thread, element]
-    for step in range(times):
-        held[:] = held.max(0)
-        ranks = np.arange(len(held))[:, None, None, None]
-        held += (ranks + np.arange(6)) * (step + 1)
-        held[..., 5] += held[0, ..., 5]
-    return held
-
-
 def ranging(size):
     """Return a kernel whose ranks have different numbers of elements."""
     few = tuple(range(size))
@@ -334,19 +303,6 @@ def test_collectives_are_in_flight_together(comm, world):
             wanted = starts_by_numpy(given[:, block], rounds, comm.rank)
             for found, each in zip(get(out)[block], wanted, strict=True):
                 assert found[: each.size].tolist() == each.tolist()
-    world.barrier()
-
-
-def test_each_thread_has_items_of_its_own(comm, world):
-    ws = comm.device_workspace(BLOCKS, THREADS, 48 * THREADS).ctx
-    lot = np.random.default_rng(3)
-    given = lot.integers(-99, 99, (comm.size, BLOCKS, THREADS, 6))
-    x, ok = cuda.to_device(given[comm.rank]), flags()
-    out = cuda.to_device(np.zeros_like(given[0]))
-    repeat_items[BLOCKS, THREADS](ws, x, out, STEPS, ok)
-    comm.synchronize()
-    assert get(ok).all()
-    assert get(out).tolist() == items_by_numpy(given, STEPS)[comm.rank].tolist()
     world.barrier()
 
 
