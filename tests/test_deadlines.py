@@ -6,7 +6,6 @@ these.
 """
 
 import functools
-import itertools
 import re
 import time
 
@@ -18,7 +17,7 @@ import numba_symm as ns
 from numba_symm import device as symm
 from numba_symm.collectives import operations
 from numba_symm.collectives.invocation import Invocation
-from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
+from numba_symm.collectives.operations import BROADCAST
 from numba_symm.collectives.protocols.binding import Series
 from numba_symm.gpu import loads
 from numba_symm.launch import failures
@@ -272,99 +271,6 @@ def test_a_rank_that_arrives_too_late_writes_no_array(three):
         assert kept
 
 
-def replays_behind_a_failure(world, algorithm):
-    """Launch a call three times, as a graph does: without checks in between."""
-    with ns.Communicator(world, timeout=PATIENT) as comm:
-        assert reduced(comm, algorithm)  # compiled before half a second counts
-    comm = ns.Communicator(world, timeout=0.5)
-    x, y = input_of(comm), input_of(comm, 7)
-    given = Invocation(ALL_REDUCE, x, out=y, algorithm=algorithm)
-    packed, stream, *_ = comm._calls.bound(given)
-    launch = Series(*packed.parts)
-    world.barrier()
-    for rank in (0, AWAY):
-        if world.rank == rank:
-            for _ in range(3):
-                launch(stream)
-            error = attempt(comm.synchronize)[0]
-        world.barrier()
-    found = set(y.copy_to_host().tolist())
-    world.barrier()
-    attempt(comm.close)
-    return error, found
-
-
-@pytest.mark.parametrize(
-    "algorithm", ["one_shot_ll", "two_shot_sentinel", "chunked", "direct"]
-)
-def test_nothing_is_stored_by_calls_behind_a_failed_one(two, algorithm):
-    first, away = two.run(replays_behind_a_failure, algorithm)
-    for error, _ in (first, away):
-        assert error.startswith("CollectiveTimeout: rank 0 waited for rank 1 in ")
-    assert first[1] == {7.0}
-    assert away[1] <= {7.0, 3.0}  # rank 0's part of the first call has arrived
-
-
-def calls_differ(world, name, algorithm, counts, options):
-    comm = ns.Communicator(world, timeout=PATIENT)
-    x = comm.zeros(100, np.float32)
-    x.copy_to_device(np.full(100, 5 + world.rank, np.float32))
-    part, mine = x[: counts[world.rank]], options[world.rank]
-    in_place = (name, mine.get("root")) in (
-        ("reduce", world.rank),
-        ("all_reduce", None),
-    )
-    out = {"out": part} if in_place else {}
-    call = functools.partial(getattr(comm, name), **mine, **out)
-    world.barrier()
-    error, seconds = attempt(
-        lambda: (call(part, algorithm=algorithm), comm.synchronize())
-    )
-    world.barrier()
-    rest = x[part.size :].copy_to_host().tolist()
-    attempt(comm.close)
-    return error, seconds, rest == [5.0 + world.rank] * len(rest)
-
-
-def differing(option, alike, others, names, algorithms):
-    """Return calls of which those of two ranks differ in count, or in an option."""
-    cases = {
-        "count": ((99, 99, 60), [{option: alike}] * 3),
-        option: ((81, 81, 81), [{option: each} for each in others]),
-    }
-    return [
-        pytest.param(name, algorithm, *case, id=f"{name}-{algorithm}-{what}")
-        for name, algorithm in itertools.product(names, algorithms)
-        for what, case in cases.items()
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "algorithm", "counts", "options"),
-    [
-        *differing(
-            "root", 0, (2, 1, 2), ["broadcast", "reduce"], ["direct", "one_shot_marked"]
-        ),
-        *differing("root", 0, (2, 1, 2), ["broadcast"], ["two_shot_marked"]),
-        *differing(
-            "op",
-            "sum",
-            ("sum", "max", "sum"),
-            ["all_reduce", "reduce_scatter"],
-            ["direct"],
-        ),
-    ],
-)
-def test_calls_that_differ_raise_and_access_only_their_own_arrays(
-    three, name, algorithm, counts, options
-):
-    facts = three.run(calls_differ, name, algorithm, counts, options)
-    for error, seconds, kept in facts:
-        assert re.match(r"CallMismatch: rank \d's call differs from rank", error)
-        assert seconds < PATIENT / 2
-        assert kept
-
-
 def roots_of_two_differ(world, name, roots, op, count):
     comm = ns.Communicator(world, timeout=PATIENT)
     x, root = cuda.to_device(np.full(count, 5.0, np.float32)), roots[world.rank]
@@ -400,45 +306,6 @@ def test_different_calls_of_two_ranks_raise_in_the_next_one(two, name, roots, op
             # With the call's number, if a rank has compared the records before.
             assert re.match(r"CallMismatch: rank \d's call( \d+)? differs from", error)
         assert sum(seconds for _, seconds in (first, *later)) < PATIENT / 2
-
-
-@cuda.jit
-def wait_for_next(ctx, result):
-    if cuda.threadIdx.x == 0:
-        result[0] = symm.wait_signal(ctx, (ctx.rank + 1) % ctx.size, 0)
-
-
-def wait_without_the_host(world):
-    """A user's kernel that is launched after the failure, without a check."""
-    comm = ns.Communicator(world, timeout=3)
-    ctx = comm.rendezvous(comm.empty(1)).ctx
-    result = cuda.to_device(np.full(1, 7, np.int32))
-    seconds = []
-    for rank in range(2):
-        world.barrier()
-        if world.rank == rank:
-            for _ in range(2):
-                begin = time.monotonic()
-                wait_for_next[1, 1](ctx, result)
-                found = result.copy_to_host()[0]
-                seconds.append(time.monotonic() - begin)
-                assert found == 0
-    error = attempt(comm.close)[0]
-    return seconds, error
-
-
-def test_later_kernels_end_immediately(two):
-    facts = two.run(wait_without_the_host)
-    (first, second), _ = facts[0]
-    assert first > 2.9
-    assert second < 2.9
-    (first, second), _ = facts[1]
-    assert first < 2.9  # the kernel's compiling is in it
-    assert second < 2.9
-    for _, error in facts:  # no rank had raised it before
-        assert error.startswith(
-            "CollectiveTimeout: rank 0 waited for rank 1 in wait_signal, channel 0"
-        )
 
 
 def loads_too_long(world):

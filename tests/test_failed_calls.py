@@ -8,7 +8,6 @@ import contextlib
 import itertools
 
 import numpy as np
-import pytest
 from numba import cuda
 
 import numba_symm as ns
@@ -195,24 +194,6 @@ def test_a_call_that_fails_on_one_rank_fails_on_all():
             assert later[0].startswith(told), what
             assert own[1] + later[1] < SOON, what
             assert close[0] == "", what  # every rank has raised it before
-
-
-def errs_before_its_call(world):
-    """Its arguments are wrong, which is not a call, so the right one may follow."""
-    with ns.Communicator(world, timeout=PATIENT) as comm:
-        x = cuda.to_device(np.full(100, comm.rank, np.float32))
-        if comm.rank == AWAY:
-            with pytest.raises(ns.ArgumentError):
-                comm.all_reduce(x, algorithm="two_shots")
-            with pytest.raises(ns.ArgumentError):
-                comm.send(x, dst=7)
-        y = comm.all_reduce(x)
-        comm.synchronize()
-        return y.copy_to_host().tolist() == [3.0] * 100
-
-
-def test_a_mistake_of_ones_own_fails_nothing():
-    assert run_ranks(3, errs_before_its_call) == [True] * 3
 
 
 def drops_its_communicator(world):

@@ -297,31 +297,6 @@ def test_exit_with_an_open_communicator():
     assert ended[0].output == ""
 
 
-def timeout_of_the_environment(world):
-    warm_up(world)
-    comm = ns.Communicator(world)
-    found = None
-    if world.rank != AWAY:
-        found = attempt(lambda: reduced(comm, "one_shot_ll"))
-    world.barrier()
-    with contextlib.suppress(ns.CollectiveTimeout):
-        comm.close()
-    with ns.Communicator(world, timeout=PATIENT) as explicit:
-        return comm.timeout, explicit.timeout, found
-
-
-def test_the_timeout_of_the_environment():
-    facts = run_ranks(
-        2, timeout_of_the_environment, environ=[{"NUMBA_SYMM_TIMEOUT": "1.5"}] * 2
-    )
-    assert [(timeout, explicit) for timeout, explicit, _ in facts] == [
-        (1.5, PATIENT)
-    ] * 2
-    text, seconds = facts[0][2]
-    assert "(timeout: 1.5 s)" in text
-    assert 1.4 < seconds < 1.5 + SOON
-
-
 def late(world):
     right = []
     for timeout, lateness in ((0, 3), (10, 2)):
@@ -331,11 +306,6 @@ def late(world):
                 time.sleep(lateness)
             right.append(reduced(comm))
     return right
-
-
-def test_a_late_rank_is_waited_for():
-    """Ranks wait indefinitely if the timeout is 0, otherwise until a longer timeout."""
-    assert run_ranks(2, late) == [[True, True]] * 2
 
 
 def all_reduces(world):
@@ -349,55 +319,6 @@ def all_reduces(world):
 def test_a_job_without_mpi():
     """The library takes any communicator, and imports no MPI."""
     assert run_ranks(4, all_reduces) == [([True] * 3, [])] * 4
-
-
-def splits(world):
-    """Split a job without MPI: reversed, in two, one rank left out, and again."""
-    facts = []
-    with ns.Communicator(world, timeout=PATIENT) as comm:
-        with comm.split(0, -comm.rank) as back, back.split(back.rank // 2) as half:
-            facts += [back.rank, half.rank, half.size, reduced(half), reduced(back)]
-        rest = comm.split(None if comm.rank == 1 else 7)
-        other = comm.dup()
-    if rest is not None:  # the others live on without their parent
-        facts += [rest.rank, rest.size, reduced(rest)]
-        rest.close()
-    facts.append(reduced(other))
-    other.close()
-    return facts
-
-
-def test_communicators_split_without_mpi(three):
-    rest = {0: [0, 2, True], 1: [], 2: [1, 2, True]}
-    assert three.run(splits) == [
-        [2, 0, 1, True, True, *rest[0], True],
-        [1, 1, 2, True, True, *rest[1], True],
-        [0, 0, 2, True, True, *rest[2], True],
-    ]
-
-
-def stays_away_from_a_child(world):
-    """Ranks 1 and 2 have a child communicator, in which rank 1 makes no call."""
-    warm_up(world)
-    with ns.Communicator(world, timeout=1) as comm:
-        child = comm.split(min(comm.rank, AWAY))
-        error = ""
-        if comm.rank == 2:
-            error, _ = attempt(reduced, child, "one_shot_ll")
-        world.barrier()
-        failed, _ = attempt(child.close)
-        return error, failed, reduced(comm)
-
-
-def test_a_rank_that_does_not_arrive_fails_one_child_only(three):
-    waited = "CollectiveTimeout: rank 1 waited for rank 0 in all_reduce"
-    facts = three.run(stays_away_from_a_child)
-    assert [found[2] for found in facts] == [True] * 3
-    assert facts[0][:2] == ("", "")
-    assert facts[1][0] == ""
-    for text in (facts[1][1], facts[2][0]):  # each raises it once
-        assert text.startswith(waited), text
-    assert facts[2][1] == ""
 
 
 def fails_on_one_rank(world, how):

@@ -2,11 +2,10 @@
 
 import os
 import signal
-import sys
 
 import pytest
 
-from tests.spawned import Ranks, outcomes
+from tests.spawned import Ranks
 
 WELL = [(0, 2), (1, 2)]
 
@@ -17,10 +16,6 @@ def present(comm):
 
 def process(comm):
     return os.getpid()
-
-
-def talks(comm, text):
-    print(text)
 
 
 def raises(comm):
@@ -34,10 +29,6 @@ def is_killed(comm):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leaves(comm):
-    sys.exit(0)
-
-
 def hangs(comm):
     if comm.rank == 1:
         signal.pause()
@@ -47,13 +38,6 @@ def ends_badly(comm):
     import atexit
 
     atexit.register(os._exit, 3)
-
-
-def test_the_same_processes_run_one_job_after_another():
-    with Ranks(2) as ranks:
-        first = ranks.run(process)
-        assert ranks.run(present) == WELL
-        assert ranks.run(process) == first
 
 
 @pytest.mark.parametrize(
@@ -73,28 +57,9 @@ def test_the_job_after_a_failed_one_has_new_processes(bad, text):
         assert not set(ranks.run(process)) & set(first)
 
 
-def test_processes_that_have_left_are_not_waited_for():
-    with Ranks(2) as ranks:
-        assert ranks.run(leaves) == [None, None]
-        assert ranks.run(present) == WELL
-
-
-def test_only_the_failed_jobs_output_is_shown():
-    with Ranks(1) as ranks:
-        ranks.run(talks, "of the first job")
-        (one,) = ranks.outcomes(talks, "of the second job")
-        assert one.output == "of the second job\n"
-
-
 def test_processes_that_end_badly_after_their_jobs_fail_the_test():
     ranks = Ranks(2)
     ranks.run(ends_badly)
     assert ranks.run(present) == WELL
     with pytest.raises(pytest.fail.Exception, match="exit code 3"):
         ranks.__exit__()
-
-
-def test_how_new_processes_end_is_noted():
-    ended = outcomes(2, is_killed)
-    assert [one.code for one in ended] == [0, -signal.SIGKILL]
-    assert [one.left for one in ended] == [True, False]

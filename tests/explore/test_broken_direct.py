@@ -25,46 +25,38 @@ def done_always(module):
     return within(module, "fallback", DONE, f"({DONE} and False)")
 
 
-BROKEN = {
+ADDRESSES = {
     "no fence before the addresses": removed("handshake", "fence"),
     "the addresses not acquired": removed("handshake", "acquire"),
     "no wait for the block's addresses": replaced(
         "handshake", "agree", "return failed"
     ),
+}
+REFUSALS = {
     "its own refusal ignored": within(
         "handshake", "refuses", "first[0] == REFUSED", "False"
     ),
     "another rank's refusal ignored": removed("handshake", "found"),
-    "no fallback after a refusal": left_undone("chunked"),
-    "a fallback without a refusal": done_always("chunked"),
-    "the digest not compared": within("handshake", "poll", "missing | late", "missing"),
     "no wait for the others' loads and stores": removed("handshake", "wait"),
     "the work after a refusal": within("direct", "refused", "not found", "True"),
-    "no fallback to the broadcast in chunks": left_undone("chunked"),
+    "no fallback after a refusal": left_undone("chunked"),
+    "a fallback without a refusal": done_always("chunked"),
+}
+BROKEN = {
+    **ADDRESSES,
+    **REFUSALS,
+    "the digest not compared": within("handshake", "poll", "missing | late", "missing"),
     "the input's address for the output's": replaced(
         "direct", "into", "there, _ = handshake.words_of(sent, to_root)"
     ),
 }
 OF_SHARDS_BROKEN = {
+    **ADDRESSES,
+    **REFUSALS,
     "addresses that have not arrived": within(
         "handshake", "poll", "missing | late", "late"
     ),
-    "no fence before the addresses": removed("handshake", "fence"),
-    "the addresses not acquired": removed("handshake", "acquire"),
-    "no wait for the block's addresses": replaced(
-        "handshake", "agree", "return failed"
-    ),
-    "its own refusal ignored": within(
-        "handshake", "refuses", "first[0] == REFUSED", "False"
-    ),
-    "another rank's refusal ignored": removed("handshake", "found"),
-    "no wait for the others' loads and stores": removed("handshake", "wait"),
-    "the work after a refusal": within("direct", "refused", "not found", "True"),
     "another rank's shard loaded": within("direct", "shard", "offset", "0"),
-    "no fallback after a refusal": left_undone("chunked"),
-    "no fallback to the exchange in chunks": left_undone("chunked"),
-    "a fallback without a refusal": done_always("chunked"),
-    "an exchange in chunks without a refusal": done_always("chunked"),
 }
 OF_ALL_REDUCE_BROKEN = {
     "the input's address for the output's": replaced(
@@ -76,14 +68,10 @@ OF_ALL_REDUCE_BROKEN = {
     "an output's refusal ignored": replaced("direct", "both", "pass"),
 }
 OF_TWO_RANKS_BROKEN = {
+    **ADDRESSES,
     "no fallback after a refusal": left_undone("chunked"),
     "a fallback without a refusal": done_always("chunked"),
     "no wait for the other's loads": removed("handshake", "wait"),
-    "no fence before the addresses": removed("handshake", "fence"),
-    "the addresses not acquired": removed("handshake", "acquire"),
-    "no wait for the block's addresses": replaced(
-        "handshake", "agree", "return failed"
-    ),
 }
 FLAGS_NOT_RENEWED = replaced(
     "handshake",

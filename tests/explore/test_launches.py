@@ -10,16 +10,13 @@ from explore.intrinsics import (
     ld_relaxed_sys_u32,
     ld_u32,
     st_relaxed_sys_u32,
-    st_release_sys_u32,
-    syncthreads,
-    thread_index,
     thread_index_x,
     thread_index_y,
 )
 from explore.launches import Launch, Overlap
 from explore.memory import Finding
-from explore.scheduler import STEP, Machine
-from explore.test_memory import SCHEDULES, read, wait, write
+from explore.scheduler import Machine
+from explore.test_memory import SCHEDULES, read, write
 
 
 def overlapping(*kernels, threads=1, races=True, held=1):
@@ -54,31 +51,6 @@ def test_a_kernel_starts_early_where_the_one_before_permits_it():
     assert overlapping(write_and_permit, follow_and_read) == {(1,)}
 
 
-def test_a_kernel_starts_once_all_thread_blocks_permit_it_or_have_ended():
-    def permit_in_the_first(x, y, seen):
-        if block_index() == 0:
-            griddepcontrol_launch_dependents()
-            # Ends only if the next kernel has started.
-            yield from wait(x, y, seen)
-
-    def tell_once(x, y, seen):
-        if block_index() == 0:
-            yield from st_release_sys_u32(y, 1)
-
-    def both(first):
-        machine = Machine(1, 2, 1, 0)
-        machine.overlap()
-        args = (*(machine.memory.map(name, 4, fill=0) for name in "xy"), [])
-        machine.run([[Launch(k, 2, args, early=True) for k in (first, tell_once)]])
-
-    def permit_in_none(x, y, seen):
-        yield from wait(x, y, seen)
-
-    both(permit_in_the_first)
-    with pytest.raises(Finding, match="deadlock"):
-        both(permit_in_none)
-
-
 def test_an_early_kernel_races_with_the_one_before_even_if_that_has_ended():
     def read_weakly(x, y, seen):
         seen.append((yield from ld_u32(x)))
@@ -86,33 +58,6 @@ def test_an_early_kernel_races_with_the_one_before_even_if_that_has_ended():
     assert overlapping(write_and_permit, read_weakly, races=False) == {(0,), (1,)}
     with pytest.raises(Finding, match="race"):
         overlapping(write_and_permit, read_weakly)
-
-
-def test_each_thread_follows_the_kernel_before_by_its_own_wait():
-    def follow_in_one(x, y, seen):
-        if thread_index() == 0:
-            yield from griddepcontrol_wait()
-        else:
-            yield from read(x, y, seen)
-
-    assert overlapping(write_and_permit, follow_in_one, threads=2) == {(0,), (1,)}
-
-    def follow_in_one_and_synchronize(x, y, seen):
-        if thread_index() == 0:
-            yield from griddepcontrol_wait()
-        yield from syncthreads()
-        yield from read(x, y, seen)
-
-    found = overlapping(write_and_permit, follow_in_one_and_synchronize, threads=2)
-    assert found == {(1, 1)}
-
-
-def test_a_kernel_after_an_early_one_follows_both():
-    def nothing(x, y, seen):
-        griddepcontrol_launch_dependents()
-        yield STEP
-
-    assert overlapping(write_and_permit, nothing, follow_and_read) == {(1,)}
 
 
 def test_an_early_access_needs_a_second_set_of_clocks():
@@ -148,21 +93,6 @@ def synchronized(barrier):
 def test_blocks_that_share_a_thread_block_need_barriers_of_their_own():
     assert synchronized(lambda row: row) == {(1, 1)}
     assert (0, 1) in synchronized(lambda row: 0)
-
-
-def test_syncthreads_waits_for_all_blocks_of_a_thread_block():
-    def kernel(x, y, seen):
-        if thread_index() == 0:
-            yield from st_relaxed_sys_u32(x, 1)
-        yield from syncthreads()
-        if thread_index() == 3:
-            seen.append((yield from ld_relaxed_sys_u32(x)))
-
-    for seed in range(SCHEDULES):
-        machine = Machine(1, 2, 2, seed)
-        args = (machine.memory.map("x", 4, fill=0), 0, [])
-        machine.run([[Launch(kernel, 2, args, held=2)]])
-        assert args[-1] == [1]
 
 
 def test_a_barrier_for_two_numbers_of_threads_is_reported():

@@ -2,9 +2,7 @@
 
 import ast
 import importlib
-import io
 import textwrap
-import tokenize
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import numba_symm
 from explore import markers
 from explore.markers import marked, moved, removed, replaced, within
 from explore.source import paths
-from tests import added, whole
+from tests import added
 
 for path in Path(__file__).parent.glob("test_*.py"):
     importlib.import_module(f"{__package__}.{path.stem}")
@@ -37,32 +35,6 @@ def test_no_edit_and_no_marker_is_in_a_module_that_is_not_explored():
     assert {edit.module for edit in EDITS} <= paths().keys() | {added.NAME}
     assert having <= {file.resolve() for file in paths().values()}
     assert {file.stem for file in having} >= {"flags", "signals"}
-
-
-@each_module
-def test_edits_do_the_same_whatever_comments_and_docstrings_say(module):
-    text = paths()[module].read_text()
-    other = with_other_words(text)
-    assert other.count("Other words.") > 2
-    edits = [edit for edit in EDITS if edit.module == module]
-    for edit in edits if whole.WHOLE else edits[:1]:
-        assert edited(text, edit) == edited(other, edit)
-
-
-def with_other_words(text):
-    """Return a module's text with other docstrings, and comments but for markers."""
-    lines = text.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and "# explore: " not in token.string:
-            line, column = token.start
-            lines[line - 1] = lines[line - 1][:column] + "# Other words."
-    for node in ast.walk(ast.parse(text)):
-        if is_text(node):
-            lines[node.lineno - 1] = node.col_offset * " " + '"""Other words."""'
-            more = node.end_lineno - node.lineno
-            lines[node.lineno : node.end_lineno] = more * [""]
-    # More lines, too, so that nothing depends on how many there are.
-    return "# Other words.\n\n" + "\n".join(filter(None, lines)) + "\n"
 
 
 def is_text(node):
@@ -104,25 +76,6 @@ def after(old, new):
     """Return the code with a text replaced by another one."""
     assert WHOLE.count(old) == 1
     return ast.unparse(ast.parse(WHOLE.replace(old, new)))
-
-
-def test_markers_mean_whole_statements():
-    places = marked(WHOLE, ast.parse(WHOLE))
-    heads = {name: ast.unparse(node).split("\n")[0] for name, node in places.items()}
-    assert heads == {
-        "kernel": "@device_function",
-        "outer": "if size > 1:",
-        "first": "first(size)",
-        "second": "second(size)",
-        "inner": "if size == 1:",
-        "result": "result = 4 * (size + 1)",
-    }
-
-
-def test_a_marker_above_decorators_means_the_function():
-    text = f"# explore: above\n{WHOLE.lstrip()}"
-    places = marked(text, ast.parse(text))
-    assert places["above"] is places["kernel"]
 
 
 def test_edits():

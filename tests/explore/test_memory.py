@@ -10,21 +10,18 @@ from explore.intrinsics import (
     ld_acquire_sys_u32,
     ld_relaxed_sys_u32,
     ld_relaxed_sys_v2_u64,
-    ld_u32,
     ld_u64,
-    ld_v2_u64,
     poll_pause,
     st_relaxed_sys_u32,
     st_relaxed_sys_v2_u64,
     st_release_sys_u32,
-    st_u32,
     st_u64,
     syncthreads,
     thread_index,
 )
 from explore.launches import Launch
 from explore.memory import Finding
-from explore.scheduler import STEP, Machine
+from explore.scheduler import Machine
 
 add_relaxed = intrinsics.atom_add_relaxed_sys_u32
 add_acquire = intrinsics.atom_add_acquire_sys_u32
@@ -81,47 +78,6 @@ def test_an_acquire_of_a_release_shows_what_came_before():
     assert found == {(0, 0), (0, 1), (1, 1)}
 
 
-def test_fences_order_relaxed_accesses():
-    def write(x, y, seen):
-        yield from st_relaxed_sys_u32(x, 1)
-        yield from fence_acq_rel_sys()
-        yield from st_relaxed_sys_u32(y, 1)
-
-    def read(x, y, seen):
-        flag = yield from ld_relaxed_sys_u32(y)
-        yield from fence_acq_rel_sys()
-        data = yield from ld_relaxed_sys_u32(x)
-        seen += [flag, data]
-
-    assert outcomes(write, read) == {(0, 0), (0, 1), (1, 1)}
-
-
-def test_loads_of_one_address_never_go_back():
-    def write(x, y, seen):
-        yield from st_relaxed_sys_u32(x, 1)
-        yield from st_relaxed_sys_u32(x, 2)
-
-    def read(x, y, seen):
-        first = yield from ld_relaxed_sys_u32(x)
-        second = yield from ld_relaxed_sys_u32(x)
-        seen += [first, second]
-
-    everything = {(a, b) for a in range(3) for b in range(a, 3)}
-    assert outcomes(write, read) == everything
-
-
-def test_a_store_may_arrive_after_a_later_load():
-    def kernel(x, y, seen):
-        yield from st_relaxed_sys_u32(x, 1)
-        seen.append((yield from ld_relaxed_sys_u32(y)))
-
-    def other(x, y, seen):
-        yield from st_relaxed_sys_u32(y, 1)
-        seen.append((yield from ld_relaxed_sys_u32(x)))
-
-    assert (0, 0) in outcomes(kernel, other)
-
-
 def test_a_packet_comes_in_halves_but_its_halves_in_one_piece():
     def write(x, y, seen):
         yield from st_relaxed_sys_v2_u64(x, (1 << 32 | 1, 1 << 32 | 1))
@@ -130,106 +86,6 @@ def test_a_packet_comes_in_halves_but_its_halves_in_one_piece():
         seen += yield from ld_relaxed_sys_v2_u64(x)
 
     assert outcomes(write, read) == {*product((0, 1 << 32 | 1), repeat=2)}
-
-
-def two_stores(fence, by_kernel=False, ends_count=True):
-    """Return the final values of x: rank 0 stores 1, and after that rank 1 stores 2."""
-
-    def write(x, y):
-        yield from st_relaxed_sys_u32(x, 1)
-
-    def tell(x, y):
-        yield from fence()
-        yield from st_relaxed_sys_u32(y, 1)
-
-    def write_and_tell(x, y):
-        yield from write(x, y)
-        yield from tell(x, y)
-        while (yield from ld_relaxed_sys_u32(y)) != 2:  # the kernel must not end before
-            yield from poll_pause()
-
-    def follow(x, y):
-        while (yield from ld_relaxed_sys_u32(y)) == 0:
-            yield from poll_pause()
-        yield from fence()
-        yield from st_relaxed_sys_u32(x, 2)
-        yield from st_relaxed_sys_u32(y, 2)
-
-    first = [write, tell] if by_kernel else [write_and_tell]
-    found = set()
-    for seed in range(SCHEDULES):
-        machine = Machine(2, 1, 1, seed)
-        machine.memory.ends_count = ends_count
-        args = tuple(machine.memory.map(name, 4, fill=0) for name in "xy")
-        machine.run([[Launch(k, 1, args) for k in ks] for ks in (first, [follow])])
-        found.add(machine.memory.final(args[0], 4))
-    return found
-
-
-def no_fence():
-    yield STEP
-
-
-def test_stores_to_one_address_take_effect_in_any_order_without_fences():
-    assert two_stores(no_fence) == {1, 2}
-
-
-def test_stores_to_one_address_take_effect_in_the_order_that_fences_give():
-    assert two_stores(fence_acq_rel_sys) == {2}
-
-
-def test_a_kernels_stores_take_effect_before_its_rank_goes_on():
-    assert two_stores(no_fence, by_kernel=True) == {2}
-    assert two_stores(no_fence, by_kernel=True, ends_count=False) == {1, 2}
-
-
-def both_threads(before, after):
-    """A block whose thread 1 stores data, and whose thread 0 releases it."""
-
-    def write(x, y, seen):
-        if thread_index() == 1:
-            yield from st_u64(x, 1)
-        if before:
-            yield from syncthreads()
-        if thread_index() == 0:
-            yield from st_release_sys_u32(y, 1)
-
-    def read(x, y, seen):
-        while thread_index() == 0 and (yield from ld_acquire_sys_u32(y)) == 0:
-            yield from poll_pause()
-        if after:
-            yield from syncthreads()
-        if thread_index() == 1:
-            seen.append((yield from ld_v2_u64(x))[0])
-
-    return write, read
-
-
-def test_syncthreads_orders_before_a_release_and_after_an_acquire():
-    assert outcomes(*both_threads(True, True), threads=2) == {(1,)}
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_without_syncthreads_other_threads_of_the_block_race(before):
-    kernels = both_threads(before, not before)
-    assert (0,) in outcomes(*kernels, threads=2, races=False)
-    with pytest.raises(Finding, match="race"):
-        outcomes(*kernels, threads=2)
-
-
-def test_a_kernel_loads_what_the_one_before_it_stored():
-    def write(x, seen):
-        if thread_index() == 1:
-            yield from st_u32(x, 1)
-
-    def read(x, seen):
-        seen.append((yield from ld_u32(x)))
-
-    for seed in range(SCHEDULES):
-        machine = Machine(1, 1, 2, seed)
-        args = machine.memory.map("x", 4, fill=0), []
-        machine.run([[Launch(write, 1, args), Launch(read, 1, args)]])
-        assert args[-1] == [1, 1]
 
 
 def write(x, y, seen):
@@ -328,37 +184,6 @@ def test_a_thread_that_leaves_the_others_at_syncthreads_is_reported():
 
     with pytest.raises(Finding, match="divergence"):
         alone(kernel, threads=2)
-
-
-def test_no_update_is_lost():
-    def kernel(x, y, seen):
-        seen.append((yield from add_relaxed(x, 1)))
-
-    assert {frozenset(each) for each in outcomes(*[kernel] * 3)} == {
-        frozenset(range(3))
-    }
-
-
-def test_a_relaxed_store_comes_before_or_after_an_update():
-    def store(x, y, seen):
-        yield from st_relaxed_sys_u32(x, 10)
-
-    def add(x, y, seen):
-        for _ in range(2):
-            seen.append((yield from add_relaxed(x, 1)))
-
-    assert outcomes(store, add) == {(0, 1), (0, 10), (10, 11)}
-
-
-def test_a_weak_load_races_with_an_update():
-    def add(x, y, seen):
-        yield from add_relaxed(x, 1)
-
-    def load(x, y, seen):
-        yield from ld_u32(x)
-
-    with pytest.raises(Finding, match="race"):
-        outcomes(add, load)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from explore.intrinsics import array_at
-from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
+from explore.scenarios import breaks, holds, worlds
 from explore.source import device_code, program
 from explore.test_failures import HASTE, IMPATIENT
 from explore.world import World
@@ -13,13 +13,6 @@ from explore.world import World
 PROGRAM = Path(__file__).parents[2] / "docs/programs/one_shot.py"
 
 BARRIER = "if symm.barrier(ctx, block):"
-BROKEN = {
-    "no barrier": (BARRIER, "if True:"),
-    "one channel for all blocks": (BARRIER, "if symm.barrier(ctx, 0):"),
-    "one half": ("half = epoch % 2", "half = 0"),
-    "one block's slots for all": ("[half, block, thread] = x", "[half, 0, thread] = x"),
-    "epochs that are not kept": ("epochs[block] = epoch", "epochs[block] = 0"),
-}
 UNORDERED = "cuda.syncthreads()", "pass"
 AFTER_FAILURES = {
     "a failure that is ignored": (BARRIER, "if symm.barrier(ctx, block) or True:"),
@@ -66,13 +59,6 @@ def calls(code, *edits):
 @worlds
 def test_calls(ranks):
     holds(calls(device_code()), ranks, 300)
-
-
-@worlds
-@by_anything_and_by_result
-@pytest.mark.parametrize("what", BROKEN)
-def test_what_is_broken_is_found(what, races, ranks):
-    breaks(calls(device_code(), BROKEN[what]), ranks, races=races)
 
 
 @worlds

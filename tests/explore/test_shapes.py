@@ -184,31 +184,6 @@ def test_a_message_too_long_changes_nothing_and_fails_on_all_ranks(ranks):
     breaks(calls, ranks, shape=shape)
 
 
-BROKEN = {
-    "exchanges_mailed": removed("mailboxes", "fence"),
-    "exchanges_chunked": removed("flags", "fence"),
-    "everything": removed("flags", "synchronize"),
-    "own_arrays": removed("handshake", "fence"),
-    "own_arrays_at_the_wrap": removed("handshake", "acquire"),
-    "messages": removed("credit", "credit-synchronize"),
-    "groups": removed("credit", "flag-synchronize"),
-}
-
-
-@each_shape
-@pytest.mark.parametrize("name", CALLS)
-def test_what_is_broken_is_found_in_larger_shapes(name, shape):
-    code = device_code(BROKEN[name], shape=shape)
-    breaks(CALLS[name](code), 3, shape=shape)
-
-
-@each_shape
-def test_work_after_giving_up_is_found_in_larger_shapes(shape):
-    edit = within("mailboxes", "arrived", "arrived", "True")
-    code = device_code(IMPATIENT, edit, shape=shape)
-    breaks(everything(code, late=True), 3, shape=shape, haste=HASTE)
-
-
 @pytest.mark.parametrize("calls", [messages, groups])
 def test_credits_that_are_compared_without_the_wrap_are_found(calls):
     old = "(ld_acquire_sys_u32(flag) - epoch) & 0xFFFFFFFF < 0x80000000"

@@ -85,14 +85,6 @@ def test_every_type_and_reduction_is_right(measured, placement):
     assert "nccl" not in skipped
 
 
-def test_without_graphs_there_are_eager_times(measured):
-    code, found = measured(
-        *["-b", "1K", "-e", "1K", "-n", "3", "-G", "0", "--against", "mpi"]
-    )
-    assert code == 0
-    assert not any("graph" in record for record in records(found))
-
-
 def test_calls_beside_a_product_are_right(measured):
     words = f"-b 64K -e 16M -f 256 -G 3 {AGAINST} --overlap"
     code, found = measured(*words.split())

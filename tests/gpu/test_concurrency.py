@@ -15,7 +15,6 @@ from tests.algorithms import those
 from tests.gpu.helpers import add, optional, to_device
 
 MIB = 1 << 20
-INTEGERS = ("int32", "int64")
 FLOATS = those("all_reduce", lambda made: made.floats)
 CHAIN = [name for name in ALL_REDUCE.algorithms if name not in FLOATS]
 
@@ -60,46 +59,6 @@ def test_four_communicators_in_different_orders(world, algorithms):
             comm.synchronize(stream)
         wanted = world.size * (world.size + 1) / 2
         assert all((y.copy_to_host() == wanted).all() for y in outputs)
-
-
-def test_children_on_streams_of_their_own_run_simultaneously(comm):
-    """Each rank calls its row, its column and all in an order of its own."""
-    colors = [comm.rank // 2, comm.rank % 2, 0]
-    with ExitStack() as stack:
-        children = [stack.enter_context(comm.split(color)) for color in colors]
-        streams = [Device().create_stream() for _ in children]
-        counts = [MIB // 4, 3 * MIB, 1000]
-        algorithms = ["two_shot_sentinel", "chunked", "one_shot_ll"]
-        inputs = [
-            to_device(np.full(count, comm.rank + 1, np.float32)) for count in counts
-        ]
-        outputs = [cuda.device_array_like(x) for x in inputs]
-
-        def issue(which):
-            children[which].all_reduce(
-                inputs[which],
-                out=outputs[which],
-                stream=streams[which],
-                algorithm=algorithms[which],
-            )
-
-        for which in range(3):  # every kernel is loaded
-            issue(which)
-        cuda.synchronize()
-        order = random.Random(comm.rank)
-        for _ in range(25):
-            for which in order.sample(range(3), 3):
-                issue(which)
-        for child, stream in zip(children, streams, strict=True):
-            child.synchronize(stream)
-        everyone = range(comm.size)
-        wanted = [
-            sum(rank + 1 for rank in everyone if rank // 2 == comm.rank // 2),
-            sum(rank + 1 for rank in everyone if rank % 2 == comm.rank % 2),
-            sum(rank + 1 for rank in everyone),
-        ]
-        for y, value in zip(outputs, wanted, strict=True):
-            assert (y.copy_to_host() == value).all()
 
 
 @pytest.mark.parametrize("fewer", [0, 7])  # multiprocessors than the default
@@ -154,47 +113,6 @@ def test_communicators_and_a_product_before_each_call(world, number, fewer):
             for which, size in enumerate(chosen):
                 _, out = pairs[which][size]
                 assert (out.copy_to_host() == step * world.size + ranks).all()
-
-
-def test_a_thousand_mixed_calls(comm):
-    """Ranks may run ahead of each other, because results are checked last."""
-    lot = random.Random(5)
-    streams = [None, cuda.stream(), Device().create_stream()]
-    inputs = {
-        (count, dtype): to_device((np.arange(count) % 5 + comm.rank).astype(dtype))
-        for count in (1, 3, 130, 4096, 20_001, 150_000)
-        for dtype in ("float16", "float32", "float64", "int32", "int64")
-    }
-    choices = [None, *ALL_REDUCE.algorithms]
-    calls = [
-        (
-            *lot.choice(list(inputs)),
-            lot.choice(["sum", "max", "min"]),
-            lot.choice(choices),
-        )
-        for _ in range(1000)
-    ]
-    calls = [call for call in calls if not (call[1] in INTEGERS and call[3] in FLOATS)]
-    outputs = {call: to_device(np.full(call[0], -1, call[1])) for call in calls}
-    for number, call in enumerate(calls):
-        count, dtype, op, algorithm = call
-        stream = lot.choice(streams)
-        if number % 50 == 0:
-            comm.barrier(stream=stream)
-        comm.all_reduce(
-            inputs[count, dtype],
-            op=op,
-            out=outputs[call],
-            stream=stream,
-            algorithm=algorithm,
-        )
-    for stream in streams:
-        comm.synchronize(stream)
-    for (count, dtype, op, _), y in outputs.items():
-        one = np.arange(count) % 5
-        ranks = range(comm.size)
-        wanted = getattr(np, op)([one + rank for rank in ranks], axis=0)
-        assert (y.copy_to_host() == wanted.astype(dtype)).all(), (count, dtype, op)
 
 
 def test_a_chain_of_calls_that_the_host_never_waits_for(comm):

@@ -22,19 +22,6 @@ def check(comm, array, start, end):
     ).all(), (start, end)
 
 
-@pytest.mark.parametrize("algorithm", ["chunked", "two_shot_marked"])
-def test_a_quarter_of_a_gibibyte(comm, algorithm):
-    count = 64 << 20
-    x, y = comm.empty(count), cuda.device_array(count, np.float32)
-    write_pattern(x, comm.rank)
-    comm.all_reduce(x, out=y, algorithm=algorithm)
-    comm.synchronize()
-    check(comm, y, 0, count)
-    comm.all_reduce(x, out=x)
-    comm.synchronize()
-    check(comm, x, 0, count)
-
-
 @pytest.mark.parametrize("count", [64 << 20, (16 << 20) + 5, 8, 4])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_between_own_arrays_of_any_kind(comm, count, symmetric):

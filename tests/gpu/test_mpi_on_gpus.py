@@ -1,7 +1,5 @@
 """mpi4py's spelling on GPUs: other libraries' arrays, streams, captures, windows."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 from cuda.core import Device
@@ -15,9 +13,7 @@ from tests.gpu.helpers import (
     fill,
     of_ranks,
     optional,
-    pattern,
     to_device,
-    write_pattern,
 )
 
 LATE = 100  # milliseconds
@@ -48,16 +44,6 @@ def torch(comm):
 @pytest.fixture
 def cupy(comm):
     return optional("cupy")
-
-
-def test_messages_of_a_new_thread_are_on_the_ranks_gpu(comm, world):
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-
-    x = to_device(np.full(4, comm.rank + 1, np.int32))
-    out = to_device(np.zeros(4, np.int32))
-    with ThreadPoolExecutor(1) as threads:  # in a new thread, no GPU is current
-        threads.submit(comm.Sendrecv, x, right, 0, out, left).result()
-    assert (out.copy_to_host() == left + 1).all()
 
 
 def around(comm):
@@ -95,14 +81,6 @@ def test_a_blocking_call_follows_cupy_s_stream_and_waits_for_it(comm, cupy):
         assert (y.get() == of_ranks(comm)).all()
         y.fill(0)
         cupy.cuda.Device().synchronize()
-
-
-def test_a_numba_array_names_its_stream(comm):
-    stream = cuda.stream()
-    x = cuda.device_array(1000, np.float32, stream=stream)
-    fill(x, comm.rank + 1, stream, LATE)
-    comm.Allreduce(MPI.IN_PLACE, x)
-    assert (x.copy_to_host(stream=stream) == of_ranks(comm)).all()
 
 
 def test_calls_that_do_not_wait_are_ordered_on_the_stream(comm, apart, torch):
@@ -170,19 +148,6 @@ def test_a_request_runs_beside_later_kernels(comm):
 # Messages.
 
 
-@pytest.mark.parametrize("count", [0, 1, 1023, 1025, 300_001, 20_000_000])
-def test_messages_of_all_sizes(comm, count):
-    right, left = around(comm)
-    x = cuda.device_array(count, np.int32)
-    write_pattern(x, comm.rank)
-    out, status = to_device(np.full(count + 7, -1, np.int32)), MPI.Status()
-    comm.Sendrecv(x, right, 5, out, left, 5, status)
-    assert (status.source, status.Get_count(MPI.INT)) == (left, count)
-    found = out.copy_to_host()
-    assert (found[:count] == pattern(np.arange(count), left)).all()
-    assert (found[count:] == -1).all()
-
-
 def test_a_message_follows_the_streams_of_its_arrays(comm, torch):
     right, left = around(comm)
     x, y = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
@@ -214,47 +179,6 @@ def test_a_sendrecv_follows_the_streams_of_its_arrays(comm, number):
         assert (y.copy_to_host() == left).all()
 
 
-def test_many_messages_and_calls_between_them(comm):
-    """No message waits for a collective, and no collective for a message."""
-    right, left = around(comm)
-    x = to_device(np.zeros(5000, np.float32))
-    rooms = [to_device(np.zeros(5000, np.float32)) for _ in range(20)]
-    total = to_device(np.zeros(5000, np.float32))
-    requests = [comm.Irecv(room, left, tag) for tag, room in enumerate(rooms)]
-    for tag in reversed(range(len(rooms))):
-        fill(x, 10 * comm.rank + tag)
-        comm.Isend(x, right, tag)
-        comm.Allreduce(x, total)
-    MPI.Request.Waitall(requests)
-    for tag, room in enumerate(rooms):
-        assert (room.copy_to_host() == 10 * left + tag).all()
-    assert (total.copy_to_host() == 10 * (of_ranks(comm) - comm.size)).all()
-
-
-def test_derived_datatypes_are_packed_on_the_gpu(comm):
-    rows, columns = 300, 400
-    right, left = around(comm)
-    host = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
-    flat = to_device((host + 1000 * comm.rank).ravel())
-    column = MPI.FLOAT.Create_vector(rows, 1, columns).Commit()
-    block = MPI.FLOAT.Create_subarray([rows, columns], [100, 50], [20, 30]).Commit()
-    comm.Sendrecv([flat[7:], 1, column], right, 0, [flat, 1, column], left)
-    comm.Allreduce(MPI.IN_PLACE, [flat[3:], 1, column])
-    gathered = to_device(np.zeros(comm.size * 5000, np.float32))
-    comm.Allgather([flat, 1, block], gathered)
-    found = flat.copy_to_host().reshape(rows, columns)
-    assert (found[:, 0] == host[:, 7] + 1000 * left).all()
-    more = 1000 * (of_ranks(comm) - comm.size)
-    assert (found[:, 3] == comm.size * host[:, 3] + more).all()
-    rest = [index for index in range(columns) if index not in (0, 3)]
-    assert (found[:, rest] == host[:, rest] + 1000 * comm.rank).all()
-    blocks = gathered.copy_to_host().reshape(comm.size, 100, 50)
-    for rank, each in enumerate(blocks):
-        assert (each == host[20:120, 30:80] + 1000 * rank).all()
-    column.Free()
-    block.Free()
-
-
 def test_packing_follows_the_stream_of_the_array(comm, torch):
     right, left = around(comm)
     x, y = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
@@ -271,19 +195,6 @@ def test_packing_follows_the_stream_of_the_array(comm, torch):
     assert (found[::2] == of_ranks(comm)).all()
     assert (found[1::2] == 0).all()
     pairs.Free()
-
-
-def test_neighbours_of_a_grid(comm, torch):
-    ring = comm.Create_cart([comm.size], periods=[True])
-    below, above = ring.Shift(0, 1)
-    x = torch.full((2, 5000), float(comm.rank), device="cuda")
-    x[1] += 0.5
-    y = torch.zeros_like(x)
-    ring.Neighbor_alltoall(x, y)
-    # What a rank sends downwards, its neighbour there receives from above.
-    assert (y[0].cpu() == below + 0.5).all()
-    assert (y[1].cpu() == above).all()
-    ring.Free()
 
 
 # Captures.
@@ -340,20 +251,6 @@ def test_what_can_be_captured_and_what_cannot(comm, apart):
     made.Free()
 
 
-def test_torch_captures_a_call(comm, torch):
-    x, y = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
-    comm.Allreduce(x, y)  # compiled
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-        comm.Allreduce(x, y)
-        y.add_(0.5)
-    for number in range(1, 4):
-        x.fill_(number * (comm.rank + 1))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert (y.cpu() == number * of_ranks(comm) + 0.5).all()
-
-
 # Windows.
 
 
@@ -377,33 +274,6 @@ def test_one_sided_calls_are_atomic_between_gpus(comm):
     if comm.rank == first:
         half = win.array.copy_to_host().view(np.int32)[1 << 19 :]
         assert (half == 5 * comm.size * np.arange(1 << 19)).all()
-    win.Free()
-
-
-def test_a_lock_made_of_compare_and_swap(comm):
-    """What a rank puts before it gives the lock up, the next one gets."""
-    win = MPI.Win.Allocate_device(8, 4, comm=comm)
-    zero, one = (to_device(np.full(1, n, np.int32)) for n in (0, 1))
-    before, count = (to_device(np.zeros(1, np.int32)) for _ in range(2))
-    win.Lock_all()
-    for _ in range(10):
-        while True:
-            win.Compare_and_swap(one, zero, before, 0, 0)
-            win.Flush(0)
-            if before.copy_to_host()[0] == 0:
-                break
-        win.Get(count, 0, 1)
-        win.Flush(0)
-        add(count, 1)
-        win.Put(count, 0, 1)
-        win.Flush(0)
-        win.Fetch_and_op(zero, before, 0, 0, MPI.REPLACE)
-        win.Flush(0)
-    win.Unlock_all()
-    comm.Barrier()
-    if comm.rank == 0:
-        held, total = win.array.copy_to_host().view(np.int32)
-        assert (held, total) == (0, 10 * comm.size)
     win.Free()
 
 

@@ -10,7 +10,6 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives.operations import ALL_REDUCE
-from tests.algorithms import those
 from tests.gpu.helpers import add, fill, of_ranks, optional, to_device
 
 LATE = 100  # milliseconds
@@ -111,23 +110,6 @@ def test_a_memory_s_barrier_and_signals_are_ordered_on_their_stream(comm):
     assert (found.copy_to_host() == left).all()
 
 
-def test_calls_on_changing_streams_follow_one_another(comm):
-    """Each call's input is the output of the one before, on another stream."""
-    streams = [cuda.stream(), Device().create_stream(), cuda.stream(), None]
-    arrays = [to_device(np.ones(20_000, np.int64)) for _ in range(2)]
-    names = those("all_reduce", lambda made: not made.floats)
-    wanted = np.ones((), np.int64)
-    with np.errstate(over="ignore"):
-        for call in range(100):
-            x, y = arrays[call % 2], arrays[(call + 1) % 2]
-            algorithm = names[call // 4 % len(names)]
-            stream = streams[call % len(streams)]
-            comm.all_reduce(x, out=y, stream=stream, algorithm=algorithm)
-            wanted = wanted * comm.size
-    comm.synchronize(streams[99 % len(streams)])
-    assert (arrays[0].copy_to_host() == wanted).all()
-
-
 def test_calls_on_two_threads_default_streams_follow_one_another(comm):
     """Both threads name theirs by the same handle."""
     per_thread = 2
@@ -204,40 +186,3 @@ def test_the_communicator_s_own_stream(world, comm):
         comm.barrier()
         comm.synchronize()
         assert (y.copy_to_host() == of_ranks(comm)).all()
-
-
-def test_torch_s_current_stream(comm):
-    torch = optional("torch")
-    torch.cuda.set_device(comm.device.ordinal)
-    x = torch.zeros(1000, device="cuda")
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(LATE * 2_000_000)
-        x.fill_(comm.rank + 1)
-        y = torch.empty_like(x)
-        comm.all_reduce(x, out=y)
-        y.add_(0.5)
-    stream.synchronize()
-    comm.check()
-    assert (y.cpu().numpy() == of_ranks(comm) + 0.5).all()
-
-
-def test_cupy_s_current_stream(comm):
-    cupy = optional("cupy")
-    x = cupy.zeros(1000, cupy.float32)
-    y = cupy.empty_like(x)
-    cupy.cuda.Device().synchronize()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        fill(cuda.as_cuda_array(x, sync=False), comm.rank + 1, stream, LATE)
-        comm.all_reduce(x, out=y)
-        y += 0.5
-    stream.synchronize()
-    comm.check()
-    assert (y.get() == of_ranks(comm) + 0.5).all()
-
-
-def test_what_is_no_stream_is_refused(comm):
-    with pytest.raises(ns.ArgumentError, match="expected a stream, got"):
-        comm.all_reduce(comm.zeros(10), stream="0")

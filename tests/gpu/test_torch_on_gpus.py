@@ -57,29 +57,6 @@ def test_a_call_has_gloo_s_result(world, groups, index):
         assert torch.equal(mine.cpu(), other), (mine, other)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_gather"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_many_elements(world, group, name, dtype):
-    kind, count = getattr(torch, dtype), world.size * 300_001
-    x = torch.arange(count, device="cuda").remainder(61).add(world.rank).to(kind)
-    whole = sum(
-        torch.arange(count).remainder(61).add(rank) for rank in range(world.size)
-    )
-    if name == "all_reduce":
-        dist.all_reduce(x, group=group)
-        assert torch.equal(x.cpu(), whole.to(kind))
-    elif name == "reduce_scatter":
-        out = torch.empty(300_001, dtype=kind, device="cuda")
-        dist.reduce_scatter_tensor(out, x, group=group)
-        assert torch.equal(out.cpu(), whole.to(kind).chunk(world.size)[world.rank])
-    else:
-        out = torch.empty(count * world.size, dtype=kind, device="cuda")
-        dist.all_gather_into_tensor(out, x, group=group)
-        parts = out.cpu().chunk(world.size)
-        for rank, part in enumerate(parts):
-            assert torch.equal(part, (x - world.rank + rank).cpu())
-
-
 def late(tensor, value):
     """Fill a tensor on torch's current stream, after a while."""
     torch.cuda._sleep(SLOW * 1_500_000)
@@ -215,27 +192,6 @@ def test_models_learn_as_with_nccl(world, group, kind):
     if world.size == 2:  # the sum of two has one order
         assert ours == nccls
     assert ours == pytest.approx(nccls, rel=1e-5)
-
-
-def test_a_compiled_function_calls_it(world, group):
-    from torch.distributed import _functional_collectives as functional
-
-    def step(x):
-        return functional.all_reduce(2 * x, "sum", group) + 1
-
-    x = torch.full((3,), world.rank + 1.0, device="cuda")
-    y = torch.compile(step, backend="aot_eager", fullgraph=True)(x)
-    assert y.tolist() == [world.size * (world.size + 1) + 1.0] * 3
-
-
-def test_groups_of_some_ranks(world, groups):
-    for members in ([0, 1], [1, 0], [0, world.size - 1]):
-        group = dist.new_group(members, backend="symm")
-        if world.rank in members:
-            x = torch.full((3,), world.rank + 1.0, device="cuda")
-            dist.all_reduce(x, group=group)
-            assert x.tolist() == [sum(members) + 2.0] * 3
-            dist.destroy_process_group(group)
 
 
 @contextmanager

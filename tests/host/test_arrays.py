@@ -8,7 +8,7 @@ from cuda.bindings import driver
 from hypothesis import given
 from hypothesis import strategies as st
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
-from numba.cuda.cudadrv.driver import MemoryPointer, OwnedPointer
+from numba.cuda.cudadrv.driver import MemoryPointer
 
 from numba_symm import arguments
 from numba_symm.errors import ArgumentError
@@ -72,13 +72,6 @@ def view(array):
 
 def dense(array):
     return arrays.dense(view(array), "here")
-
-
-def test_an_interface_is_read():
-    found = dense(Interface(shape=(2, 3), typestr="<i8"))
-    assert (found.address, found.shape, found.dtype) == (4096, (2, 3), np.int64)
-    assert (found.size, found.nbytes) == (6, 48)
-    assert (found.order, found.readonly) == ("C", False)
 
 
 @pytest.mark.parametrize(
@@ -245,22 +238,6 @@ def test_numbas_array_is_read(shape, strides, order):
     found = view(numba_array(shape, strides))
     assert (found.address, found.shape, found.dtype) == (4096, shape, np.float32)
     assert (found.order, found.readonly) == (order, False)
-
-
-def test_a_part_of_numbas_array_is_read():
-    array = numba_array((8,), (4,))
-    array.gpu_data = OwnedPointer(array.gpu_data, array.gpu_data.view(12))
-    assert view(array).address == 4096 + 12
-
-
-def test_numbas_array_of_no_memory_is_read():
-    array = numba_array((8,), (4,))
-    array.gpu_data = MemoryPointer(None, driver.CUdeviceptr(0), 0)  # as if it is empty
-    assert view(array).address == 0
-
-
-def test_numbas_array_may_be_of_bfloat16():
-    assert view(numba_array((4,), (2,), ml_dtypes.bfloat16)).nbytes == 8
 
 
 @pytest.mark.parametrize("handle", [7, ctypes.c_void_p(7)])

@@ -64,22 +64,10 @@ def test_all_selects_every_name():
     assert every == OPERATIONS["all_reduce"].algorithms
 
 
-def test_messages_have_a_window():
-    assert options.parse(["sendrecv"]).window == 1
-    assert options.parse(["sendrecv", "--window", "16"]).window == 16
-    assert options.parse(["all_reduce"]).window == 1
-
-
 def test_a_barrier_has_one_call_without_a_size():
     asked = options.parse(["barrier", "--overlap"])
     (row,) = rows(OPERATIONS["barrier"], asked, ranks=4)
     assert (row.nbytes, row.op) == (0, "none")
-
-
-def test_sizes_of_equally_many_elements_are_one_row():
-    asked = options.parse(["all_reduce", "-b", "1", "-e", "12", "-i", "1"])
-    found = rows(OPERATIONS["all_reduce"], asked, ranks=4)
-    assert [row.nbytes for row in found] == [4, 8, 12]
 
 
 def test_the_messages_of_a_window_count_together():
@@ -132,12 +120,6 @@ def test_a_scan_has_no_average(capsys):
     assert "expected some of sum, prod, min, max, or all" in capsys.readouterr().err
 
 
-def test_each_run_has_its_own_seed_by_default():
-    seeds = {options.parse(["all_reduce"]).seed for _ in range(4)}
-    assert len(seeds) > 1
-    assert options.parse(["all_reduce", "--seed", "5"]).seed == 5
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -186,16 +168,6 @@ def test_only_the_product_of_torch_has_choices(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         options.parse(line)
     assert "--side needs torch and a GPU; omit it" in capsys.readouterr().err
-
-
-def test_help_lists_options_and_choices(capsys):
-    with pytest.raises(SystemExit) as ended:
-        options.parse(["all_reduce", "-h"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("usage: python -m numba_symm.bench all_reduce ")
-    for words in ("-b SIZE", "-G N", "--against", "nccl-symm", "bfloat16", "--json"):
-        assert words in shown
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_the_run(

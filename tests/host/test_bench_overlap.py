@@ -8,7 +8,7 @@ from numba_symm.bench.bench_operations import OPERATIONS
 from numba_symm.bench.measure import Timer
 from numba_symm.bench.overlap import Overlap
 from numba_symm.bench.report import OverlapReport, wrong_elements
-from tests.host.test_bench_measure import Alone, Library, Slow, Stream
+from tests.host.test_bench_measure import Alone, Library, Stream
 
 EACH = {"product": 100.0, "collective": 30.0}
 """Microseconds of a product, and of a call."""
@@ -101,15 +101,6 @@ def test_each_is_timed_alone_and_both_together_in_both_orders(monkeypatch):
     assert streams.order[-12:] == sample * 3
 
 
-def test_the_slowest_rank_counts(monkeypatch):
-    class Ranks(Slow):
-        def allgather(self, value):
-            return [None] * 2 if value is None else super().allgather(value)
-
-    (record,), _ = overlapped(monkeypatch, Library(), ranks=Ranks(), more="-c 0")
-    assert record["collective"]["median"] == 3 * 30 * record["calls"]
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_wrong_element_of_the_collective_is_counted(monkeypatch, in_place):
     def spoil(out, handle):
@@ -118,21 +109,6 @@ def test_a_wrong_element_of_the_collective_is_counted(monkeypatch, in_place):
     library = Library(spoil=spoil, in_place=in_place)
     (record,), _ = overlapped(monkeypatch, library)
     assert record["wrong"] == record["buffers"]
-
-
-def test_wrong_elements_of_the_product_are_counted(monkeypatch):
-    (record,), _ = overlapped(monkeypatch, Library(), product=Product(spoiled=(1, 2)))
-    assert record["wrong"] == 2
-
-
-def test_a_product_that_did_not_run_is_wrong(monkeypatch):
-    class Idle(Product):
-        def call(self, stream):
-            if not self.made:
-                super().call(stream)
-
-    (record,), _ = overlapped(monkeypatch, Library(), product=Idle())
-    assert record["wrong"] == 4
 
 
 def test_calls_that_cannot_be_captured_are_skipped(monkeypatch):

@@ -62,12 +62,6 @@ def test_the_formulas_are_those_of_nccl_tests():
     assert shown[17:] == ["-", "-", "25.00", "62.91", "1.25"]
 
 
-def test_an_operation_that_is_never_in_place_has_no_columns_for_it():
-    found = Report(OPERATIONS["all_gather"], 4, [], ["nccl"])
-    assert "in-place" not in found.header()[0]
-    assert len(found.row(row()).split()) == len(found.header()[1].split()) - 1
-
-
 def test_the_header_has_each_name_above_its_column():
     top, names, units = text(algorithms=["one_shot_ll"]).header()
     assert top.startswith("#")
@@ -90,23 +84,6 @@ def test_the_ratio_is_the_best_contenders_time_divided_by_ours():
     assert report.ratio(row(), ["mpi"]) is None
     assert report.ratio(row(), ["nccl", "torch"], in_place=True) == 1.25
     assert report.ratio(row(), ["nccl"], in_place=True) is None
-
-
-def test_a_missing_or_skipped_cell_is_a_dash():
-    skipped = record("torch", 1.0) | {"skipped": "sums only"}
-    found = [each for each in row() if each["column"] == "numba_symm"]
-    shown = text().row([*found, skipped]).split()
-    assert shown[8:13] == shown[17:] == ["-"] * 5
-
-
-def test_without_graphs_the_eager_time_is_reported():
-    found = [each | {"graph": None} for each in row()]
-    assert report.microseconds(found[0]) == 20.0
-
-
-def test_unchecked_results_are_not_available():
-    shown = text().row([each | {"wrong": None} for each in row()]).split()
-    assert shown[7] == shown[16] == "N/A"
 
 
 def test_the_footer_counts_and_lists_wrong_elements():
@@ -198,10 +175,6 @@ def test_a_plot_refuses_a_file_without_a_run(content, tmp_path, capsys):
         plot.main([str(file), "r.png"])
     assert ended.value.code == 2
     assert f"error: {file} contains no run" in capsys.readouterr().err
-
-
-def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):
-    assert report.commit(tmp_path) == "unknown"
 
 
 def test_multicast_is_disabled_for_contenders():

@@ -108,16 +108,6 @@ def test_the_parts_of_a_record_do_not_run_into_each_other(rank, peer, place, epo
     assert describe(record(failures.BARRIER, rank, peer, place, epoch)).text == text
 
 
-def test_what_is_too_wide_is_cut_and_spoils_nothing_else():
-    found = describe(record(failures.BARRIER, 1, 2, 0x10005, (1 << 24) + 3))
-    assert found.text == "rank 1 waited for rank 2 in barrier, block 5, epoch 3"
-
-
-def test_a_record_fits_the_signed_word_that_kernels_store():
-    for operation in failures.TABLE:
-        assert 0 < record(operation, 255, 255, 0xFFFF, 0xFFFFFF) < 1 << 63
-
-
 @pytest.fixture
 def on_the_host(monkeypatch):
     monkeypatch.setattr(board, "SIMULATED", True)
@@ -134,11 +124,6 @@ def no_leak():
 def left():
     maps = Path("/proc/self/maps").read_text().count("memfd:numba_symm status board")
     return len(list(Path("/proc/self/fd").iterdir())), maps
-
-
-@pytest.mark.usefixtures("on_the_host")
-def test_nothing_has_failed_at_first():
-    assert on_ranks(3, lambda made, comm: made.failure()) == [None] * 3
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -288,20 +273,6 @@ def test_a_failure_s_facts_are_kept_by_a_copy():
         assert (type(copied), str(copied)) == (kind, str(error)) == (kind, "text")
         assert vars(copied) == {"ranks": (1, 2), "operation": "zeros", "hint": "late"}
         assert kind().ranks == ()
-
-
-@pytest.mark.usefixtures("on_the_host")
-def test_the_first_failure_stays():
-    def play(made, comm):
-        if comm.rank == 0:
-            store(made.address, 0, record(failures.BARRIER, 1, 0))
-            made.abandon("is away")
-        comm.barrier()
-        return made.failure()
-
-    first, second = on_ranks(2, play)
-    assert "in barrier" in first.text
-    assert second.text == "rank 0 is away"
 
 
 @pytest.mark.usefixtures("on_the_host")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import numba_symm
 from numba_symm.collectives import tuned
 from numba_symm.command import cli, doctor, launcher
 from numba_symm.errors import DeviceError, SymmError
@@ -230,14 +229,6 @@ def test_a_missing_script_is_reported_before_ranks_start(tmp_path, monkeypatch, 
     assert "omit `python` before the script" in shown
 
 
-def test_run_starts_a_module(tmp_path):
-    (tmp_path / "reporter.py").write_text(REPORT)
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    ended = start("run", "-n", 1, "--simulate", "-m", "reporter", "-q", PYTHONPATH=path)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout)[0] == ["-q"]
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -254,21 +245,6 @@ def test_wrong_usage_exits_with_code_2(words, capsys):
     assert ended.value.code == 2
     shown = capsys.readouterr().err
     assert ("expected `--` after" if "-x" in words else "usage: numba-symm") in shown
-
-
-def test_a_misspelt_command_is_answered_by_the_nearest_one(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["statsu"])
-    assert ended.value.code == 2
-    text = "invalid choice: 'statsu' (did you mean 'status'?) (choose from "
-    assert text in capsys.readouterr().err
-
-
-def test_run_needs_a_program_but_no_arguments(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "-n", "2"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("arguments are required: program\n")
 
 
 def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
@@ -323,26 +299,6 @@ def test_stored_limits_are_removed_on_request(tmp_path, monkeypatch, capsys):
         assert cli.main(["tune", "--reset"]) == 0
         assert not tuned.file().exists()
         assert f"There is no {tuned.file()} any more" in capsys.readouterr().out
-
-
-def test_the_help_of_tune_names_the_file_of_limits(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["tune", "--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "stored in numba-symm/limits.json in the user's data folder" in shown
-
-
-def test_one_rank_has_nothing_to_tune(monkeypatch, capfd):
-    monkeypatch.setattr(cli, "visible_gpus", lambda: [gpu(0)])
-    assert cli.main(["tune"]) == 1
-    assert "tune: expected 2 ranks or more, got 1" in capfd.readouterr().err
-
-
-def test_version(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out == f"numba-symm {numba_symm.__version__}\n"
 
 
 def test_a_job_that_is_waited_for_leaves_the_signals_as_they_were():

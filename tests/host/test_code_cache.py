@@ -11,7 +11,6 @@ from collections import Counter
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -88,13 +87,6 @@ def test_processes_that_start_together_compile_once(start, log):
     assert compilations(log) == 1
 
 
-def test_another_kernel_is_compiled_meanwhile(start, log):
-    start(seconds=60)
-    wait_until(lambda: compilations(log) == 1)
-    assert start(b"another key", 0).communicate(timeout=300)[0] == "b'code'\n"
-    assert compilations(log) == 2
-
-
 def test_if_the_process_that_compiles_is_killed_the_next_one_does(start, log):
     first = start(seconds=60)
     wait_until(lambda: compilations(log) == 1)
@@ -159,33 +151,6 @@ def test_those_who_wait_read_the_disk_twice(start, log, asked):
         thread.join(300)
     assert asked("disk") == [2, 2, 2]  # before the wait, and after it
     assert all(number >= 3 for number in asked("key"))
-
-
-def test_long_waits_are_polled_rarely(monkeypatch):
-    now, sleeps = [0.0], []
-
-    def sleep(seconds):
-        sleeps.append(seconds)
-        now[0] += seconds
-
-    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
-    monkeypatch.setattr(loads, "time", clock)
-    monkeypatch.setattr(locks, "is_locked", lambda *given: now[0] < 10)
-    loads._await_entry(0, 1)
-    assert len(sleeps) < 200  # 500 at intervals of 20 ms
-    late = (now[0] - 10) / 10
-    assert late < 1 / loads._FINENESS
-    assert sleeps[0] == min(sleeps) <= 0.02
-
-
-def test_who_has_compiled_most_begins_first(cache, monkeypatch):
-    sleeps = []
-    monkeypatch.setattr(loads.time, "sleep", sleeps.append)
-    monkeypatch.setattr(loads, "_compiled", 0)
-    for number in range(3):
-        loads.compiled_once(b"key %d" % number, lambda: b"")
-    assert sleeps == sorted(sleeps, reverse=True)
-    assert len(set(sleeps)) == 3
 
 
 def test_a_wait_can_be_interrupted(start, log, monkeypatch):

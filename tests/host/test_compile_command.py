@@ -138,13 +138,6 @@ def test_arguments_out_of_range_are_refused(capsys, arguments, text):
     assert text in capsys.readouterr().err
 
 
-def test_an_option_given_twice_has_the_values_of_both():
-    twice = parsed("barrier", "--ranks", "2", "--ranks", "4", *("--cc", "9.0") * 2)
-    asked = compiling.wanted(twice)
-    assert (asked.ranks, asked.capabilities) == ([2, 4], [(9, 0), (9, 0)])
-    assert len(asked.jobs()) == 2
-
-
 def test_a_misspelt_variable_is_named(cache, capsys, monkeypatch):
     monkeypatch.setenv("NUMBA_SYMM_MULTIPROCESSOR", "8")
     assert cli.main(["compile", "barrier", *HERE, "--dry-run"]) == 0
@@ -178,22 +171,6 @@ def test_kernels_of_all_ranks_capabilities_and_gpus_are_compiled():
         ("--ranks", "4", "--cc", "9.0", "--multiprocessors", "132", "60"),
     ):
         assert jobs(*more) > one
-
-
-def test_the_variable_of_communicators_counts_for_their_kernels(monkeypatch):
-    def jobs(number):
-        asked = parsed(
-            "send", "--ranks", "4", "--cc", "9.0", "--multiprocessors", number
-        )
-        return {kernel.key(cc) for kernel, cc in compiling.wanted(asked).jobs()}
-
-    by_default, of_60 = jobs("132"), jobs("60")  # at most 32 and 14
-    assert by_default != of_60
-    monkeypatch.setenv("NUMBA_SYMM_MULTIPROCESSORS", "32")
-    assert jobs("60") == by_default
-    monkeypatch.setenv("NUMBA_SYMM_MULTIPROCESSORS", "few")
-    with pytest.raises(SymmError, match="NUMBA_SYMM_MULTIPROCESSORS='few'"):
-        jobs("60")
 
 
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, printed, monkeypatch):

@@ -13,7 +13,6 @@ from numba_symm import dtypes
 from numba_symm.collectives.kernels import (
     chunked,
     one_shot,
-    two_shot,
 )
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.device import compiler, models, ptx
@@ -61,19 +60,6 @@ def test_kernels_of_two_operators_share_all_but_the_operator(compiled):
     assert "order.in_rank_order" not in compiled
 
 
-def test_kernels_of_two_algorithms_share_what_has_no_constants(compiled):
-    compile_functions(reduced_by("max"))
-    compile_functions(chunked.kernel(5, FLOAT32, "sum", False, BROADCAST, True))
-    compiled.clear()
-    compile_functions(two_shot.kernel(5, FLOAT32, "max", False, "sentinel", 1))
-    compile_functions(chunked.kernel(5, FLOAT32, "max", False, ALL, True))
-    assert "mailboxes.receive" in compiled
-    assert "mailboxes.poll" not in compiled
-    assert "workspace.keep" not in compiled  # their regions are constants of calls
-    assert "handshake.is_done" not in compiled
-    assert "order.by_parts" not in compiled
-
-
 def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
     compile_functions(chunked.kernel(5, FLOAT32, "max", False, ALL, True))
     compile_functions(chunked.kernel(5, FLOAT32, "max", False, SCAN, False))
@@ -87,25 +73,6 @@ def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
     shared |= {"chunked.collect", "mailboxes.poll", "mailboxes.receive_of"}
     shared |= {"mailboxes.box", "mailboxes.post_one", "one_shot.post"}
     assert not shared & set(compiled)
-
-
-def test_operations_with_the_same_output_share_what_stores_it(compiled):
-    gather, to_all = (OPERATIONS[n].exchange for n in ("all_gather", "all_to_all"))
-    for kind in (gather, to_all):
-        compile_functions(chunked.kernel(5, INT64, "sum", False, kind, False))
-        compile_functions(one_shot.kernel(5, INT64, "sum", False, "marked", 1, kind))
-    assert compiled.count("chunked.collect") == 1
-    assert compiled.count("one_shot.use") == 1
-
-
-def test_a_compute_capability_shares_them_with_another(compiled):
-    kernel = reduced_by("sum", kind=SCAN)
-    first = kernel.ptx((8, 0))
-    compiled.clear()
-    second = kernel.ptx((9, 0))
-    assert not compiled
-    assert ".target sm_80" in first
-    assert ".target sm_90" in second
 
 
 def test_the_code_is_numbas_own():

@@ -9,7 +9,7 @@ from numba import cuda
 
 from numba_symm import dtypes
 from numba_symm.errors import ArgumentError
-from tests.operators import ELEMENTS, NUMPYS, PAIRS, random, same, special
+from tests.operators import ELEMENTS, NUMPYS, PAIRS, same, special
 
 TABLE = {  # name: bytes, elements in 16 bytes, accumulated in
     "bool": (1, 16, "bool"),
@@ -87,26 +87,6 @@ def test_every_operator_has_a_name():
     assert list(dtypes.REDUCTIONS) == list(NUMPYS)
     for name in dtypes.REDUCTIONS:
         assert dtypes.reduction(name, "here") == name
-
-
-@pytest.mark.parametrize("a", [1.5, -2.0, np.nan, np.inf])
-@pytest.mark.parametrize("b", [1.5, -3.0, np.nan, -np.inf])
-def test_operators_treat_nan_as_numpy_does(a, b):
-    with np.errstate(invalid="ignore"):
-        for name in ("sum", "min", "max", "land", "lor", "lxor"):
-            found = dtypes.REDUCTIONS[name](np.float64(a), np.float64(b))
-            np.testing.assert_equal(found, NUMPYS[name](a, b))
-
-
-@pytest.mark.parametrize(("name", "op"), PAIRS)
-def test_operators_on_whole_words_equal_numpys(name, op):
-    kind = ELEMENTS[name]
-    bits = dtypes.bitwise(op, kind)
-    assert (bits is not None) == (name == "bool" or op in dtypes.BITWISE)
-    if bits is not None:
-        a, b = random(name, 64, 1), random(name, 64, 2)
-        words = dtypes.REDUCTIONS[bits](a.view(np.int64), b.view(np.int64))
-        np.testing.assert_array_equal(words.view(kind.dtype), NUMPYS[op](a, b))
 
 
 REFUSED = [(name, op) for name in ELEMENTS for op in NUMPYS if (name, op) not in PAIRS]

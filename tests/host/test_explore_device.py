@@ -64,91 +64,6 @@ def run(tmp_path, kernel, host, ranks=2, launch="[1, 4]", seconds=600):
     return explore.run(path, ranks, seconds)
 
 
-PACKETS = """
-    DEPTH = 2
-    @cuda.jit
-    def kernel(ctx, out):
-        right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
-        here = symm.peer_array(ctx, ctx.rank, (4, 64), np.uint64)
-        there = symm.peer_array(ctx, right, (4, 64), np.uint64)
-        mine = cuda.local.array(2, np.int64)
-        for epoch in range(1, 4):
-            mine[0] = 10 * epoch + ctx.rank
-            mine[1] = -1
-            if {credit}:
-                symm.wait_until(ctx, right, 1, symm.GE, epoch - DEPTH)
-            symm.put_packets(ctx, there[epoch % DEPTH], mine, epoch)
-            symm.get_packets(ctx, left, mine, here[epoch % DEPTH], epoch)
-            symm.signal_set(ctx, left, 1, epoch)
-            out[epoch] = mine[0]
-"""
-EXPECTED = """
-left = (comm.rank - 1) % comm.size
-assert list(found[1:4]) == [10 + left, 20 + left, 30 + left]
-"""
-
-
-def test_packets_with_a_credit(tmp_path):
-    report = run(tmp_path, PACKETS.format(credit="True"), EXPECTED, [2, 3], "[1, 1]")
-    assert report.complete, str(report)
-
-
-def test_packets_without_a_credit_are_overwritten(tmp_path):
-    report = run(tmp_path, PACKETS.format(credit="False"), EXPECTED, 3, "[1, 1]")
-    assert report.fault is not None
-    assert "overwritten" in str(report)
-    assert "get_packets" in report.fault.places[0].code
-
-
-COLLECTIVES = """
-    @cuda.jit
-    def kernel(ws, out):
-        t = cuda.threadIdx.x
-        s = cuda.shared.array(4, np.int64)
-        s[t] = t + 10 * ws.rank
-        ok = symm.all_reduce(ws, s, "sum")
-        out[t] = s[t]
-        cuda.syncthreads()
-        every = cuda.shared.array(12, np.int64)
-        mine = cuda.local.array(1, np.int32)
-        mine[0] = 7 if ws.rank == 1 else 0
-        ok = symm.all_gather(ws, s[:2], every[: 2 * ws.size]) and ok
-        ok = symm.broadcast(ws, mine, 1, items=True) and ok
-        out[4 + t] = mine[0]
-        if t < 2 * ws.size:
-            out[8 + t] = every[t]
-        counts = (2, 0, 1)[: ws.size]
-        mine = every[: counts[ws.rank]]
-        ends = s[: sum(counts)]
-        ok = symm.all_gather(ws, mine, ends, counts=counts) and ok
-        ok = symm.exscan(ws, every[:1], "max") and ok
-        out[20] = ok
-        if t < 3:
-            out[21 + t] = s[t]
-        out[24] = every[0]
-"""
-
-
-def test_collectives_in_kernels(tmp_path):
-    host = """
-    ws = comm.device_workspace(blocks=1, threads=4, bytes=64)
-    kernel[1, 4](ws.ctx, out)
-    comm.synchronize()
-    found = out.copy_to_host()
-    n = comm.size
-    sums = [sum(t + 10 * r for r in range(n)) for t in range(4)]
-    assert list(found[:4]) == sums
-    assert list(found[4:8]) == 4 * [7]
-    assert list(found[8:12]) == (sums[:2] * n)[:4]
-    assert found[20] == 1
-    assert list(found[21:24]) == [*sums[:2], sums[0 if n == 3 else 2]]
-    assert found[24] == (sums[0] if comm.rank else np.iinfo(np.int64).min)
-    """
-    report = run(tmp_path, COLLECTIVES, host, [2, 3], launch="")
-    assert report.complete, str(report)
-    assert all(each.orders == 1 for each in report.coverage)
-
-
 TEAMS = """
     @cuda.jit
     def kernel(ws, half, out):
@@ -340,30 +255,6 @@ def test_grid_barriers_and_teams(tmp_path, team):
     assert report.coverage[0].orders == 2**ranks
 
 
-def test_puts_and_gets_of_any_alignment(tmp_path):
-    kernel = """
-    @cuda.jit
-    def kernel(ctx, out):
-        t, right = cuda.threadIdx.x, (ctx.rank + 1) % ctx.size
-        mine = cuda.shared.array(200, np.uint8)
-        for i in range(t, 200, cuda.blockDim.x):
-            mine[i] = i + ctx.rank
-        cuda.syncthreads()
-        there = symm.peer_array(ctx, right, 1024, np.uint8)
-        symm.put_block(ctx, there[3:183], mine[1:181])
-        symm.barrier(ctx, 0)
-        back = cuda.shared.array(180, np.uint8)
-        symm.get_block(ctx, back, there[3:183])
-        cuda.syncthreads()
-        if t == 0:
-            for i in range(64):
-                out[i] = back[i]
-    """
-    host = "assert list(found) == [1 + i + comm.rank for i in range(64)]"
-    report = run(tmp_path, kernel, host)
-    assert report.complete, str(report)
-
-
 def test_fences_make_relaxed_accesses_release_and_acquire(tmp_path):
     kernel = """
     @cuda.jit
@@ -407,24 +298,6 @@ def test_fences_of_a_gpu_order_its_blocks(tmp_path):
     assert right.complete, str(right)
     wrong = kernel.replace("cuda.threadfence()", "pass", 1)
     assert run(tmp_path, wrong, "", 1, "[2, 1]").fault.kind == "race"
-
-
-def test_a_lock_by_compare_and_swap(tmp_path):
-    kernel = """
-    @cuda.jit
-    def kernel(ctx, out):
-        words = symm.peer_array(ctx, 0, 4, np.int64)
-        while symm.atomic_cas(words, 0, 0, 1, order="{order}") != 0:
-            pass
-        words[1] += 1
-        symm.atomic_exch(words, 0, 0, order="release")
-        out[0] = 1
-    """
-    right = run(tmp_path, kernel.format(order="acquire"), "", [2, 3], "[1, 1]")
-    assert right.complete, str(right)
-    assert [each.orders for each in right.coverage] == [2, 6]
-    wrong = run(tmp_path, kernel.format(order="relaxed"), "", 2, "[1, 1]")
-    assert wrong.fault.kind == "race"
 
 
 def test_threads_of_three_dimensions_and_warps(tmp_path):

@@ -2,29 +2,14 @@ import gc
 import mmap
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from numba_symm import process
-from numba_symm.errors import ArgumentError, BackendError
-from numba_symm.gpu.arrays import Memory
+from numba_symm.errors import BackendError
 from numba_symm.memory import backends
 from numba_symm.memory.backends import HostBackend
-
-ROOT = Path(__file__).parents[2]
-PEER = """
-import sys
-from numba_symm.memory.backends import HostBackend
-
-backend, fd, nbytes = HostBackend(), int(sys.argv[1]), int(sys.argv[2])
-mapping = backend.open(fd, nbytes)
-print(backend.read(mapping.address, 5).decode())
-backend.write(mapping.address + nbytes - 5, b"reply")
-"""
 
 
 @pytest.fixture
@@ -45,87 +30,6 @@ def left():
     maps = Path("/proc/self/maps").read_text().splitlines()
     memory = [line.split()[0] for line in maps if "memfd:numba_symm" in line]
     return len(list(Path("/proc/self/fd").iterdir())), memory
-
-
-def exported(backend, block):
-    """Export, open and close the descriptor, as two ranks of one process would."""
-    fd = backend.export(block)
-    try:
-        return backend.open(fd, block.nbytes)
-    finally:
-        os.close(fd)
-
-
-@pytest.mark.parametrize("asked", [0, 1, mmap.PAGESIZE, mmap.PAGESIZE + 1])
-def test_an_allocation_is_of_whole_zeroed_pages(backend, asked):
-    block = backend.allocate(asked)
-    assert block.address % mmap.PAGESIZE == 0
-    assert block.nbytes == max(1, -(-asked // mmap.PAGESIZE)) * mmap.PAGESIZE
-    assert backend.read(block.address, block.nbytes) == bytes(block.nbytes)
-    backend.free(block)
-
-
-def test_what_was_written_is_read_until_it_is_zeroed(backend):
-    block = backend.allocate(100)
-    backend.write(block.address + 7, b"hello")
-    assert backend.read(block.address + 6, 7) == b"\0hello\0"
-    backend.fill(block.address + 8, 3)
-    assert backend.read(block.address + 6, 7) == b"\0h\0\0\0o\0"
-    backend.free(block)
-
-
-def test_two_processes_share_the_memory(backend):
-    block = backend.allocate(10_000)
-    backend.write(block.address, b"first")
-    fd = backend.export(block)
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    peer = subprocess.run(
-        [sys.executable, "-c", PEER, str(fd), str(block.nbytes)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
-        pass_fds=[fd],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    os.close(fd)
-    assert peer.stdout == "first\n"
-    assert backend.read(block.address + block.nbytes - 5, 5) == b"reply"
-    backend.free(block)
-
-
-def test_a_mapping_lies_elsewhere_and_shows_the_same_bytes(backend):
-    block = backend.allocate(1)
-    mapping = exported(backend, block)
-    assert mapping.address != block.address
-    backend.write(mapping.address, b"there")
-    assert backend.read(block.address, 5) == b"there"
-    backend.close(mapping)
-    backend.free(block)
-
-
-def test_a_peers_mapping_outlives_the_allocation(backend):
-    assert backend.frees_while_mapped
-    block = backend.allocate(1)
-    mapping = exported(backend, block)
-    backend.write(block.address, b"last words")
-    backend.free(block)
-    del block
-    gc.collect()
-    assert backend.read(mapping.address, 10) == b"last words"
-    backend.close(mapping)
-
-
-def test_an_array_keeps_the_memory_it_views(backend):
-    block = backend.allocate(16)
-    memory = Memory(block.address, block.nbytes, block)
-    backend.free(block)
-    del block
-    gc.collect()
-    fields = {"__array_interface__": memory.__cuda_array_interface__}
-    interface = type("View", (), fields)()
-    array = np.asarray(interface).view(np.int64)
-    array[1] = 7
-    assert array[:2].tolist() == [0, 7]
 
 
 def test_exported_descriptors_are_not_inherited(backend):
@@ -255,12 +159,3 @@ def test_nobody_can_change_the_size_of_a_peers_memory(backend):
     backend.write(block.address, b"there")  # else SIGBUS
     os.close(fd)
     backend.free(block)
-
-
-def test_a_backend_is_made_by_name():
-    assert backends.create("host", 0).name == "host"
-    assert backends.create("ipc", 0).name == "ipc"
-    with pytest.raises(
-        ArgumentError, match=r"^expected backend vmm, ipc or host, got 'nvshmem'"
-    ):
-        backends.create("nvshmem", 0)

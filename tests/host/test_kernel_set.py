@@ -1,7 +1,6 @@
 """The kernels that are listed beforehand are those that calls bind."""
 
 import dataclasses
-import inspect
 import math
 import random
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from numba_symm.collectives.kernel_set import (
     SIGNALS,
     endpoint,
 )
-from numba_symm.collectives.kernels import barrier, direct, pack, transfer
+from numba_symm.collectives.kernels import direct, pack, transfer
 from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.collectives.protocols.credit import Message, Span
@@ -275,20 +274,6 @@ def test_a_name_has_the_kernels_of_that_call_alone():
     assert listing("send", size=1) == []
 
 
-@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast"])
-def test_whole_vectors_of_all_types_are_moved_by_the_same_kernels(name):
-    def ragged(kernel):
-        names = list(inspect.signature(kernel.factory).parameters)
-        return "ragged" in names and kernel.constants[names.index("ragged")]
-
-    given = ("float32", "int16", "complex128")
-    one, two, three = (set(listing(name, dtype)) for dtype in given)
-    assert any(map(ragged, one))
-    assert sum(not ragged(kernel) for kernel in one) > 3
-    for others in (two, three):
-        assert all(map(ragged, one ^ others))
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_handshake_is_followed_by_the_kernel_of_calls_without_one(size):
     def bound(operation, algorithm):
@@ -312,14 +297,6 @@ def test_a_handshake_is_followed_by_the_kernel_of_calls_without_one(size):
     assert moved >= 4
 
 
-def test_kernels_that_several_calls_need_are_listed_once():
-    both = kernel_set.kernels(
-        ["reduce", "all_reduce"], ["float32", "float32"], ["sum"], endpoint(2), "test"
-    )
-    assert len(both) == len(set(both))
-    assert set(both) == {*listing("reduce", size=2), *listing("all_reduce", size=2)}
-
-
 def test_a_users_operator_is_listed():
     def larger(a, b):
         return a if a > b else b
@@ -332,18 +309,6 @@ def test_a_users_operator_is_listed():
 def reduces(kernel):
     """Return whether a kernel of an all-reduce has an operator."""
     return len(kernel.constants) > 2
-
-
-def test_listed_kernels_are_not_loaded_and_cannot_be_launched():
-    with listed() as found:
-        launch = listing_launch()
-    assert len(found) == 1
-    with pytest.raises(AssertionError, match="listed"):
-        launch(0)
-
-
-def listing_launch():
-    return barrier.bind(endpoint(2))
 
 
 @pytest.mark.parametrize(
@@ -364,31 +329,6 @@ def listing_launch():
 def test_what_no_call_can_have_is_refused(names, given, ops, text):
     with pytest.raises(ArgumentError, match=text):
         kernel_set.kernels(names, given, ops, endpoint(2), "prepare")
-
-
-def test_an_operator_of_one_of_the_dtypes_is_listed_for_that():
-    given = ["float32", "int32"]
-    both = kernel_set.kernels(
-        ["all_reduce"], given, ["sum", "band"], endpoint(2), "test"
-    )
-    floats, integers = (
-        [
-            each
-            for each in filter(reduces, both)
-            if dtypes.element(name, "test") in each.constants
-        ]
-        for name in given
-    )
-    assert {each.constants[2] for each in floats} == {"sum"}
-    assert {each.constants[2] for each in integers} == {"sum", "band"}
-
-
-def test_an_operator_of_one_of_the_calls_is_listed_for_that():
-    def kernels(names, ops):
-        return set(kernel_set.kernels(names, ["float32"], ops, endpoint(2), "test"))
-
-    both = kernels(["scan", "all_reduce"], ["sum", "avg"])
-    assert both == kernels(["scan"], ["sum"]) | kernels(["all_reduce"], ["sum", "avg"])
 
 
 class Loaded:

@@ -1,6 +1,5 @@
 import copy
 import ctypes
-import dataclasses
 import importlib.metadata
 import os
 import re
@@ -71,8 +70,6 @@ def changed(**fields):
     return Kernel(**(own | fields))
 
 
-FOR_ONE_RANK = {"signature": barrier.kernel(1, BARRIER).signature}
-
 CHANGES = {
     "factory": {"factory": other_factory},
     "constants": {"constants": (3,)},
@@ -85,27 +82,6 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_key_changes_with_the_definition(change):
     assert changed(**CHANGES[change]).key((9, 0)) != changed().key((9, 0))
-
-
-def test_the_key_changes_with_every_argument_of_an_algorithm():
-    variants = [
-        one_shot.kernel(2, element, op, ragged, transport, steps, ALL)
-        for element in (BFLOAT16, FLOAT32)
-        for op in dtypes.REDUCTIONS
-        for ragged in (False, True)
-        for transport in ("sentinel", "marked", "ll")
-        for steps in (1, 2)
-    ]
-    assert len({variant.key((9, 0)) for variant in variants}) == len(variants)
-
-
-def test_the_key_changes_with_the_accumulation_type():
-    other = dataclasses.replace(BFLOAT16, accumulate=BFLOAT16.dtype)
-    keys = {
-        changed(constants=(2, element, "sum")).key((9, 0))
-        for element in (BFLOAT16, other)
-    }
-    assert len(keys) == 2
 
 
 def test_the_key_changes_with_the_compute_capability():
@@ -145,10 +121,6 @@ def test_the_compiler_runs_within_one_chunk_of_frames():
     depths = range(250)  # more than a chunk of 16 KiB
     assert max(map(faults, depths)) >= 500  # each call maps a chunk
     assert kernels._with_room(lambda: max(map(faults, depths))) < 500
-
-
-def test_equal_kernels_have_equal_keys():
-    assert changed().key((9, 0)) == changed().key((9, 0))
 
 
 def test_keys_are_equal_in_every_process():
@@ -195,10 +167,6 @@ def test_the_sources_contain_every_module_of_a_kernel(name):
         assert Path(module.__file__) in kernels._device_files()
 
 
-def test_the_sources_contain_the_module_that_compiles():
-    assert Path(kernels.__file__) in kernels._device_files()
-
-
 def test_the_key_changes_with_a_module_in_any_folder_of_kernels(tmp_path, monkeypatch):
     package = tmp_path / "package"
     linked = tmp_path / "algorithms"
@@ -235,29 +203,6 @@ def test_the_entry_is_the_name_of_the_kernel(name):
     (entry,) = re.findall(r"\.entry (\w+)\(", text)
     assert kernel.function.__name__ in entry
     assert kernels._entry(kernel.cubin((9, 0))) == entry
-
-
-def test_the_ptx_has_the_threads_of_a_block():
-    assert ".maxntid 32" in KERNELS["put_signal"].ptx((9, 0))
-
-
-def test_a_fence_is_of_system_scope():
-    assert KERNELS["fence"].ptx((9, 0)).count("fence.acq_rel.sys;") == 1
-
-
-@pytest.mark.parametrize("registers", [64, 128])
-def test_the_ptx_has_the_number_of_blocks_that_must_fit(registers):
-    kernel = changed(
-        constants=(1, False), threads=128, registers=registers, **FOR_ONE_RANK
-    )
-    assert f".minnctapersm {65536 // 128 // registers}" in kernel.ptx((9, 0))
-
-
-def test_early_launches_wait_on_gpus_that_have_them():
-    kernel = KERNELS["barrier"]
-    for instruction in ("wait", "launch_dependents"):
-        assert f"griddepcontrol.{instruction};" in kernel.ptx((9, 0))
-        assert "griddepcontrol" not in kernel.ptx((8, 0))
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -309,15 +254,6 @@ def zeros(signature):
         zeros(member) if isinstance(member, types.BaseTuple) else 0
         for member in signature
     )
-
-
-@pytest.mark.parametrize(
-    "args", [(1,), (1, 2, 3), ((1, 2), 3), ((1, 2, 3, 4), 5)], ids=str
-)
-def test_arguments_that_do_not_fit_the_signature_are_refused(args):
-    signature = (types.UniTuple(types.int64, 3), types.int64)
-    with pytest.raises((ValueError, TypeError)):
-        Packed(signature, args)
 
 
 @pytest.fixture(scope="module")

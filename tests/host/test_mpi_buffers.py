@@ -176,27 +176,6 @@ def test_constants_of_mpi_are_named_in_texts_and_no_text_has_an_address():
             ranks.checked(comm)
 
 
-def test_counts_that_do_not_divide():
-    with pytest.raises(ValueError, match="required number of blocks 5"):
-        buffers.message(X, 5)
-    with pytest.raises(ValueError, match="expecting 3 counts, got 2"):
-        buffers.vector([X, [1, 2]], 3)
-    with pytest.raises(ValueError, match="within the array's"):
-        _ = buffers.vector([X, [1, 2, 3], [0, 4, 10], MPI.INT], 3).parts
-
-
-def test_items_of_several_types():
-    types = [MPI.INT, MPI.SHORT, VECTOR]
-    found = buffers.typed([X, ([1, 2, 2], [0, 8, 16]), types], 3)
-    assert [each.first for each in found] == [0, 8, 16]
-    assert [each.nbytes for each in found] == [4, 4, 16]
-    assert [each.number for each in buffers.typed([X, types], 3)] == [1, 1, 1]
-    with pytest.raises(MPI.Exception, match="a type for each rank"):
-        buffers.typed(X, 3)
-    with pytest.raises(ValueError, match="3 datatypes, got 1"):
-        buffers.typed([X, types[:1]], 3)
-
-
 def offsets(datatype):
     """Return the offset of every element of a datatype, from its layout."""
     found = datatypes.layout(datatype)
@@ -247,24 +226,6 @@ def test_items_are_where_mpi_reads_them(made, count, displ, length):
     _, at = offsets(made)
     items = found.first + np.arange(found.number) * found.layout.extent
     assert np.add.outer(items, at).ravel().tolist() == (4 * read.astype(int)).tolist()
-
-
-def test_layouts():
-    vector, at = offsets(MPI.SHORT.Create_vector(3, 2, 4))
-    assert at == [0, 2, 8, 10, 16, 18]
-    assert (vector.base, vector.elements, vector.extent) == (np.int16, 6, 20)
-    assert (vector.run, vector.low, vector.high, vector.nbytes) == (4, 0, 20, 12)
-    whole, at = offsets(MPI.INT.Create_contiguous(3).Create_contiguous(2))
-    assert whole.runs is None
-    pair = MPI.INT.Create_struct([1, 1], [8, 0], [MPI.INT, MPI.INT])
-    assert offsets(pair.Create_contiguous(2))[1] == [8, 0, 20, 12]
-    same, at = offsets(MPI.INT.Create_struct([1, 2], [8, 0], [MPI.INT, MPI.INT]))
-    assert same.uniform
-    mixed, at = offsets(MPI.INT.Create_struct([1, 1], [4, 0], [MPI.INT, MPI.BYTE]))
-    assert at == [4, 5, 6, 7, 0]
-    assert (mixed.base, mixed.uniform) == (np.uint8, False)
-    empty, _ = offsets(MPI.INT.Create_contiguous(0))
-    assert (empty.elements, empty.nbytes) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -5,19 +5,15 @@ import functools
 import itertools
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tests.mutants import __main__ as mutants
-from tests.mutants import drawn, host, kernels, results, trees
-from tests.mutants.mutant import Mutant
-from tests.mutants.nearest import Nearest
+from tests.mutants import drawn, host, kernels, results
 from tests.mutants.results import Result
 
 ROOT = Path(__file__).parents[2]
 EVERY = [mutant for _, mutant in mutants.every_mutant(ROOT)]
-CHILDREN = next(m for m in host.MUTANTS if m.name == "trees.too_many_children")
 
 
 @functools.cache
@@ -85,66 +81,6 @@ def test_a_change_of_one_function_keeps_the_mutants_of_others():
     assert {after[name].new for name in after.keys() - before.keys()} == {"bool(x)"}
     same = drawn.places("a.py", MORE.replace("return x", "x = 1\n    return x"))
     assert sum(mutant.name in before for _, mutant in same) == len(before)
-
-
-def test_tests_that_call_a_function_are_nearest_and_one_of_each_comes_first():
-    nearest = object.__new__(Nearest)
-    costs = {"a": 1, "b[0]": 2, "b[1]": 3, "c": 9, "d": 100, "e": 0}
-    tests = {name: f"tests/host/test_x.py::{name}" for name in costs}
-    nearest._tests = {tests[name]: (cost, 0) for name, cost in costs.items()}
-    nearest._callers = {
-        "m.py:f": {tests[name] for name in ("b[1]", "d", "a", "b[0]", "c")},
-        "m.py:g": {tests["e"]},
-    }
-    text = "def f():\n    pass\n\n\ndef h():\n    return 1\n"
-    found = nearest.choose(Mutant("f", "m.py", "    pass", "    return"), text)
-    order = [tests[name] for name in ("a", "b[0]", "c", "b[1]")]
-    assert found == {"plain": order, "simulated": [], "ranks": []}
-    # Nobody calls the other one, so tests of its file are nearest.
-    found = nearest.choose(Mutant("h", "m.py", "return 1", "return 2"), text)
-    assert found["plain"][0] == tests["e"]
-
-
-@pytest.fixture
-def tree():
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a checkout")
-    with trees.Tree(ROOT) as made:
-        yield made
-
-
-def test_what_becomes_of_mutants(tree, monkeypatch):
-    """Tests notice one, do not notice one, never end with one, and crash with one."""
-    monkeypatch.setattr(trees, "STUCK", 8)
-    nearest = object.__new__(Nearest)
-    nearest.root = ROOT
-    tests = ("tests/host/test_trees.py", "tests/host/test_trees.py::of_another_tree[3]")
-    killed = CHILDREN._replace(tests=tests)
-    same = killed._replace(name="same", new=f"{CHILDREN.old}  # as before")
-    endless = killed._replace(name="endless", old="distance *= 2", new="pass")
-    crash = endless._replace(name="crash", new="__import__('os').abort()")
-    gone = killed._replace(name="gone", old="what nobody has written")
-    found = [
-        mutants.judged("host", mutant, nearest, tree, every=False)
-        for mutant in (killed, same, endless, crash, gone)
-    ]
-    outcomes = ["killed", "lived", "killed", "killed", "gone"]
-    assert [each.outcome for each in found] == outcomes
-    assert "test_every_rank_has_one_parent_and_few_children[3]" in found[0].why
-    assert found[1].ran > 10
-    assert found[2].why == "no test ends"
-    assert found[3].why.startswith("pytest ends with -")
-    assert (tree.tree / CHILDREN.file).read_text() == (ROOT / CHILDREN.file).read_text()
-
-
-def test_what_fails_behind_others_only_kills_and_what_fails_once_does_not():
-    passes = trees.Run({"a": "passed", "b": "passed"}, {}, {}, 0, False, 1.0, "")
-    fails = passes._replace(outcomes={"a": "passed", "b": "failed"}, ended=1)
-    for last in (fails, passes):
-        runs = iter([fails, passes, last])
-        tree = SimpleNamespace(run=lambda *_, runs=runs, **__: next(runs))
-        run = mutants._run(tree, "plain", ["a", "b"], every=False)
-        assert run.failed == last.failed
 
 
 def test_results_are_read_as_they_were_written_and_compared(tmp_path):

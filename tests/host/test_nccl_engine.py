@@ -151,12 +151,6 @@ def test_a_graph_has_one_mark_between_two_exchanges(engine, gpu):
     assert gpu.nodes == [1, 2, 0]
 
 
-def test_no_bytes_are_no_group(engine, fake, gpu):
-    engine.exchange([Parcel(1, 10, 0)], [], STREAM)
-    assert not fake.calls
-    assert not gpu.stored
-
-
 class Order:
     """A communicator's order, whose side stream writes down what it does."""
 

@@ -144,13 +144,6 @@ def test_a_refusal_names_the_missing_members():
         ranks.checked(Half())
 
 
-def test_only_mpi_communicators_are_duplicated_and_freed():
-    comm = Alone()
-    assert duplicate(comm) is comm
-    ranks.release(comm)
-    ranks.release(comm)
-
-
 class FakeMPI:
     """The little of mpi4py.MPI that the module looks at."""
 

@@ -7,7 +7,6 @@ import random
 import threading
 import time
 from struct import Struct
-from types import SimpleNamespace
 
 import pytest
 
@@ -125,19 +124,6 @@ def test_a_wait_lets_other_threads_run(shared):
     thread.join()
 
 
-def test_arguments_that_are_no_numbers_raise(shared):
-    with pytest.raises(TypeError):
-        shared.publish(0, *fields(1)[:-1], "7")
-    with pytest.raises(OverflowError):
-        shared.publish(0, *fields(1)[:-1], -1)
-    found = []
-    assert shared.take(found) == 0
-    shared.publish(0, *fields(1))
-    with pytest.raises(SystemError):
-        shared.take(())  # not a list
-    assert shared.take(found) == 1  # it is not lost
-
-
 def write(shared, writer, number):
     """Publish so many envelopes, in bursts."""
     draw = random.Random(writer)
@@ -178,23 +164,3 @@ def test_processes_write_and_one_reads(shared):
         children.append(child)
     read(shared, (0, 2), number)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-
-
-def test_threads_of_a_process_write_and_read(shared):
-    """Two writers may share a ring, because the interpreter's lock is held."""
-    number, failed = 5_000, []
-    common = SimpleNamespace(publish=lambda writer, *given: shared.publish(1, *given))
-
-    def play(writer):
-        try:
-            write(common, writer, number)
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=play, args=(writer,)) for writer in (0, 2)]
-    for each in threads:
-        each.start()
-    read(shared, (0, 2), number)
-    for each in threads:
-        each.join()
-    assert not failed

@@ -4,20 +4,17 @@ Descriptions of a file that were opened apart from each other are as good as oth
 processes: they exclude each other, and closing one is what the kernel does at death.
 """
 
-import gc
 import heapq
 import os
 import threading
 import time
 
-import numpy as np
 import pytest
 
 from numba_symm.errors import ArgumentError, BackendError, ClosedError, ExchangeError
 from numba_symm.launch import locks
 from numba_symm.sharing import counters
 from numba_symm.sharing.counters import CounterFile, FinalizerLock, Open, RefCounterFile
-from numba_symm.sharing.layout import ArrayLayout
 from numba_symm.sharing.sent import Producer, SentData
 from tests.interrupts import interrupted
 
@@ -207,19 +204,6 @@ def test_changes_are_atomic_between_descriptions(file):
     assert file.take_released() == [slot]
 
 
-def test_opens_of_one_consumer_lie_together(file):
-    slot, serial = shared(file, 1)
-    first, second = consumer_of(file), consumer_of(file)
-    pairs = [(take(first, slot, serial), take(second, slot, serial)) for _ in range(50)]
-    mine = [opened.number for opened, _ in pairs]
-    assert mine == list(range(mine[0], mine[0] + 50))
-    assert len(file._alive()) == 100
-    first.give_back(pairs[7][0])
-    assert take(first, slot, serial).number == mine[7]
-    first.close()
-    second.close()
-
-
 def test_the_guard_does_later_what_a_finaliser_asks_for():
     guard, done = FinalizerLock(), []
 
@@ -263,33 +247,6 @@ def test_an_error_of_a_later_job_is_logged_and_one_of_now_raised(caplog):
         guard.now(fails)
     guard.now(lambda: done.append("free again"))
     assert done[-1] == "free again"
-
-
-def test_jobs_of_other_threads_are_not_lost():
-    guard, done, rounds = FinalizerLock(), [], 2000
-
-    def work():
-        for i in range(rounds):
-            if i % 2:
-                guard.later(lambda: done.append(1))
-            else:
-                guard.do(lambda: done.append(1))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(done) == 4 * rounds
-
-
-def test_the_extent_of_layouts():
-    dtype = np.dtype(np.int32)
-    assert ArrayLayout(0, (3, 5), (20, 4), dtype).extent == (0, 60)
-    assert ArrayLayout(0, (3,), (-8,), dtype).extent == (-16, 4)
-    assert ArrayLayout(0, (3, 0), (0, 4), dtype).extent == (0, 0)
-    assert ArrayLayout(0, (), (), dtype).extent == (0, 4)
-    assert ArrayLayout(8, (2, 2), (0, 16), dtype).extent == (0, 20)
 
 
 @pytest.fixture
@@ -418,14 +375,6 @@ def test_nobody_can_change_the_size_of_a_file(file):
             os.ftruncate(there._fd, size)
     assert file.value(0) == 0  # else SIGBUS
     there.close()
-
-
-def test_files_go_with_their_objects():
-    made = [RefCounterFile("many") for _ in range(10)]
-    readers = [consumer_of(file) for file in made]
-    for one in (*readers, *made):
-        one.close()
-    gc.collect()
 
 
 INTERRUPTED = {

@@ -1,5 +1,3 @@
-import threading
-
 import pytest
 
 from numba_symm.errors import ArgumentError, DeviceError, ExchangeError, SymmError
@@ -27,22 +25,6 @@ def test_values_arrive_in_rank_order():
     assert on_ranks(3, body) == [expected] * 3
 
 
-def test_a_barrier_waits_for_the_last_rank():
-    arrived = []
-
-    def body(exchange):
-        if exchange.rank == 1:
-            late.wait(300)
-        else:
-            threading.Timer(0.05, late.set).start()
-        arrived.append(exchange.rank)
-        exchange.barrier("all here")
-        return len(arrived)
-
-    late = threading.Event()
-    assert on_ranks(2, body) == [2, 2]
-
-
 def test_an_error_names_the_different_calls_of_ranks():
     def body(exchange):
         exchange.barrier("start")
@@ -52,17 +34,6 @@ def test_an_error_names_the_different_calls_of_ranks():
         "rank 0 is at 'close' (test, step 1), ranks 1, 2 are at 'rendezvous' "
         "(test, step 1): every rank must make the same calls in the same order"
     }
-
-
-def test_ranks_at_different_steps_raise():
-    def body(exchange):
-        if exchange.rank == 0:
-            exchange._step += 1
-        exchange.barrier("close")
-
-    (text,) = texts(on_ranks(2, body), ExchangeError)
-    assert "rank 0 is at 'close' (test, step 1)" in text
-    assert "rank 1 is at 'close' (test, step 0)" in text
 
 
 def test_ranks_of_different_stores_raise():
@@ -95,20 +66,6 @@ def test_two_stores_count_their_own_steps():
         return two.all_gather(comm.rank, "b"), one.all_gather(-comm.rank, "c")
 
     assert run_ranks(2, play) == [([0, 1], [0, -1])] * 2
-
-
-def test_no_communicator_is_refused():
-    with pytest.raises(ArgumentError, match="expected a communicator"):
-        StoreExchange(None, "test")
-
-
-def test_success_is_agreed_on_silently():
-    def body(exchange):
-        with exchange.agreed("nothing"):
-            pass
-        return exchange.all_gather(exchange.rank, "after")
-
-    assert on_ranks(2, body) == [[0, 1]] * 2
 
 
 def test_one_failure_is_raised_on_every_rank():

@@ -8,7 +8,6 @@ import pytest
 from numba_symm.bench import tune
 from numba_symm.collectives import select, tuned
 from numba_symm.collectives.select import ALL, Choice, Step
-from numba_symm.command import compiling
 from numba_symm.dtypes import element
 
 GPU = "NVIDIA H200"
@@ -54,13 +53,6 @@ def test_an_algorithm_is_left_out_while_it_cannot_be_the_fastest():
     assert not tune.is_out({"chunked": []}, "chunked")
 
 
-def test_an_algorithm_that_is_faster_by_noise_is_not_taken():
-    steady = [1.0 + nbytes / 1000 for nbytes in SIZES]
-    noisy = [time * (1.01, 0.99)[k % 2] for k, time in enumerate(steady)]
-    steps = tune.fastest(SIZES, {"chunked": steady, "direct": noisy})
-    assert len(steps) == 1
-
-
 def test_every_operation_with_limits_is_measured_by_what_suits():
     for ranks in (2, 4):
         found = tune.cases(ranks)
@@ -81,17 +73,6 @@ def test_what_is_written_is_read():
     given = "all_reduce", 4097, 2, kind
     assert select.fastest(*given, found) == "direct"
     assert select.limits("all_reduce", 2, kind, found) == [4096]
-
-
-def test_several_numbers_of_ranks_share_the_file():
-    other = {"all_reduce": Choice((step("chunked"),), (step("chunked"),))}
-    tuned.write(GPU, 2, MEASURED)
-    tuned.write(GPU, 4, other)
-    assert tuned.read(GPU, 2).choices["all_reduce"] == MEASURED["all_reduce"]
-    assert tuned.read(GPU, 4).choices["all_reduce"] == other["all_reduce"]
-    tuned.write("Another GPU", 2, other)  # replaces all
-    assert "Another GPU" in tuned.read(GPU, 2).why
-    assert tuned.read("Another GPU", 4) == (None, "")  # not measured, so no warning
 
 
 def test_those_of_another_gpu_or_version_are_not_used(monkeypatch):
@@ -170,15 +151,3 @@ def test_a_file_of_something_else_is_not_used(text):
     assert found.why
     assert f"{tuned.file()} is ignored: it " in tuned.described(None)
     assert len(tuned.described(None)) < 300
-
-
-def test_kernels_are_compiled_for_the_limits_of_this_node():
-    def jobs(gpu):
-        given = ["all_reduce"], ["float32"], ["sum"], [2], [(9, 0)], [132], gpu
-        return {kernel.key(cc) for kernel, cc in compiling.Wanted(*given).jobs()}
-
-    before = jobs("")
-    assert jobs(GPU) == before
-    tuned.write(GPU, 2, MEASURED)
-    assert jobs(GPU) != before
-    assert jobs("") == before

@@ -8,7 +8,6 @@ from mpi4py import MPI
 from numba import cuda
 
 from numba_symm.environment import SIMULATED
-from numba_symm.mpi import buffers
 
 COUNT = 6
 
@@ -154,28 +153,3 @@ def test_addresses_of_the_device_with_bottom_are_refused():
     assert found.tolist() == y.tolist()
     for each in (there, here):
         each.Free()
-
-
-def test_buffers_of_the_host_are_left_alone():
-    comm = MPI.COMM_WORLD
-    host = np.arange(4, dtype="i4")
-    for buffer in (
-        host,
-        host[::2],
-        memoryview(host),
-        bytearray(4),
-        b"abcd",
-        np.frombuffer(bytearray(8), "i4"),
-        MPI.Alloc_mem(8),
-        (ctypes.c_int * 4)(),
-        None,
-        MPI.IN_PLACE,
-        "text",
-    ):
-        assert buffers.there(buffer) is buffer
-        assert not buffers.buffer_on_device(buffer)
-    x = device(3)
-    assert buffers.there(x) is x
-    out = np.zeros(4, "i4")
-    comm.Allreduce([MPI.memory.fromaddress(host.ctypes.data, 16), 4, MPI.INT], out)
-    assert out.tolist() == (host * comm.size).tolist()

@@ -4,7 +4,6 @@ The list is mpi4py's own: the annotations in the docstrings of its classes.
 """
 
 import copy
-import gc
 import pickle
 import re
 from functools import partial
@@ -149,19 +148,6 @@ def test_what_mpi_does_refuses_them(x):
     session.Finalize()
 
 
-def test_mpi_makes_the_calls_of_the_host():
-    comm, x, y = MPI.COMM_WORLD, np.arange(6, dtype="i4"), np.zeros(6, "i4")
-    vector = MPI.INT.Create_vector(2, 1, 2).Commit()
-    packed = bytearray(vector.Pack_size(2, comm))
-    assert MPI.INT.Pack(x[:2], packed, 0, comm) == 8
-    MPI.INT.Unpack(packed, 0, y[:2], comm)
-    MPI.SUM.Reduce_local(x, y)
-    assert y.tolist() == [0, 2, 2, 3, 4, 5]
-    vector.Free()
-    MPI.Free_mem(MPI.Alloc_mem(8))
-    assert MPI.MAX(2, 3) == comm.allreduce(3, MPI.MAX) == 3
-
-
 def test_arrays_of_the_device_are_reduced_locally(x):
     twos = cuda.to_device(np.full(6, 2, "i4"))
     every_second = MPI.INT.Create_vector(3, 1, 2).Commit()
@@ -200,32 +186,6 @@ def test_constants_are_objects_of_the_classes_and_of_mpi4pys():
             assert copy.copy(type(ours)(ours)) == ours
     assert MPI._typedict["d"] is MPI.Datatype.fromcode("d") is MPI.DOUBLE
     assert MPI.INT.Create_vector(1, 1, 1).decode()[0] is MPI.INT
-
-
-def test_derived_datatypes_and_operators_are_copied_and_pickled():
-    inner = MPI.DOUBLE.Create_vector(2, 1, 3)
-    outer = MPI.Datatype.Create_struct([1, 2], [0, 64], [MPI.INT, inner])
-    copies = [copy.copy(outer), copy.deepcopy(outer), outer.Dup()]
-    copies += [pickle.loads(pickle.dumps(outer)) for _ in range(2)]
-    for each in copies:
-        assert type(each) is MPI.Datatype
-        assert each.extent == outer.extent
-        assert each.contents[:3] == outer.contents[:3] or each is copies[2]
-        x, y = np.arange(16.0), np.zeros(16)
-        each.Commit()
-        MPI.COMM_SELF.Sendrecv([x, 1, each], 0, 0, [y, 1, each], 0)
-        assert y.tolist() == [0, *[0] * 7, 8, 0, 0, 11, 12, 0, 0, 15]
-        each.Free()
-    kinds = outer.decode()[2]["datatypes"]
-    assert [type(each) for each in kinds] == [MPI.Datatype] * 2
-    assert kinds[0] == MPI.INT
-    for each in (kinds[1], inner, outer):
-        each.Free()
-    gc.collect()
-    added = pickle.loads(pickle.dumps(MPI.Op.Create(add, True)))
-    assert type(added) is MPI.Op
-    assert added.Is_commutative()
-    added.Free()
 
 
 def add(a, b, datatype):

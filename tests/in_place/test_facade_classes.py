@@ -1,7 +1,6 @@
 """Classes, objects and names in the place of mpi4py's behave as mpi4py's do."""
 
 import gc
-import pickle
 
 import numpy as np
 import pytest
@@ -61,23 +60,6 @@ def test_objects_of_both_kinds_are_instances_of_the_classes():
             assert MPI._sizeof(getattr(MPI, name)) == OWN._sizeof(kind), name
     win.Free()
     grid.Free()
-
-
-def test_null_communicators():
-    for kind in (MPI.Comm, MPI.Intracomm, MPI.Intercomm, MPI.Cartcomm):
-        made = kind()
-        assert type(made) is kind
-        assert made == MPI.COMM_NULL == kind(MPI.COMM_NULL)
-        assert not made
-        for call in (
-            lambda made=made: made.Bcast(ones()),
-            lambda made=made: made.Isend(ones(), 0),
-            made.Dup,
-        ):
-            with pytest.raises(MPI.Exception, match=r"MPI_ERR_(COMM|BUFFER)"):
-                call()
-        with pytest.raises(AttributeError, match="no attribute 'other'"):
-            _ = made.other
 
 
 class Plain(MPI.Intracomm):
@@ -168,22 +150,6 @@ def test_methods_read_from_a_class_take_objects_of_both_kinds():
     MPI.Message.Recv(MPI.Comm.Mprobe(comm), x)
     assert x.copy_to_host().tolist() == host.tolist()
     MPI.Message.Recv(MPI.MESSAGE_NO_PROC, (None, 0, MPI.BYTE))
-
-
-def test_named_objects_are_pickled_by_name():
-    for each in (MPI.COMM_WORLD, MPI.COMM_SELF, MPI.COMM_NULL, MPI.SUM, MPI.DOUBLE):
-        assert pickle.loads(pickle.dumps(each)) is each
-    same = pickle.loads(pickle.dumps(MPI.Intracomm(MPI.COMM_WORLD)))
-    assert same == MPI.COMM_WORLD
-    assert same is not MPI.COMM_WORLD
-    found = pickle.loads(pickle.dumps(Plain(MPI.COMM_WORLD)))
-    assert type(found) is Plain
-    assert is_sum(found)
-    assert type(pickle.loads(pickle.dumps(Plain()))) is Plain
-    made = MPI.COMM_SELF.Dup()
-    with pytest.raises(ValueError, match="cannot pickle a communicator"):
-        pickle.dumps(made)
-    made.Free()
 
 
 def test_mpi4pys_own_packages_are_of_these_classes():

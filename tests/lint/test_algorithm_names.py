@@ -49,22 +49,6 @@ def asking(text):
     ]
 
 
-def test_what_asks_is_found():
-    for text in (
-        'if algorithm == "direct": pass',
-        'x = None if algorithm not in (None, "copy_engine") else 3',
-        'kind = name.rpartition("_")[2] if name.endswith("_sentinel") else ""',
-        'two = name.startswith(("two_shot", "chunked"))',
-    ):
-        assert asking(text) == [1]
-    for text in (
-        'assert chosen(5) == "direct"',
-        'comm.all_reduce(x, algorithm="direct")',
-        'if line.startswith("rank"): pass',
-    ):
-        assert asking(text) == []
-
-
 def test_no_code_asks_for_the_name_of_an_algorithm():
     found = [
         f"{path.relative_to(ROOT)}:{line}"

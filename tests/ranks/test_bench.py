@@ -159,27 +159,6 @@ def test_eager_calls_are_timed_in_three_ways(name, world, folder, shown):
         assert shown_times == pytest.approx(times, rel=0.01)
 
 
-@on_few_numbers
-def test_a_window_of_messages_is_right(world, shown):
-    words = ["sendrecv", "-b", 64, "-e", 64, *SMALL, "--window", 3]
-    assert bench.main([*map(str, words)]) == 0
-    (text, *_) = shown()
-    assert "# Out of bounds values : 0 OK" in text.out
-    lines = text.out.splitlines()
-    (rates,) = (line.split() for line in lines if line.split()[:2] == ["64", "3"])
-    assert float(rates[2]) > 0 < float(rates[5])
-
-
-def test_a_barrier_is_timed(shown):
-    assert bench.main(["barrier", *SMALL]) == 0
-    (text, *_) = shown()
-    row, _, *_ = (
-        line.split() for line in text.out.splitlines() if " none " in line[:50]
-    )
-    assert row[:4] == ["0", "0", "float", "none"]
-    assert float(row[4]) > 0 < float(row[8])
-
-
 V_FORMS = [name for name in OPERATIONS if name[-2:] == "_v"]
 
 

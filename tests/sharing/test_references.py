@@ -1,7 +1,5 @@
 """References to arrays of other processes: counted, cancelled, given back."""
 
-import pickle
-
 import numpy as np
 import pytest
 
@@ -22,113 +20,6 @@ from tests.sharing.work import (
     say,
 )
 from tests.spawned import run_ranks
-
-
-def counts(comm):
-    facts = {}
-    if comm.rank == 0:
-        x = numbers(SIZE)
-        handle = ns.share(x, opens=2)
-        facts["shared"] = sharing.stats()
-        copy = pickle.loads(pickle.dumps(handle))
-        facts["equal"] = copy == handle
-        del copy
-        facts["a copy dropped"] = sharing.stats()
-        say(comm, handle)
-        comm.barrier()  # opened twice
-        sharing.collect()
-        facts["two opened"] = sharing.stats()
-        comm.barrier()
-        comm.barrier()  # opened a third time
-        facts["three opened"] = sharing.stats()
-        value = sharing.sent.producer.sent[handle.file, handle.slot].counter_value()
-        facts["counter"] = value
-        comm.barrier()
-        comm.barrier()  # all given back
-        facts["given back"] = sharing.collect(), sharing.stats()
-        facts["opened here"] = error_of(ns.open_shared, handle)
-        comm.barrier()
-        return facts, are(x, SIZE)
-    handle = say(comm)
-    text = pickle.dumps(handle)
-    opened = [ns.open_shared(handle), ns.open_shared(pickle.loads(text))]
-    comm.barrier()
-    comm.barrier()
-    opened.append(ns.open_shared(handle))  # one more than ``opens``
-    facts["mappings"] = sharing.stats().mappings
-    comm.barrier()
-    comm.barrier()
-    facts["right"] = all(are(x, SIZE) for x in opened)
-    opened.clear()
-    comm.barrier()
-    comm.barrier()
-    facts["over"] = error_of(ns.open_shared, handle)
-    return facts, nothing_is_shared()
-
-
-def test_references_are_counted():
-    (producer, unharmed), (consumer, clean) = run_ranks(2, counts)
-    one = sharing.Stats(limbo=0, mappings=0, counters=1, events=0, unopened=2)
-    events = producer["shared"].events
-    assert events in (0, 1)  # the simulator has none
-
-    def with_unopened(unopened):
-        return sharing.Stats(0, 0, one.counters, events, unopened)
-
-    assert producer["shared"] == with_unopened(2)
-    assert producer["equal"]
-    assert producer["a copy dropped"] == with_unopened(2)
-    assert producer["two opened"] == with_unopened(0)
-    assert producer["three opened"] == with_unopened(0)
-    assert producer["counter"] == 3
-    assert producer["given back"] == (True, sharing.Stats(0, 0, 0, 0, 0))
-    assert producer["opened here"].startswith(OVER)
-    assert unharmed
-    assert consumer["mappings"] == 1
-    assert consumer["right"]
-    assert consumer["over"].startswith(OVER)
-    assert clean
-
-
-def cancels(comm):
-    facts = []
-    if comm.rank == 0:
-        x = numbers(SIZE)
-        handles = [ns.share(x, opens=3) for _ in range(3)]
-        say(comm, handles)
-        comm.barrier()  # the consumer has opened the first, and cancelled the last
-        facts.append([handle.cancel() for handle in handles])
-        facts.append([handle.cancel() for handle in handles])
-        comm.barrier()
-        sharing.collect()
-        facts.append(sharing.stats().counters)
-        comm.barrier()
-        comm.barrier()
-        return facts, nothing_is_shared()
-    handles = say(comm)
-    x = ns.open_shared(handles[0])
-    facts.append(handles[2].cancel())
-    comm.barrier()
-    comm.barrier()
-    facts.append(error_of(ns.open_shared, handles[1]))
-    facts.append(error_of(ns.open_shared, handles[2]))
-    another = ns.open_shared(handles[0])  # the first is still out
-    facts.append(are(another, SIZE) and are(x, SIZE))
-    comm.barrier()  # the producer has looked
-    del x, another
-    comm.barrier()
-    return facts, nothing_is_shared()
-
-
-def test_unopened_references_can_be_cancelled():
-    (producer, clean), (consumer, also) = run_ranks(2, cancels)
-    assert producer[:2] == [[2, 3, 0], [0, 0, 0]]
-    assert producer[2] == 1
-    assert consumer[0] == 3
-    assert all(text.startswith(OVER) for text in consumer[1:3])
-    assert consumer[3]
-    assert clean
-    assert also
 
 
 def opens_its_own(comm):
@@ -317,26 +208,3 @@ def shares_on(comm):
 def test_a_received_array_is_shared_on():
     facts = run_ranks(3, shares_on)
     assert facts == [(1, True), (True, 0), (True, 1, True)]
-
-
-def three_open(comm):
-    if comm.rank == 0:
-        x = numbers(SIZE)
-        say(comm, ns.share(x, opens=3))
-        del x
-        comm.barrier()
-        limbo = sharing.stats().limbo
-        comm.barrier()
-        return limbo, becomes(nothing_is_shared)
-    x = ns.open_shared(say(comm))
-    comm.barrier()
-    right = are(x, SIZE)
-    comm.barrier()
-    if comm.rank == 1:
-        x.close()
-    del x
-    return right, nothing_is_shared()
-
-
-def test_three_consumers():
-    assert run_ranks(4, three_open) == [(1, True)] + [(True, True)] * 3

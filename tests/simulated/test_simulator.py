@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from numba_symm import device as symm
 from numba_symm import simulator
-from numba_symm.device import Context, signals, sim
+from numba_symm.device import sim
 from numba_symm.errors import ArgumentError
 from tests.simulated.conftest import threads_without_teams
 
@@ -287,39 +286,6 @@ def test_an_interrupt_ends_a_kernel():
     assert threads_without_teams() == before
 
 
-def test_a_refused_launch_leaves_no_threads():
-    refused = []
-
-    def inner():
-        pass
-
-    def kernel():
-        if cuda.threadIdx.x == 0:
-            try:
-                run(inner, 1)
-            except RuntimeError as error:
-                refused.append(error)
-
-    run(kernel, 1)
-    before = threading.active_count()
-    for _ in range(3):
-        run(kernel, 1)
-    assert len(refused) == 4
-    assert threading.active_count() == before
-
-
-def test_the_number_of_threads_may_change():
-    seen = []
-
-    def kernel():
-        seen.append(cuda.blockDim.x)
-        cuda.syncthreads()
-
-    for threads in (3, 8, 1, 3):
-        simulator.run(kernel, 1, (threads, 1), ())
-    assert seen == [3] * 3 + [8] * 8 + [1] + [3] * 3
-
-
 def test_the_launching_thread_does_not_poll():
     def kernel():
         time.sleep(0.3)
@@ -343,17 +309,6 @@ def test_arguments_are_released_after_the_launch():
     del kept
     gc.collect()
     assert left() is None
-
-
-def test_threads_are_reused_by_the_next_kernel():
-    def kernel():
-        pass
-
-    run(kernel, 4)
-    before = threading.active_count()
-    for _ in range(10):
-        run(kernel, 4)
-    assert threading.active_count() == before
 
 
 def test_a_second_thread_launches_no_kernel_of_the_program():
@@ -415,49 +370,6 @@ def test_a_warp_synchronizes_apart_from_the_others(threads):
     assert out.copy_to_host().tolist() == wanted
     with pytest.raises(ArgumentError, match="syncwarp: expected the mask 0xFFFFFFFF"):
         pass_around_a_warp[1, threads](out, 1)
-
-
-@pytest.mark.parametrize(
-    ("dst", "channel"), [(0, signals.CHANNELS), (0, -1), (2, 0), (-1, 0)]
-)
-def test_signals_outside_of_the_pad_are_refused(dst, channel):
-    ctx = Context(0, 2, (0, 0), (0, 0), None)
-
-    def kernel():
-        signals.put_signal(ctx, dst, channel)
-
-    text = (
-        f"got a signal to rank {dst} from rank 0 of ranks 0 to 1, of channels 0 to 127;"
-    )
-    with pytest.raises(ArgumentError, match=text):
-        run(kernel, 1)
-
-
-@cuda.jit
-def fill_peer(ctx, rank, count):
-    symm.peer_array(ctx, rank, (count, 2), np.float32)[:] = 7
-
-
-@cuda.jit
-def ask_for(ctx, rank):
-    symm.peer_address(ctx, rank)
-
-
-def test_arrays_beyond_a_peers_buffer_are_refused(comm):
-    x = comm.zeros(10, np.float32)
-    ctx = comm.rendezvous(x).ctx
-    fill_peer[1, 1](ctx, 0, 5)
-    assert (x.copy_to_host() == 7).all()
-    for count in (6, 1 << 40, 1 << 61, 1 << 62):
-        text = rf"{8 * count} bytes: .* 40, got shape \({count}, 2\) of float32;"
-        with pytest.raises(ArgumentError, match=text):
-            fill_peer[1, 1](ctx, 0, count)
-    for rank in (1, -1):
-        text = f"rank {rank}'s buffer: expected a rank of the context, 0 to 0;"
-        with pytest.raises(ArgumentError, match=text):
-            ask_for[1, 1](ctx, rank)
-        with pytest.raises(ArgumentError, match=text):
-            fill_peer[1, 1](ctx, rank, 1)
 
 
 STRAY = """

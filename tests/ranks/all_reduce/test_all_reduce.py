@@ -7,7 +7,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from numba_symm.collectives.invocation import Cache
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.environment import SIMULATED
 from tests.algorithms import takes, those
@@ -17,7 +16,6 @@ from tests.ranks.helpers import (
     digest,
     get,
     of_one_island,
-    ordinary,
     put,
     same,
 )
@@ -63,29 +61,6 @@ def test_floats_keep_their_bits_and_nans_stay_nans(comm, world, algorithm, dtype
         assert same(found, wanted)
         # A NaN's bits may have changed, but in the same way on all ranks.
         assert len(set(world.allgather(digest(found)))) == 1
-
-
-def test_a_plan_keeps_its_arrays(comm):
-    x = ordinary(6, np.int64)
-    put(x, np.arange(6) + comm.rank)
-    plan = comm.all_reduce_init(x)
-    del x
-    junk = [ordinary(6, np.int64) for _ in range(20)]
-    for array in junk:
-        put(array, np.full(6, -1))
-    wanted = np.arange(6) * comm.size + comm.size * (comm.size - 1) // 2
-    assert np.array_equal(get(plan()), wanted)
-
-
-def test_more_different_calls_than_a_communicator_remembers(comm, monkeypatch):
-    monkeypatch.setattr(comm._calls, "memory", Cache(4))
-    x = comm.empty(12, np.int32)
-    put(x, np.full(12, 2, np.int32))
-    for count in [*range(1, 9), *range(1, 9)]:
-        found = get(comm.all_reduce(x[:count], algorithm="one_shot_ll"))
-        assert found.tolist() == [2 * comm.size] * count
-    memory = comm._calls.memory
-    assert len(memory.young) == len(memory._old) == 4
 
 
 @of_one_island

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from numba_symm.collectives.protocols.workspace import MAX_BLOCKS, VECTOR, layout
-from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import (
     Window,
@@ -12,7 +11,6 @@ from tests.ranks.helpers import (
     needs_peers,
     of_one_island,
     ordinary,
-    put,
     same,
     values,
     wait_for_all,
@@ -133,31 +131,3 @@ def test_any_rank_may_have_any_input(comm, world, name, what):
         assert refused(comm) == (what != "elsewhere")
         case.check(out)
         wait_for_all(comm, world)
-
-
-@each_operation
-def test_one_after_another_without_the_host(comm, world, name):
-    """The calls are in place on the same arrays, and share flags and slots."""
-    random = np.random.default_rng(6)
-    count = 60 if SIMULATED else 100_003
-    x = comm.empty(count * comm.size, np.int64)
-    mine = slice(comm.rank * count, (comm.rank + 1) * count)
-    start = [values([6, r], x.size, np.dtype(np.int64)) for r in range(comm.size)]
-    put(x, start[comm.rank])
-    for step in range(8 if SIMULATED else 60):
-        if name == "all_reduce":
-            comm.all_reduce(x, out=x, algorithm="direct")
-            start = [sum(start)] * comm.size
-        else:
-            comm.reduce_scatter(x, out=x[mine], algorithm="direct")
-            total = sum(start)
-            for r, each in enumerate(start):
-                part = slice(r * count, (r + 1) * count)
-                each[part] = total[part]
-        if random.integers(2):
-            root = step % comm.size
-            comm.broadcast(x, root=root, algorithm=("direct", "chunked")[step % 2])
-            start = [start[root].copy() for _ in range(comm.size)]
-    comm.synchronize()
-    assert same(get(x), start[comm.rank])
-    wait_for_all(comm, world)

@@ -10,7 +10,6 @@ from numba_symm.collectives.protocols.mailboxes import LAST_EPOCH, TRANSPORTS
 from numba_symm.collectives.protocols.workspace import (
     ONE_SHOT,
     THREADS,
-    TILE_BYTES,
     layout,
 )
 from numba_symm.environment import SIMULATED
@@ -79,18 +78,6 @@ class Workspace:
             self.memory.write(self.base + region.epochs, data)
         self.quiet()
 
-    def plant(self, source, data, epoch):
-        """Put packets into one_shot_ll's mailbox of the first thread."""
-        size, protocol = self.comm.size, ONE_SHOT["ll"]
-        k = (source - self.comm.rank - 1) % size
-        rank_stride = protocol.tiles(size) * protocol.most(size) * protocol.tile_bytes
-        half = (epoch & 1) * (size - 1) * rank_stride
-        box = self.base + self.at.one_shot_ll.slots + half + k * rank_stride
-        packet = np.array([data & 0xFFFFFFFF, epoch, data >> 32, epoch], np.uint32)
-        nothing = np.array([0, epoch, 0, epoch], np.uint32)
-        self.memory.write(box, packet.tobytes())
-        self.memory.write(box + TILE_BYTES, nothing.tobytes())
-
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_epochs_wrap_around(comm, world, algorithm):
@@ -138,28 +125,6 @@ def test_packets_of_before_the_wrap_are_not_taken(comm, world):
         # All threads again, in epochs 1 and 2 after the wrap.
         run(comm, calls(all_of_them, 5, 6), be_late)
         assert workspace.epoch(algorithm) == 2
-
-
-def test_a_stale_packet_would_be_seen(comm, world):
-    """Shows that the tests above can fail: a packet of the right epoch is taken."""
-    workspace, algorithm = Workspace(comm, world), "one_shot_ll"
-    epoch = workspace.epoch(algorithm) + 1
-    x = comm.empty(1, np.int64)
-    put(x, np.array([1 << comm.rank]))
-    wanted = (1 << comm.size) - 1
-    if comm.rank == 0:
-        for source in range(1, comm.size):
-            workspace.plant(source, 1000 * source, epoch)
-    workspace.quiet()
-    if comm.rank > 0:
-        world.barrier()
-    found = get(comm.all_reduce(x, algorithm=algorithm))[0]
-    if comm.rank == 0:
-        world.barrier()  # it has not waited for the others
-        wanted = 1 + 1000 * sum(range(1, comm.size))
-    assert found == wanted
-    workspace.quiet()
-    assert get(comm.all_reduce(x, algorithm=algorithm))[0] == (1 << comm.size) - 1
 
 
 @pytest.mark.parametrize(

@@ -186,57 +186,6 @@ def kept():
     return () if safe else ("GPU memory",)
 
 
-class Mistake(Exception):
-    """A program's own."""
-
-
-def test_leaving_by_an_exception_raises_on_the_others(world):
-    before = counted(world)
-    for erring in range(world.size):
-        told = leave_by_an_exception(world, erring)
-        wanted = f"rank {erring} left with Mistake; results"
-        for rank, text in enumerate(world.allgather(told)):
-            assert text == "Mistake" if rank == erring else wanted in text
-        check_same(world, before, kept())
-    with ns.Communicator(world, timeout=60) as comm:
-        check_works(comm)
-
-
-def leave_by_an_exception(world, erring):
-    """Return the text of the error that ended a communicator on this rank."""
-    try:
-        with ns.Communicator(world, timeout=60) as comm:
-            x = comm.empty(33, np.float32)
-            comm.rendezvous(x).barrier()
-            comm.all_reduce(x)
-            comm.synchronize()
-            world.barrier()
-            if comm.rank == erring:
-                raise Mistake
-            # Waits for a rank that has left end before the timeout.
-            comm.all_reduce(x)
-            comm.synchronize()
-    except Mistake:
-        return "Mistake"
-    except ns.RankLeft as error:
-        return str(error)
-    return "nothing"
-
-
-@of_one_island
-def test_all_may_leave_by_an_exception(world):
-    def leave():
-        with ns.Communicator(world, timeout=60) as comm:
-            comm.rendezvous(comm.empty(33, np.float32))
-            raise Mistake
-
-    before = counted(world)
-    for _ in range(CYCLES // 4):
-        refused(world, Mistake, leave)
-    check_same(world, before, kept())
-    live(world)
-
-
 def drop(last):
     last.clear()
     gc.collect()

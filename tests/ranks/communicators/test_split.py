@@ -220,14 +220,6 @@ def test_a_duplicate_needs_no_method_split(world):
 # How they end
 
 
-def test_arrays_of_a_child_stay_readable_after_its_close(comm, world):
-    with comm.split(world.rank % 2) as child:
-        x = child.zeros(5, np.int64)
-    del child
-    gc.collect()
-    assert not get(x).any()
-
-
 @needs_peers
 def test_a_failure_is_its_communicators_alone(comm, world):
     child, other = comm.split(world.rank % 2), comm.dup()
@@ -325,38 +317,6 @@ def test_one_communicator_of_mpis_serves_all_and_is_freed(world, made):
 
 
 # Mistakes
-
-
-def test_a_color_wrong_on_one_rank_is_refused_on_all(comm, world, last):
-    for color in (-1, 2**31, -(2**40), 1.0, "red", (1,)):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda c=color: comm.split(c if last else 0),
-            "split failed on 1 of",
-            f"rank {world.size - 1}: split: color={color!r}: expected an int of 0 to",
-        )
-    check_works(comm)
-
-
-def test_a_key_wrong_on_one_rank_is_refused_on_all(comm, world, last):
-    for key in (2**31, -(2**31) - 1, 0.5, None, "first"):
-        for color in (0, None):
-            refused(
-                world,
-                ns.ArgumentError,
-                lambda c=color, k=key: comm.split(c, k if last else 0),
-                f"rank {world.size - 1}: split: key={key!r}: expected an int of 32",
-            )
-    check_works(comm)
-
-
-@of_one_island
-def test_an_object_without_split_is_refused(world):
-    with ns.Communicator(Undivided(world), timeout=60) as comm:
-        text = "has no method split; give it split(color, key)"
-        refused(world, ns.ArgumentError, lambda: comm.split(0), text)
-        check_works(comm)
 
 
 @of_one_island

@@ -14,7 +14,6 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import engines, islands
-from numba_symm.collectives.islands import construction
 from numba_symm.launch import devices, locks, ranks, store, waiting
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
@@ -139,22 +138,6 @@ def test_a_refusal_before_the_report_of_a_failure_is_that_failure(world, comm, c
         getattr(comm, call)()
     assert str(caught.value).startswith(f"{refusal}; results since the last check are")
     assert comm._calls.members.failed
-    world.barrier()
-
-
-def test_a_late_rank_of_a_set_up_call_is_named_with_its_node(world, comm):
-    island, late = comm._calls.members, world.size - 1
-    island.exchange.timeout = 1
-    if world.rank == late:
-        while not island.failed:
-            time.sleep(0.01)
-    with pytest.raises(ns.CollectiveTimeout) as caught:
-        comm.empty(4)
-    text = str(caught.value)
-    where = re.escape(f"rank {late} on {island.nodes[late]} in empty")
-    assert re.match(rf"rank \d waited for {where} \(set-up timeout: 1 s\); ", text)
-    assert "its call differs from this one" in text
-    assert caught.value.ranks[1] == late
     world.barrier()
 
 
@@ -325,20 +308,6 @@ def test_an_interrupt_ends_the_wait_for_a_late_rank(
         assert seconds < LONG / 2
     else:
         assert re.search("rank 0( left .+ with|:) Enough", str(caught.value))
-
-
-def test_a_rank_that_does_not_begin_a_child_leaves_nobody_waiting(world, comm):
-    """The others wait for it by messages of the child."""
-
-    def broken(*_, **__):
-        raise RuntimeError("before it")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 0:
-            patch.setattr(construction, "Islands", broken)
-        refused(world, ns.SymmError, lambda: comm.split(0), "RuntimeError: before it")
-    with comm.split(0) as part:
-        part.barrier()
 
 
 def test_a_rank_that_does_not_begin_its_island_leaves_nobody_waiting(

@@ -25,8 +25,6 @@ from tests.ranks.helpers import (
     check_works,
     get,
     needs_peers,
-    ordinary,
-    put,
     refused,
 )
 from tests.spawned import open_files
@@ -93,42 +91,6 @@ def test_a_function_is_applied_within_islands_and_then_between_them(islands):
 
 def difference(a, b):
     return a - b
-
-
-def test_messages_to_the_island_and_to_others_progress_side_by_side(world):
-    if world.size == 2:
-        pytest.skip("needs an island of two ranks, and a rank outside")
-    far, count = world.size - 1, 4096  # of more bytes than the ranks' slots have
-    with in_pairs(world) as comm:
-        x = array_of(comm, np.full(count, comm.rank), False)
-        relayed, own = ordinary(count, np.int64), ordinary(count, np.int64)
-        if comm.rank == 1:
-            with comm.group():
-                comm.send(x, dst=0)
-                comm.send(x, dst=far)
-        elif comm.rank == far:
-            comm.recv(relayed, src=1)
-            comm.send(relayed, dst=0)
-        elif comm.rank == 0:
-            comm.recv(relayed, src=far)  # before the message of its island
-            comm.recv(own, src=1)
-            assert (get(relayed) == 1).all()
-            assert (get(own) == 1).all()
-        comm.synchronize()
-
-
-def test_plans_groups_and_barriers(islands):
-    comm = islands
-    x, out = comm.zeros(40, np.float32), comm.zeros(40, np.float32)
-    plan = comm.all_reduce_init(x, out=out)
-    for step in range(3):
-        put(x, np.full(40, step + comm.rank, np.float32))
-        with comm.group():
-            plan()
-            comm.broadcast(out)
-        comm.barrier()
-        comm.synchronize()
-        assert get(out)[0] == sum(step + rank for rank in range(comm.size))
 
 
 def test_what_works_within_an_island_only_is_refused(world):
@@ -213,17 +175,6 @@ def test_prepare(world, monkeypatch):
             comm.reduce_scatter(x)
         comm.synchronize()
     assert bound <= listed | loaded
-
-
-def test_symmetric_memory_is_of_the_island(islands):
-    comm = islands
-    index = next(i for i, part in enumerate(comm.islands) if comm.rank in part)
-    mine = comm.islands[index]
-    mem = comm.rendezvous(comm.zeros(4, np.int32))
-    assert (mem.rank, mem.world_size) == (mine.index(comm.rank), len(mine))
-    if len(comm.islands) > 1:
-        with pytest.raises(ns.ArgumentError, match="cannot access the memory of"):
-            mem.get_buffer(len(mine), 4, np.int32)
 
 
 def test_islands_are_shown_and_split(world):

@@ -86,13 +86,6 @@ def test_sizes_that_are_none_are_refused(comm, nbytes):
         comm.allocator.alloc(nbytes)
 
 
-def test_an_allocation_of_nothing_has_an_address(comm):
-    pointer = comm.allocator.alloc(0)
-    assert pointer
-    assert comm.allocator.get_alloc_size(pointer) == 0
-    comm.allocator.free(pointer)
-
-
 def test_a_rendezvous_completes_a_block(comm, world):
     allocator = comm.allocator
     pointer = allocator.alloc(256)
@@ -140,27 +133,6 @@ def test_a_block_is_found_though_an_array_is_dropped_meanwhile(comm, monkeypatch
     monkeypatch.undo()
     assert block.address == wanted
     assert len(kept) == 1
-
-
-def test_arrays_go_once_all_ranks_have_dropped_them(comm, world):
-    before = entries(comm)
-    x = comm.empty(100, np.float32)
-    (number,) = entries(comm) - before
-    put(x, pattern(comm.rank, 100))
-    last = comm.size - 1
-    if comm.rank != last:
-        del x
-    first = comm.empty(1, np.int8)
-    assert number in entries(comm)  # the last rank still has its array
-    if comm.rank == last:
-        assert np.array_equal(get(x), pattern(last, 100))
-        del x
-    world.barrier()
-    assert number in entries(comm)  # only allocations remove entries
-    second = comm.empty(1, np.int8)
-    assert number not in entries(comm)
-    assert len(entries(comm) - before) == 2
-    del first, second
 
 
 def count(event, call):
@@ -335,19 +307,6 @@ def test_memory_outlives_its_communicator_only_here(world):
         memory.barrier()
         second.synchronize()
         del memory
-
-
-@pytest.mark.skipif(SIMULATED, reason="the simulator has no memory of cudaMalloc")
-def test_ordinary_device_memory_is_registered(comm, world):
-    from numba import cuda
-
-    x = cuda.device_array(40, np.float32)
-    put(x, pattern(comm.rank))
-    memory = comm.rendezvous(x)
-    memory.barrier()
-    for rank in range(comm.size):
-        assert np.array_equal(get(memory.get_buffer(rank, 40, "f4")), pattern(rank))
-    wait_for_all(comm, world)
 
 
 def test_a_freed_block_has_no_rendezvous(comm, world):

@@ -11,9 +11,8 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
-from numba_symm.device import signals
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import get, of_one_island, put
+from tests.ranks.helpers import get, of_one_island
 
 pytestmark = of_one_island
 
@@ -43,25 +42,6 @@ def shift(ctx, source, out, count):
 
 
 @cuda.jit
-def pass_token(ctx, laps, channel, seen):
-    """Pass a counter around the ranks: each stores it at the next, and signals."""
-    if cuda.threadIdx.x == 0:
-        left = (ctx.rank - 1 + ctx.size) % ctx.size
-        right = (ctx.rank + 1) % ctx.size
-        mine = symm.peer_array(ctx, ctx.rank, 1, np.int64)
-        theirs = symm.peer_array(ctx, right, 1, np.int64)
-        for lap in range(laps):
-            if ctx.rank > 0 or lap > 0:
-                symm.wait_signal(ctx, left, channel)
-            seen[lap] = mine[0]
-            theirs[0] = seen[lap] + 1
-            symm.put_signal(ctx, right, channel)
-        if ctx.rank == 0:
-            symm.wait_signal(ctx, left, channel)
-            seen[laps] = mine[0]
-
-
-@cuda.jit
 def all_to_all(ctx, rounds, sums):
     """In each step, store a number for the block of this index on every rank."""
     block, thread = cuda.blockIdx.x, cuda.threadIdx.x
@@ -80,55 +60,6 @@ def all_to_all(ctx, rounds, sums):
             sums[step, block] = total
         # All ranks have loaded them before the next step overwrites them.
         symm.barrier(ctx, block)
-
-
-@cuda.jit
-def store_by_width(ctx):
-    """Store at the right neighbour by every store instruction."""
-    if cuda.threadIdx.x == 0:
-        there = symm.peer_address(ctx, (ctx.rank + 1) % ctx.size)
-        tag = ctx.rank + 1
-        symm.st_u16(there, 0xFE00 + tag)
-        symm.st_u16(there + 2, 7)
-        symm.st_u32(there + 4, 0xFEDCBA00 + tag)
-        symm.st_u64(there + 8, (tag << 56) + 0x1234)
-        symm.st_v2_u64(there + 16, (tag + 1, tag + 2))
-        symm.st_relaxed_sys_v2_u64(there + 32, (tag, tag + 1))
-        symm.st_relaxed_sys_u32(there + 48, tag + 4)
-        symm.st_release_sys_u32(there + 52, tag + 5)
-        symm.st_relaxed_sys_u64(there + 56, tag + 6)
-        symm.fence_acq_rel_sys()
-        symm.st_release_sys_u64(there + 64, tag + 7)
-    symm.barrier(ctx, 0)
-
-
-@cuda.jit
-def load_by_width(ctx, found):
-    """Load the left neighbour's memory by every load instruction."""
-    symm.barrier(ctx, 0)
-    if cuda.threadIdx.x == 0:
-        there = symm.peer_address(ctx, (ctx.rank - 1 + ctx.size) % ctx.size)
-        found[0] = symm.ld_u16(there)
-        found[1] = symm.ld_u32(there + 4)
-        found[2] = symm.ld_u64(there + 8)
-        found[3], found[4] = symm.ld_v2_u64(there + 16)
-        found[5], found[6] = symm.ld_relaxed_sys_v2_u64(there + 32)
-        found[7] = symm.ld_relaxed_sys_u32(there + 48)
-        found[8] = symm.ld_acquire_sys_u32(there + 52)
-        found[9] = symm.ld_relaxed_sys_u64(there + 56)
-        found[10] = symm.ld_acquire_sys_u64(there + 64)
-
-
-@cuda.jit
-def store_outcomes(ctx, outcomes):
-    """Store what the waiting functions return without a failure."""
-    if cuda.threadIdx.x == 0:
-        right = (ctx.rank + 1) % ctx.size
-        left = (ctx.rank - 1 + ctx.size) % ctx.size
-        outcomes[0] = symm.put_signal(ctx, right, 5)
-        outcomes[1] = symm.wait_signal(ctx, left, 5)
-    if not symm.barrier(ctx, 6):
-        outcomes[2] = False
 
 
 @cuda.jit
@@ -224,18 +155,6 @@ def test_every_block_stores_at_the_neighbour(comm, finished):
     assert zeroed(comm, memory)
 
 
-@pytest.mark.parametrize("channel", [0, 63, signals.CHANNELS - 1])
-def test_a_token_is_passed_around_by_signals(comm, finished, channel):
-    memory, laps = comm.rendezvous(comm.zeros(1, np.int64)), 4
-    seen = device(np.full(laps + 1, -1))
-    pass_token[1, 2](memory.ctx, laps, channel, seen)
-    wanted = [lap * comm.size + comm.rank for lap in range(laps)]
-    last = laps * comm.size if comm.rank == 0 else -1
-    assert get(seen).tolist() == [*wanted, last]
-    finished()
-    assert zeroed(comm, memory)
-
-
 def test_blocks_synchronize_on_channels_of_their_own(comm, finished):
     memory = comm.rendezvous(comm.empty((BLOCKS, comm.size), np.int32))
     rounds = 5
@@ -251,54 +170,6 @@ def test_blocks_synchronize_on_channels_of_their_own(comm, finished):
             for step in range(rounds)
         ]
         assert get(sums).tolist() == wanted
-    finished()
-    assert zeroed(comm, memory)
-
-
-def test_stores_of_every_width_arrive(comm, finished):
-    x = comm.zeros(18, np.uint32)
-    memory = comm.rendezvous(x)
-    store_by_width[1, THREADS](memory.ctx)
-    finished()
-    tag = (comm.rank - 1) % comm.size + 1
-    data = get(x).tobytes()
-    assert np.frombuffer(data, np.uint16, 2).tolist() == [0xFE00 + tag, 7]
-    assert np.frombuffer(data, np.uint32, 1, 4)[0] == 0xFEDCBA00 + tag
-    words = np.frombuffer(data, np.uint64, 3, 8).tolist()
-    assert words == [(tag << 56) + 0x1234, tag + 1, tag + 2]
-    assert np.frombuffer(data, np.uint64, 2, 32).tolist() == [tag, tag + 1]
-    assert np.frombuffer(data, np.uint32, 2, 48).tolist() == [tag + 4, tag + 5]
-    assert np.frombuffer(data, np.uint64, 2, 56).tolist() == [tag + 6, tag + 7]
-
-
-def test_loads_of_every_width_see_a_peers_memory(comm, finished):
-    x = comm.empty(18, np.uint32)
-    memory = comm.rendezvous(x)
-    host = np.arange(18, dtype=np.uint32) * 3 + 1000 * comm.rank + 0x80000000
-    put(x, host)
-    found = device(np.zeros(11, np.int64))
-    load_by_width[1, THREADS](memory.ctx, found)
-    left = (comm.rank - 1) % comm.size
-    words = np.arange(18, dtype=np.uint32) * 3 + 1000 * left + 0x80000000
-    data = words.tobytes()
-    signed = np.frombuffer(data, np.int64).tolist()  # data words are bit patterns
-    assert get(found).tolist() == [
-        int(words[0]) & 0xFFFF,
-        int(words[1]),
-        *signed[1:4],
-        *signed[4:6],
-        *words[12:14].tolist(),
-        *signed[7:9],
-    ]
-    finished()
-    assert np.array_equal(get(x), host)
-
-
-def test_waits_without_a_failure_return_true(comm, finished):
-    memory = comm.rendezvous(comm.empty(1, np.int32))
-    outcomes = device(np.array([False, False, True]))
-    store_outcomes[1, THREADS](memory.ctx, outcomes)
-    assert get(outcomes).tolist() == [True, True, True]
     finished()
     assert zeroed(comm, memory)
 
@@ -382,18 +253,3 @@ def test_a_pages_all_reduce(comm, finished, one_shot):
         assert get(out).tolist() == wanted.tolist()
     finished()
     assert zeroed(comm, memory)
-
-
-def test_a_pages_all_reduce_on_values_whose_order_matters(comm, finished, one_shot):
-    """Every rank adds in rank order, so all have the same bits."""
-    launch = one_shot["all_reduce"][one_shot["BLOCKS"], one_shot["THREADS"]]
-    memory = comm.rendezvous(comm.empty(one_shot["SLOTS"], np.float32))
-    epochs = device(np.zeros(one_shot["BLOCKS"], np.int64))
-    values = [np.float32(2**24), np.float32(1), np.float32(1), np.float32(-(2**24))]
-    x = device(np.full(COUNT, values[comm.rank % 4]))
-    launch(memory.ctx, epochs, x, x)
-    total = np.float32(0)
-    for rank in range(comm.size):
-        total += values[rank % 4]
-    assert get(x).tolist() == [total] * COUNT
-    finished()

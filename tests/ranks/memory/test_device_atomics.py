@@ -173,21 +173,6 @@ def test_elements_of_every_type_are_loaded(comm, world):
     assert get(out).tolist() == [1] * 6
 
 
-def test_a_lock_of_atomics_orders_plain_accesses(comm, world):
-    times, done = 5, cuda.to_device(np.zeros(1, np.int64))
-    host = np.zeros(2, np.int64)
-    words = launched(comm, world, count_under_a_lock, (1, 2), host, times, done)
-    assert [found[0] for found in of_all(world, done)] == [times] * comm.size
-    assert words.tolist() == [0, times * comm.size]
-
-
-def test_the_last_one_sees_what_all_have_stored(comm, world):
-    out = cuda.to_device(np.zeros(1, np.int64))
-    launched(comm, world, last_one_adds, (1, 2), np.zeros(2, np.int64), out)
-    found = [array[0] for array in of_all(world, out)]
-    assert sorted(found) == [0] * (comm.size - 1) + [comm.size * (comm.size + 1) // 2]
-
-
 @cuda.jit
 def misuse(ctx, what):
     if what == 0:

@@ -23,62 +23,6 @@ def farthest(a, b):
     return a if abs(a) >= abs(b) else b
 
 
-def exchanging(size):
-    """Return a kernel that makes all collectives of a block's arrays, again and again.
-
-    Each step's inputs are the step before's outputs.
-    """
-    whole = COUNT * size
-
-    @cuda.jit
-    def exchange_all(ws, given, out, steps, ok):
-        block, thread = cuda.blockIdx.x, cuda.threadIdx.x
-        mine = cuda.shared.array(COUNT, np.float32)
-        every = cuda.shared.array(whole, np.float32)
-        sent = cuda.shared.array(whole, np.float32)
-        for i in range(thread, COUNT, cuda.blockDim.x):
-            mine[i] = given[block, i]
-        good = True
-        for step in range(steps):
-            good = symm.all_reduce(ws, mine) and good
-            if thread == 0:  # threads see each other's elements, in both directions
-                for i in range(COUNT):
-                    mine[i] += 10 * ws.rank + i
-            good = symm.all_gather(ws, mine, every) and good
-            good = symm.all_to_all(ws, every, sent) and good
-            good = symm.reduce_scatter(ws, sent, mine, farthest) and good
-            good = symm.broadcast(ws, mine, step % size) and good
-        for i in range(thread, COUNT, cuda.blockDim.x):
-            out[block, i] = mine[i]
-        ok[block, thread] = good
-
-    return exchange_all
-
-
-def steps_by_numpy(given, steps):
-    """Return what each rank's block has after so many steps of that kernel."""
-    size = len(given)
-    mine = [np.array(each) for each in given]
-    for step in range(steps):
-        total = mine[0]
-        for each in mine[1:]:
-            total = total + each
-        places = np.arange(COUNT)
-        added = [(10 * rank + places).astype(np.float32) for rank in range(size)]
-        mine = [total + each for each in added]
-        every = np.concatenate(mine)  # the same on all ranks
-        shards = [np.tile(every.reshape(size, COUNT)[r], size) for r in range(size)]
-        found = []
-        for rank in range(size):
-            result = shards[0].reshape(size, COUNT)[rank]
-            for other in shards[1:]:
-                theirs = other.reshape(size, COUNT)[rank]
-                result = np.where(abs(result) >= abs(theirs), result, theirs)
-            found.append(result)
-        mine = [found[step % size]] * size
-    return mine
-
-
 def starting(size):
     """Return a kernel that starts a collective of each kind before it waits for one.
 
@@ -142,37 +86,6 @@ def starts_by_numpy(given, rounds, rank):
         x[2][(rounds - 1) % size],
         x[3][:, shards].reshape(-1),
     )
-
-
-@cuda.jit
-def repeat_items(ws, given, out, times, ok):
-    """Each thread reduces elements of its own and gets rank 0's, again and again."""
-    block, thread = cuda.blockIdx.x, cuda.threadIdx.x
-    held = cuda.local.array(6, np.int64)
-    one = cuda.local.array(1, np.int64)
-    for i in range(6):
-        held[i] = given[block, thread, i]
-    good = True
-    for step in range(times):
-        good = symm.all_reduce(ws, held, "max", items=True) and good
-        for i in range(6):
-            held[i] += (ws.rank + i) * (step + 1)
-        one[0] = held[5]
-        good = symm.broadcast(ws, one, 0, items=True) and good
-        held[5] += one[0]
-    for i in range(6):
-        out[block, thread, i] = held[i]
-    ok[block, thread] = good
-
-
-def items_by_numpy(given, times):
-    held = given.copy()  # [rank, block, thread, element]
-    for step in range(times):
-        held[:] = held.max(0)
-        ranks = np.arange(len(held))[:, None, None, None]
-        held += (ranks + np.arange(6)) * (step + 1)
-        held[..., 5] += held[0, ..., 5]
-    return held
 
 
 def ranging(size):
@@ -372,26 +285,6 @@ def integers(comm, *shape):
     return lot.integers(-9, 9, (comm.size, *shape)).astype(np.float32)
 
 
-def test_collectives_are_repeated_within_a_kernel(comm, world):
-    """The second launch continues with the epochs, in kernels of fewer threads, too."""
-    nbytes = 4 * COUNT * comm.size
-    ws = comm.device_workspace(BLOCKS, THREADS, nbytes).ctx
-    kernel = exchanging(comm.size)
-    for seed, threads in ((0, THREADS), (1, THREADS), (2, THREADS // 2)):
-        given = integers(comm, BLOCKS, COUNT) + seed
-        if threads < THREADS:
-            ws = comm.device_workspace(BLOCKS, THREADS, 2 * nbytes).ctx
-        x, out, ok = cuda.to_device(given[comm.rank]), flags(), flags()
-        out = cuda.to_device(np.zeros((BLOCKS, COUNT), np.float32))
-        kernel[BLOCKS, threads](ws, x, out, STEPS, ok)
-        comm.synchronize()
-        assert get(ok)[:, :threads].all()
-        for block in range(BLOCKS):
-            wanted = steps_by_numpy(given[:, block], STEPS)[comm.rank]
-            assert get(out)[block].tobytes() == wanted.tobytes()
-    world.barrier()
-
-
 def test_collectives_are_in_flight_together(comm, world):
     """Five, of different sizes; the second launch continues with the epochs."""
     kernel, size = starting(comm.size), comm.size
@@ -407,19 +300,6 @@ def test_collectives_are_in_flight_together(comm, world):
             wanted = starts_by_numpy(given[:, block], rounds, comm.rank)
             for found, each in zip(get(out)[block], wanted, strict=True):
                 assert found[: each.size].tolist() == each.tolist()
-    world.barrier()
-
-
-def test_each_thread_has_items_of_its_own(comm, world):
-    ws = comm.device_workspace(BLOCKS, THREADS, 48 * THREADS).ctx
-    lot = np.random.default_rng(3)
-    given = lot.integers(-99, 99, (comm.size, BLOCKS, THREADS, 6))
-    x, ok = cuda.to_device(given[comm.rank]), flags()
-    out = cuda.to_device(np.zeros_like(given[0]))
-    repeat_items[BLOCKS, THREADS](ws, x, out, STEPS, ok)
-    comm.synchronize()
-    assert get(ok).all()
-    assert get(out).tolist() == items_by_numpy(given, STEPS)[comm.rank].tolist()
     world.barrier()
 
 

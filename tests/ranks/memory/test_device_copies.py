@@ -100,40 +100,6 @@ def test_parts_of_every_alignment_are_copied(comm, world, dtype):
 ROWS, COLUMNS = 5, 47
 
 
-@cuda.jit
-def copy_blocks(ctx, source, block):
-    """Put parts of a matrix into matrices at the right neighbour, one after another."""
-    right = (ctx.rank + 1) % ctx.size
-    there = symm.peer_array(ctx, right, (7, ROWS, COLUMNS), np.int32)
-    symm.put_block(ctx, there[0], source)  # whole
-    symm.put_block(ctx, there[1, 1:4, 2:40], source[:3, 1:39])  # long rows
-    symm.put_block(ctx, there[2, :, 2:5], source[:, :3])  # short ones
-    symm.put_block(ctx, there[3, :, 7], source[2, :5])  # a row into a column
-    symm.put_block(ctx, there[4, ::2, ::3], source[1:4, 5:21])
-    symm.put_block(ctx, there[5, 4:, 1:], source[:1, :-1])
-    symm.put_block(ctx, there[6, 2:, 4:44], block)
-    symm.barrier(ctx, 0)
-
-
-def test_blocks_of_matrices_are_copied(comm, world):
-    source = np.arange(ROWS * COLUMNS, dtype=np.int32).reshape(ROWS, COLUMNS) + 1
-    block = -source.ravel()[:120].reshape(3, 40)
-    x = comm.zeros((7, ROWS, COLUMNS), np.int32)
-    args = comm.rendezvous(x).ctx, cuda.to_device(source), cuda.to_device(block)
-    copy_blocks[1, THREADS](*args)
-    comm.synchronize()
-    wanted = np.zeros((7, ROWS, COLUMNS), np.int32)
-    wanted[0] = source
-    wanted[1, 1:4, 2:40] = source[:3, 1:39]
-    wanted[2, :, 2:5] = source[:, :3]
-    wanted[3, :, 7] = source[2, :5]
-    wanted[4, ::2, ::3] = source[1:4, 5:21]
-    wanted[5, 4:, 1:] = source[:1, :-1]
-    wanted[6, 2:, 4:44] = block
-    np.testing.assert_array_equal(get(x), wanted)
-    world.barrier()
-
-
 BOX = 5, 6, 43
 BOXES = 6, 5, 6, 43
 

@@ -51,34 +51,6 @@ def pipeline(ctx, base, chunks, out):
 
 
 @cuda.jit
-def count_together(ctx, channel, found):
-    """Every thread of every rank adds to its word at every rank, which waits."""
-    thread, size = cuda.grid(1), cuda.gridsize(1)
-    total = size * (size + 1) // 2
-    for r in range(ctx.size):
-        symm.signal_add(ctx, r, channel, thread + 1)
-    if thread < ctx.size:
-        found[thread] = symm.wait_until(ctx, thread, channel, symm.EQ, total)
-        found[thread] += symm.signal_read(ctx, thread, channel) == total
-
-
-@cuda.jit
-def compare(ctx, found):
-    """Compare a word of 7 with 6, 7 and 8 by every comparison, and wait for it."""
-    if cuda.threadIdx.x == 0:
-        symm.signal_set(ctx, ctx.rank, 9, 7)
-        for i in range(3):
-            value = 6 + i
-            found[0, i] = symm.test(ctx, ctx.rank, 9, symm.EQ, value)
-            found[1, i] = symm.test(ctx, ctx.rank, 9, symm.NE, value)
-            found[2, i] = symm.test(ctx, ctx.rank, 9, symm.GT, value)
-            found[3, i] = symm.test(ctx, ctx.rank, 9, symm.GE, value)
-            found[4, i] = symm.test(ctx, ctx.rank, 9, symm.LT, value)
-            found[5, i] = symm.test(ctx, ctx.rank, 9, symm.LE, value)
-        symm.signal_set(ctx, ctx.rank, 9, 0)
-
-
-@cuda.jit
 def wait_for_words(ctx, found):
     """Wait for words of every type, which the left neighbour stores or updates."""
     if cuda.threadIdx.x == 0:
@@ -114,25 +86,6 @@ def test_a_pipeline_is_several_steps_deep(comm, world):
         wanted = 1000 * left + 10 * steps + places
         assert get(out).tolist() == wanted.tolist()
     world.barrier()
-
-
-def test_threads_add_to_a_word_together(comm, world):
-    memory = comm.rendezvous(comm.zeros(4, np.int64))
-    found = zeros(comm.size)
-    count_together[2, THREADS](memory.ctx, 127, found)
-    comm.synchronize()
-    assert get(found).tolist() == [2] * comm.size
-    world.barrier()
-
-
-def test_words_compare_with_values(comm):
-    memory, found = comm.rendezvous(comm.zeros(4, np.int64)), zeros((6, 3))
-    compare[1, 2](memory.ctx, found)
-    comm.synchronize()
-    assert get(found).tolist() == [
-        *([0, 1, 0], [1, 0, 1], [1, 0, 0]),
-        *([1, 1, 0], [0, 0, 1], [0, 1, 1]),
-    ]
 
 
 def test_waits_for_words_of_every_type(comm, world):

@@ -61,36 +61,6 @@ def test_pointer_arrays_on_the_device_hold_the_pointers(comm, shared):
     assert shared.buffer_ptrs_dev == shared.buffer_ptrs_dev
 
 
-def test_buffers_outside_of_the_memory_are_refused(comm, world, shared):
-    for shape, dtype, start in (
-        (41, np.float32, 0),
-        (1, np.float32, 40),
-        ((20, 3), np.float32, 0),
-        (21, np.float64, 0),
-        (1, np.uint8, 160),
-        (1, np.float32, -1),
-    ):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda s=shape, d=dtype, o=start: shared.get_buffer(0, s, d, o),
-            f"of {np.dtype(dtype).name} from element {start}: bytes",
-            "within the 160 bytes of a buffer",
-        )
-
-
-def test_ranks_that_do_not_exist_are_refused(comm, world, shared):
-    for rank in (-1, comm.size, 1000):
-        refused(
-            world,
-            ns.ArgumentError,
-            lambda r=rank: shared.get_buffer(r, 1, np.float32),
-            f"expected a rank from 0 to {comm.size - 1}, got {rank}",
-        )
-        for call in (shared.put_signal, shared.wait_signal):
-            refused(world, ns.ArgumentError, lambda c=call, r=rank: c(r), f"{rank}")
-
-
 @needs_peers
 def test_what_reaches_another_island_names_both(world, monkeypatch):
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
@@ -251,27 +221,6 @@ def test_a_pad_has_as_many_channels_as_its_first_rendezvous_asks_for(comm, chann
     if comm.size > 1:
         with pytest.raises(ns.ArgumentError, match="every rank must pass the same"):
             comm.rendezvous(comm.zeros(1), channels=channels + comm.rank)
-
-
-def test_pads_do_not_alias(comm, world):
-    arrays = [comm.empty(1, np.int32) for _ in range(PADS + 6)]
-    memories = [comm.rendezvous(array) for array in arrays]
-    nbytes = memories[0].signal_pad_size
-    for rank in range(comm.size):
-        starts = sorted(memory.signal_pad_ptrs[rank] for memory in memories)
-        apart = np.diff(np.array(starts, np.uint64))
-        assert len(starts) == len(arrays)
-        assert (apart >= nbytes).all()
-    buffers = {memory.buffer_ptrs[comm.rank] for memory in memories}
-    assert len(buffers) == len(arrays)
-    for number, memory in enumerate(memories):  # they are theirs on every rank
-        for peer in range(comm.size):
-            slot = memory.signal_pad_ptrs[peer] + 16 + 8 * comm.size + 4 * comm.rank
-            comm._calls.members.backend.write(slot, (number + 1).to_bytes(4, "little"))
-    wait_for_all(comm, world)
-    for number, memory in enumerate(memories):
-        assert pad_of(comm, memory)[0].tolist() == [number + 1] * comm.size
-        assert not pad_of(comm, memory)[1:].any()
 
 
 def test_a_pad_is_zero_when_it_is_used_again(comm, world):

@@ -108,6 +108,7 @@ def test_what_does_not_fit_is_refused(comm, world, memory, x, shape, dtype, star
         ("put", lambda: memory.put(array, 0, start)),
         ("get", lambda: memory.get(0, shape, dtype, start)),
         ("get", lambda: memory.get(0, shape, dtype, start, out=array)),
+        ("", lambda: memory.get_buffer(0, shape, dtype, start)),
     ):
         text = f"of {np.dtype(dtype).name} from element {start}: bytes"
         refused(

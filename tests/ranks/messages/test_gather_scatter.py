@@ -13,7 +13,6 @@ from tests.ranks.helpers import (
     ordinary,
     put,
     refused,
-    wait_for_all,
 )
 from tests.ranks.messages.contents import (
     content,
@@ -115,72 +114,6 @@ def test_a_call_is_worked_out_once(comm, world, packed):
         assert len(packed) == before
         comm.synchronize()
     world.barrier()
-
-
-@needs_peers
-def test_remembered_calls_are_distinguished(comm, world):
-    """Addresses are equal; count, type, shape, peer, root or displacements differ."""
-    right, left = right_and_left(comm)
-    size, rank = comm.size, comm.rank
-    x, out = comm.zeros(240, np.uint8), comm.zeros(240 * size, np.uint8)
-    calls = [(n, dtype) for n in (5, 3) for dtype in (np.uint8, np.float64)]
-    calls = [(n, np.dtype(dtype)) for n, dtype in calls]
-    for step, (count, dtype) in enumerate(2 * calls):
-        mine, all_in = x.view(dtype)[:count], out.view(dtype)[: size * count]
-
-        def cleared():
-            out.copy_to_device(np.full(240 * size, 0xA5, np.uint8))
-
-        def holds(places, count=count, dtype=dtype, step=step):
-            """Check what is in ``out``: at each of these elements, that rank's."""
-            wanted = np.full(240 * size, 0xA5, np.uint8).view(dtype)
-            for first, r in places:
-                wanted[first : first + count] = content(count, dtype, r, step)
-            assert same(out.copy_to_host(), wanted), (count, dtype)
-
-        put(mine, content(count, dtype, rank, step))
-        for to, source in [(right, left), (left, right)]:
-            cleared()
-            comm.sendrecv(mine, dst=to, out=all_in[:count], src=source)
-            comm.synchronize()
-            holds([(0, source)])
-        for root in (0, size - 1):
-            cleared()
-            comm.gather(mine, root=root, out=all_in if rank == root else None)
-            comm.synchronize()
-            holds([(r * count, r) for r in range(size)] if rank == root else [])
-            cleared()
-            comm.scatter(all_in if rank == root else None, root=root, out=mine)
-            comm.synchronize()
-            assert (mine.view(np.uint8).copy_to_host() == 0xA5).all()
-            put(mine, content(count, dtype, rank, step))
-        for order in (range(size), range(size)[::-1]):
-            cleared()
-            displs = [place * count for place in order]
-            comm.all_gather_v(mine, counts=[count] * size, displs=displs, out=all_in)
-            comm.synchronize()
-            holds(list(zip(displs, range(size), strict=True)))
-    world.barrier()
-
-
-@needs_peers
-def test_remembered_calls_make_new_outputs(comm, world):
-    size, x = comm.size, comm.zeros(6)
-    kept = []
-    for step in range(4):
-        shape = (6,) if step % 2 else (2, 3)
-        put(x, np.full(6, step + comm.rank, np.float32))
-        kept.append((step, shape, comm.gather(x.reshape(shape)), comm.rank == 0))
-        kept.append((step, (6,), comm.all_gather_v(x, counts=[6] * size), True))
-        comm.synchronize()
-    wait_for_all(comm, world)
-    for step, shape, found, here in kept:
-        assert (found is None) != here
-        if here:
-            assert found.size == 6 * size
-            assert found.shape in ((size, *shape), (6 * size,))
-            every = found.copy_to_host().reshape(size, 6)
-            assert (every == step + np.arange(size)[:, None]).all()
 
 
 @needs_peers

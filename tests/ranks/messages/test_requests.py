@@ -4,7 +4,6 @@ import contextlib
 import functools
 import time
 import weakref
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -147,16 +146,6 @@ def test_arrays_of_an_interrupted_request_are_kept(world, monkeypatch):
         comm.close()
     assert during
     assert comm.rank > 0 or kept() is None
-
-
-def test_a_direction_is_asked_only_while_it_keeps_arrays(world):
-    lane, asked = requests._Direction(), []
-    done = SimpleNamespace(query=lambda: asked.append(True) or True)
-    lane._entries.append(requests._StartedRequest(None, done))
-    for _ in range(3):
-        assert lane.idle()
-    lane.close()
-    assert len(asked) == 1
 
 
 @needs_peers

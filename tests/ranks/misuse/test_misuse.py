@@ -82,28 +82,6 @@ def test_shapes_that_are_none_are_refused(comm, everywhere, shape):
     check_works(comm)
 
 
-def test_a_shape_wrong_on_one_rank_is_refused_on_all(comm, everywhere, last):
-    shape = (-3,) if last else (3,)
-    said = everywhere(ns.ArgumentError, lambda: comm.empty(shape), "failed on 1 of")
-    assert (
-        f"rank {comm.size - 1}: empty: expected integers from 0, got shape=(-3,)"
-        in said
-    )
-    assert said.count("shape=") == 1
-    check_works(comm)
-
-
-def test_dtypes_that_are_none_are_refused(comm, everywhere):
-    for dtype in ("no such type", object(), object, [("a", object)]):
-        everywhere(
-            ns.ArgumentError,
-            lambda d=dtype: comm.empty(3, d),
-            "empty failed on",
-            "dtype=",
-        )
-    check_works(comm)
-
-
 def test_more_than_an_address_space_is_refused(comm, everywhere):
     memory = comm.rendezvous(comm.empty(4, np.float32))
     for shape in ((1 << 32, 1 << 32), 1 << 61, 1 << 70, (np.int64(1 << 62), 4)):
@@ -170,21 +148,6 @@ def test_a_rendezvous_needs_one_place_on_all_ranks(comm, everywhere, last):
         "rendezvous: expected a contiguous array, got a strided one",
     )
     comm.rendezvous(x).barrier()
-    check_works(comm)
-
-
-@needs_peers
-def test_a_rendezvous_needs_one_size_on_all_ranks(comm, everywhere, last):
-    allocator = comm.allocator
-    pointer = allocator.alloc(100 if last else 200)
-    everywhere(
-        ns.ArgumentError,
-        lambda: allocator.rendezvous(pointer, comm),
-        "allocation new of 100 bytes",
-        "allocation new of 200 bytes",
-    )
-    assert not allocator.is_rendezvous_completed(pointer)
-    allocator.free(pointer)
     check_works(comm)
 
 
@@ -269,15 +232,6 @@ def test_debug_mode_compares_what_functions_compute(careful, everywhere, last):
         "every rank must pass the same",
     )
     assert said.count("<lambda> (body ") == 2
-    check_works(careful)
-
-
-@needs_peers
-def test_debug_mode_reports_differing_orders(careful, everywhere, last):
-    x = ordinary((3, 4), np.float32, order="F" if last else "C")
-    said = everywhere(ns.ArgumentError, lambda: careful.all_reduce(x), "all_reduce:")
-    assert "C order" in said
-    assert "F order" in said
     check_works(careful)
 
 

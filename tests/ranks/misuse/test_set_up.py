@@ -143,21 +143,6 @@ def one_gpu(world, monkeypatch):
 
 
 @needs_peers
-def test_two_ranks_on_one_gpu_are_refused(
-    world, fresh, everywhere, one_gpu, monkeypatch
-):
-    monkeypatch.delenv(SHARING, raising=False)
-    said = everywhere(
-        ns.DeviceError,
-        lambda: ns.Communicator(world, one_gpu, timeout=60),
-        f"{world.size} ranks cannot have a GPU each",
-        f"{SHARING}=1",
-    )
-    assert "can only have 1 GPU(s)" in said
-    monkeypatch.undo()
-
-
-@needs_peers
 def test_ranks_that_share_a_gpu(world, one_gpu, monkeypatch):
     monkeypatch.setenv(SHARING, "1")
     monkeypatch.delenv("NUMBA_SYMM_MULTIPROCESSORS", raising=False)
@@ -179,53 +164,11 @@ def test_ranks_that_share_a_gpu(world, one_gpu, monkeypatch):
     assert [each.filename for each in warned] == [__file__] * (world.rank == 0)
 
 
-@needs_peers
-def test_sharing_a_gpu_must_be_allowed_on_all_ranks(
-    world, fresh, everywhere, one_gpu, last, monkeypatch
-):
-    monkeypatch.setenv(SHARING, "0" if last else "1")
-    everywhere(
-        ns.DeviceError,
-        lambda: ns.Communicator(world, one_gpu, timeout=60),
-        "cannot have a GPU each",
-    )
-    monkeypatch.undo()
-
-
 def test_ranks_share_a_gpu_where_allowed(world, one_gpu, monkeypatch):
     monkeypatch.setenv(SHARING, "1")
     with ns.Communicator(world, one_gpu, timeout=60) as comm:
         assert len(set(world.allgather(comm.device.uuid))) == 1
         check_works(comm)
-
-
-def test_a_mig_slice_is_refused(world, fresh, everywhere, last, monkeypatch):
-    with monkeypatch.context() as patch:
-        if last:
-            found = devices.visible_gpus()
-            sliced = [
-                dataclasses.replace(gpu, name=f"{gpu.name} MIG 1g.18gb")
-                for gpu in found
-            ]
-            patch.setattr(devices, "visible_gpus", lambda: sliced)
-        everywhere(
-            ns.DeviceError,
-            lambda: ns.Communicator(world, timeout=60),
-            f"rank {world.size - 1}: ",
-            "is a MIG slice",
-            "use whole GPUs",
-        )
-
-
-def test_a_rank_without_a_gpu_is_refused(world, fresh, everywhere, last, monkeypatch):
-    with monkeypatch.context() as patch:
-        if last:
-            patch.setattr(devices, "visible_gpus", lambda: [])
-        everywhere(
-            ns.DeviceError,
-            lambda: ns.Communicator(world, timeout=60),
-            f"no GPU is visible to rank {world.size - 1}",
-        )
 
 
 @of_one_island

@@ -15,7 +15,7 @@ from numba_symm.errors import CollectiveTimeout
 from numba_symm.gpu import kernels
 from numba_symm.gpu.compiled import Config
 from numba_symm.mpi.p2p import Together
-from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST
+from numba_symm.mpi.rooms import LEAST
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island
@@ -41,21 +41,6 @@ def read_only(array):
 
 def around(comm):
     return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-
-
-def test_all_send_before_any_receives(comm):
-    """A send never waits for its receiver, whatever its size."""
-    right, left = around(comm)
-    number = 2 * BLOCK_BYTES // 4 + 3
-    x, out = cuda.to_device(np.full(number, comm.rank, "i4")), room(number)
-    for _ in range(3):  # the rooms are reused
-        requests = [comm.Isend(x, right, tag) for tag in (1, 2)]
-        comm.Send(x, right, 3)
-        y = array(1.0, dtype="f4")
-        comm.Allreduce(MPI.IN_PLACE, y)  # a request does not block a later call
-        requests += [comm.Irecv(out, left, tag) for tag in (3, 2, 1)]
-        assert MPI.Request.Waitall(requests)
-        assert set(out.copy_to_host()) == {left}
 
 
 def test_requests_stay_active_until_all_are_done(comm):
@@ -84,34 +69,6 @@ def test_requests_stay_active_until_all_are_done(comm):
     assert not any(requests)
     assert MPI.Request.Testall(requests, statuses)
     assert {each.source for each in statuses} == {MPI.ANY_SOURCE}
-    comm.Barrier()
-
-
-def test_probes(comm):
-    right, left = around(comm)
-    status = MPI.Status()
-    comm.Send(array(1, 2, 3), right, 8)
-    comm.Send(array(4), right, 9)
-    comm.Probe(left, 9, status)
-    assert status.Get_count(MPI.INT) == 1
-    assert comm.Probe(left, MPI.ANY_TAG, status)
-    assert status.Get_tag() in (8, 9)
-    out = room(3)
-    comm.Recv(out, left, 8)
-    assert out.copy_to_host().tolist() == [1, 2, 3]
-    found = comm.Mprobe(left, MPI.ANY_TAG, status)
-    assert (bool(found), status.tag) == (True, 9)
-    assert not comm.Iprobe(left, 9)
-    assert comm.Improbe(left, 9) is None
-    found.Recv(out, status)
-    assert not found
-    assert (out.copy_to_host()[0], status.Get_count(MPI.INT)) == (4, 1)
-    # A host message is found, too.
-    comm.Send(np.ones(2, "i4"), right, 6)
-    comm.Probe(left, 6, status)
-    host = np.zeros(2, "i4")
-    comm.Mprobe(left, 6).Recv(host)
-    assert host[0] == 1
     comm.Barrier()
 
 
@@ -221,29 +178,6 @@ def test_a_receive_ends_when_the_communicator_fails(apart):
         calls[made.rank % len(calls)]()
     assert isinstance(found.value.__cause__, CollectiveTimeout)
     made.Free()
-
-
-def test_elements_with_gaps(comm):
-    right, left = around(comm)
-    column = MPI.INT.Create_vector(3, 1, 4).Commit()
-    x = cuda.to_device(np.arange(12, dtype="i4").reshape(3, 4) + 100 * comm.rank)
-    out, status = room(12), MPI.Status()
-    comm.Sendrecv([x, 1, column], right, 0, [out, 1, column], left, status=status)
-    wanted = np.full(12, -1)
-    wanted[::4] = np.arange(0, 12, 4) + 100 * left
-    assert out.copy_to_host().tolist() == wanted.tolist()
-    assert status.Get_count(column) == 1
-    comm.Sendrecv_replace([x, 1, column], right, 0, left)
-    assert x.copy_to_host()[:, 0].tolist() == wanted[::4].tolist()
-    # As other elements on the other side.
-    comm.Sendrecv([x, 1, column], right, 0, [out, 3, MPI.INT], left)
-    before = (left - 1) % comm.size
-    assert out.copy_to_host()[:3].tolist() == [100 * before + n for n in (0, 4, 8)]
-    comm.Sendrecv([x, 6, MPI.BYTE], right, 0, [out, 1, column], left)  # in part
-    wanted = np.array([100 * before, 100 * left + 1], "i4").view("u2")[:3]
-    assert out.copy_to_host().view("u2")[[0, 1, 8]].tolist() == wanted.tolist()
-    column.Free()
-    comm.Barrier()
 
 
 @needs_peers

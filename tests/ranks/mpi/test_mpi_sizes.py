@@ -46,34 +46,3 @@ def test_sizes_around_limits(apart, monkeypatch, islands):
     comm.post.reap()
     assert not comm.post.arriving
     comm.Free()
-
-
-def test_items_with_gaps_and_messages_that_do_not_fit(comm):
-    """A kernel stores the items; a message that does not fit changes nothing."""
-    right, left = around(comm)
-    vector = MPI.BYTE.Create_vector(3, 2, 5).Commit()
-    x, out = bytes_of(np.arange(24) + comm.rank), bytes_of(np.full(48, 255))
-    status = MPI.Status()
-    comm.Sendrecv([x, 18, MPI.BYTE], right, 1, [out, 3, vector], left, 1, status)
-    host = np.arange(12 * 3) % 12  # an item has 12 bytes, 6 of them in the message
-    kept = np.isin(host, [0, 1, 5, 6, 10, 11])
-    found = out.copy_to_host()
-    assert status.Get_count(MPI.BYTE) == 18
-    assert found[:36][kept].tolist() == [each + left for each in range(18)]
-    assert set(found[:36][~kept]) | set(found[36:]) == {255}
-    comm.Send(x, right, 2)
-    comm.Send(x, right, 2)
-    out = bytes_of(np.full(23, 255))
-    with pytest.raises(MPI.Exception, match="at most 23 bytes"):
-        comm.Recv(out, left, 2)
-    assert set(out.copy_to_host()) == {255}
-    message = comm.Mprobe(left, 2, status)
-    assert status.Get_count(MPI.BYTE) == 24
-    out = bytes_of(np.zeros(24))
-    message.Recv(out)
-    assert out.copy_to_host().tolist() == [each + left for each in range(24)]
-    x = bytes_of([])  # there is nothing to pack
-    comm.Sendrecv([x, 0, vector], right, 3, out, left, 3, status)
-    assert status.Get_count(MPI.BYTE) == 0
-    vector.Free()
-    comm.Barrier()

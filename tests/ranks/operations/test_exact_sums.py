@@ -164,24 +164,6 @@ def test_wrong_arrays_are_refused(comm, world):
     wait_for_all(comm, world)
 
 
-def test_repeated_calls_read_the_arrays_that_they_are_given(comm, world):
-    x, y = on_device(np.array([1.0, 2.0])), on_device(np.array([3.0, 4.0]))
-    out = [comm.zeros(1, np.float64) for _ in range(2)]
-    given = (x, x), (x, y), (y, x), (y, y)
-    for _ in range(3):
-        found = [float(get(comm.dot(*each))) for each in given]
-        assert found == [
-            5.0 * comm.size,
-            11.0 * comm.size,
-            11.0 * comm.size,
-            25.0 * comm.size,
-        ]
-        for each, z in ((x, out[0]), (y, out[1])):
-            assert comm.sum(each, out=z) is z
-        assert [float(get(z)[0]) for z in out] == [3.0 * comm.size, 7.0 * comm.size]
-    wait_for_all(comm, world)
-
-
 def test_in_debug_mode_lengths_may_differ_but_types_may_not(world):
     with ns.Communicator(world, debug=True) as comm:
         x = on_device(np.ones(comm.rank + 1))

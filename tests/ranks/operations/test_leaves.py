@@ -53,16 +53,6 @@ def test_the_bits_are_those_of_the_tree_of_all_leaves(comm, name, op, each, coun
     assert operators.same(get(x.reshape(x.size)), own.ravel()).all()
 
 
-def test_a_plan_and_an_output(comm):
-    every, x = leaves_of(comm, "bfloat16", 40, 4)
-    out = comm.empty((40,), x.dtype)
-    plan = comm.all_reduce_init(x, out=out, leaves=True)
-    for _ in range(2):
-        plan()
-    comm.synchronize()
-    assert operators.same(get(out), operators.wanted(every, "sum")).all()
-
-
 def test_several_islands(world, monkeypatch):
     if world.size == 1:
         pytest.skip("needs several ranks")

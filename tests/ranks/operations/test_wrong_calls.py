@@ -3,7 +3,6 @@
 import functools
 
 import numpy as np
-import pytest
 from mpi4py import MPI
 from numba import cuda
 
@@ -15,7 +14,6 @@ from tests.ranks.helpers import (
     array_of,
     check_works,
     get,
-    needs_peers,
     ordinary,
     put,
     refused,
@@ -161,20 +159,6 @@ def test_debug_mode_compares_what_arrays_with_gaps_have(world):
         gathered = comm.gather(x)
         assert total.shape == (4, 6)
         assert (gathered is None) == (comm.rank > 0)
-
-
-@needs_peers
-@pytest.mark.parametrize("name", ["reduce", "reduce_init"])
-def test_debug_mode_reports_differing_roots(careful, world, name):
-    x = careful.zeros(8, np.float32)
-    last = careful.size - 1
-    mine = 1 if careful.rank == last else 0
-    call = functools.partial(getattr(careful, name), x)
-    differ = functools.partial(call, root=mine)
-    refused(world, ns.ArgumentError, differ, "root 0", "root 1", "same")
-    text = f"rank {last}: reduce: root: expected a rank"
-    refused(world, ns.ArgumentError, functools.partial(call, root=-mine), text)
-    check_works(careful)
 
 
 def test_the_algorithm_follows_from_the_size(world, monkeypatch):
