@@ -130,12 +130,12 @@ class Calls:
             options: the fields of an :class:`Invocation` that are options.
             others: the inputs after the first one.
         """
-        kind, root = arrays.KINDS.get(x.__class__), options[ROOT]
+        root = options[ROOT]
         # A root of another class may equal a known one, and be refused.
-        if kind is not None and (root is None or root.__class__ is int):
+        if root is None or root.__class__ is int:
             try:
-                source: Any = kind.read(x, "")
-                handle = self.streams.handle(stream, kind, x)
+                source: Any = arrays.KINDS[x.__class__].read(x, "")
+                handle = self.streams.of(stream, x)
                 target: Fields | None = source
                 for each in others:
                     source = source, arrays.KINDS[each.__class__].read(each, "")
@@ -220,8 +220,8 @@ class Calls:
         self.members.check()
         if isinstance(made, BoundCall):
             call = made.call
-        elif self.enqueuer.group is not None:
-            self.enqueuer.group.add(made, key)
+        elif self.thread.group is not None:
+            self.thread.group.add(made, key)
             return made.result
         else:
             call = self.agreement.made(what, self.packed_messages, what, made)

@@ -217,6 +217,7 @@ class Communicator(OthersNames):
 
     def _become(self, calls: Calls) -> None:
         self._calls = calls
+        self._group = messages.Group(calls, "group")
         self.rank: int = calls.rank
         self.size: int = calls.size
         self.device: GPU = calls.gpu
@@ -1463,7 +1464,7 @@ class Communicator(OthersNames):
                 size.
             CollectiveError, ClosedError: as for any call.
         """
-        return messages.Group(self._calls, "group")
+        return self._group
 
     all_reduce_init = init_of(all_reduce)
     all_gather_init = init_of(all_gather)

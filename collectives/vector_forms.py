@@ -93,9 +93,9 @@ class Form:
         call = staging.prepared(calls, given, _formed)
         if self.on_gpu:
             call = call._replace(keep=(*call.keep, tables))
-        if calls.agreement.debug and calls.enqueuer.group is not None:
+        if calls.agreement.debug and calls.thread.group is not None:
             # Before the ranks compare the call.
-            calls.enqueuer.group.pending.check(call.transfers, call.stream)
+            calls.thread.group.pending.check(call.transfers, call.stream)
         return call
 
 

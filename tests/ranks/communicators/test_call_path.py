@@ -70,7 +70,7 @@ def calls_of(comm, x):
         "all_reduce in place": (lambda: comm.all_reduce(y, out=y), 6),
         "broadcast": (lambda: comm.broadcast(x, root=0), 6),
         "sendrecv": (lambda: comm.sendrecv(x, dst=right, out=y, src=left), 6),
-        "group": (group, 12),
+        "group": (group, 11),
         "sum": (lambda: comm.sum(x), 10),
         "dot": (lambda: comm.dot(x, y, out=z), 6),
         "norm": (lambda: comm.norm(x, out=z), 5),
