@@ -1624,7 +1624,7 @@ class Communicator(OthersNames):
         """
         self._calls.enqueuer.refuse_in_group("synchronize")
         handle = self._calls.streams.default(stream)
-        if not SIMULATED and not self._calls.members.closed:
+        if not self._calls.members.closed:
             streams.synchronize(handle)
             if self._calls.requests is not None:
                 self._calls.requests.settle()

@@ -27,13 +27,13 @@ from numba_symm.collectives.requests import (
     Request,
     RequestCall,
     Requests,
-    end_of,
 )
 from numba_symm.collectives.staging import Pending, Prepared, Transfers
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import arrays, entry, streams
 from numba_symm.gpu.arrays import ArrayView
+from numba_symm.gpu.events import Point
 from numba_symm.launch.ranks import name_ranks
 
 
@@ -183,7 +183,7 @@ def request(calls: Calls, given: MessageCall, key: Any) -> Request:
     if not messages:  # to or from no rank
         _refuse_capture(what, handle)
         calls.enqueue(what, call)
-        done, settle = end_of(handle), requests.settle
+        done, settle = Point([], handle), requests.settle
         return Request(calls.members, what, done, call.result, handle, settle)
     message = messages[0], bool(transfers.receives)
     bound = calls.agreement.made(what, calls.remembered, _bound, message)

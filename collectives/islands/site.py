@@ -10,6 +10,7 @@ call takes follows from the number of islands and its size alone, so all ranks a
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from numba_symm.collectives.kernels import barrier as barriers
@@ -254,19 +255,15 @@ class Site:
         sent, received = tuple(sends), tuple(receives)
         work = Series(*beside) if beside else None
 
-        def enqueue(stream: int) -> None:
-            engine.exchange(sent, received, stream, work, order)
-
+        enqueue = partial(engine.exchange, sent, received, beside=work, order=order)
         nbytes = sum(each.nbytes for each in sends)
         return [_ByEngine(self, what, nbytes, enqueue)]
 
     def collective(self, work: Collective, nbytes: int) -> Enqueue:
         """Return a collective of the engine's, in which this rank sends some bytes."""
-        enqueue = self.islands.engine.collectives[work.name]
-        order = self.end.order
-        return _ByEngine(
-            self, work.name, nbytes, lambda stream: enqueue(work, stream, order)
-        )
+        made = self.islands.engine.collectives[work.name]
+        enqueue = partial(made, work, self.end.order)
+        return _ByEngine(self, work.name, nbytes, enqueue)
 
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]

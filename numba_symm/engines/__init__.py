@@ -15,7 +15,6 @@ from numba_symm.engines.mpi import (
     reads_gpu_memory,
 )
 from numba_symm.engines.protocol import Collective, Engine, Parcel
-from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError, CollectiveError
 from numba_symm.gpu import streams
 from numba_symm.gpu.streams import LEGACY_DEFAULT
@@ -235,8 +234,7 @@ def _tried(islands: Joined, what: str) -> Iterator[None]:
     """
     try:
         yield
-        if not SIMULATED:
-            streams.synchronize(LEGACY_DEFAULT)
+        streams.synchronize(LEGACY_DEFAULT)
         islands.look()  # the watchdog may have ended it
     except CollectiveError:
         raise
@@ -254,7 +252,7 @@ def _connect(engine: Engine, address: int, rank: int) -> None:
         op = "" if name in ("all_gather", "broadcast") else "max"
         kind, number = ("int64", 1) if op else ("uint8", 8)
         work = Collective(name, source, target, number, kind, op, 0)
-        enqueue(work, LEGACY_DEFAULT, None)
+        enqueue(work, None, LEGACY_DEFAULT)
 
 
 def _pattern(source: int) -> bytes:

@@ -206,7 +206,7 @@ class NcclEngine:
         self._run(_Work(peers, connections, enqueue), stream, beside, order)
 
     def _collective(
-        self, work: Collective, stream: int, order: StreamOrder | None
+        self, work: Collective, order: StreamOrder | None, stream: int
     ) -> None:
         """Enqueue a collective. See :class:`Engine`.
 
@@ -216,10 +216,7 @@ class NcclEngine:
         of_call = [source, target, number, _KINDS[kind]]
         of_call += [_OPERATORS[op]] if op else []
         of_call += [root] if name in ("broadcast", "reduce") else []
-
-        def enqueue(comm: Any, stream: int) -> None:
-            getattr(self._nccl, name)(*of_call, comm, stream)
-
+        enqueue = functools.partial(getattr(self._nccl, name), *of_call)
         connections: set[tuple[Any, ...]] = {(name, number.bit_length(), kind, op)}
         self._run(_Work(self._others, connections, enqueue), stream, None, order)
 

@@ -43,8 +43,8 @@ class Collective(NamedTuple):
     root: int
 
 
-EnqueueCollective = Callable[[Collective, int, StreamOrder | None], None]
-"""Enqueues a collective on a stream; see :meth:`Engine.exchange`."""
+EnqueueCollective = Callable[[Collective, StreamOrder | None, int], None]
+"""Enqueues a collective in an order and on a stream; see :meth:`Engine.exchange`."""
 
 
 class Engine(Protocol):

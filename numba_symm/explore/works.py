@@ -523,7 +523,7 @@ class ExploredMemory(_OfLibrary, SymmetricMemory):
     def _contiguous(self, array: Any, what: str) -> ArrayView:
         return arrays.view(array, what)
 
-    def _new_array(self, shape: Any, dtype: Any, stream: Any) -> Any:
+    def _new_array(self, shape: Any, dtype: Any) -> Any:
         return self._host.new(shape, dtype, unset=True)
 
     def _copy(

@@ -161,7 +161,10 @@ class StreamOrder:
         """Take the steps of a call in a stream's capture, after its latest call."""
         capture, place = in_capture(stream)
         self._latest = trail = self._of_capture(capture)
-        trail.begin(stream, place)
+        # An unnecessary wait also costs the early launch, because the stream's next
+        # kernel would follow the whole latest call.
+        if trail.place is not None and place != trail.place:
+            driver.call("cuStreamWaitEvent", stream, trail.event, 0)
         try:
             yield
         finally:
@@ -230,16 +233,6 @@ class _Trail:
     def across(self) -> "SideStream":
         """The third one."""
         return SideStream(1)
-
-    def begin(self, stream: int, place: frozenset[int]) -> None:
-        """Make a stream in a capture wait for the latest call, if it must.
-
-        An unnecessary wait also costs the early launch, because the stream's next
-        kernel would follow the whole latest call.
-        """
-        if self.place is not None and place != self.place:
-            driver.call("cuStreamWaitEvent", stream, self.event, 0)
-        self.place = place
 
     def end(self, stream: int) -> None:
         """Record the event after the latest call."""
@@ -460,7 +453,8 @@ class SideStream:
 
 def synchronize(stream: int) -> None:
     """Wait until the stream's work is done."""
-    driver.call("cuStreamSynchronize", stream)
+    if not SIMULATED:
+        driver.call("cuStreamSynchronize", stream)
 
 
 def is_done(handle: Any) -> bool:

@@ -205,7 +205,7 @@ def test_the_default_stream_of_a_thread_is_not_nccls(engine, fake):
     ],
 )
 def test_collectives_of_nccl(engine, fake, gpu, name, more, wanted):
-    engine.collectives[name](Collective(name, 10, 20, *more), STREAM, None)
+    engine.collectives[name](Collective(name, 10, 20, *more), None, STREAM)
     calls = [("group_start",), (name, 10, 20, *wanted, "comm", STREAM), ("group_end",)]
     assert fake.calls == calls
     assert engine._deadline._exchanges[1].peers == (1, 2, 3)
