@@ -325,7 +325,7 @@ def _not_an_array(array: Any, what: str, error: Exception) -> ArgumentError:
 def _stream_of_foreign(array: Any) -> int | None:
     interface = getattr(array, "__cuda_array_interface__", {})
     stream = interface.get("stream")
-    return None if stream is None else streams.handle_of(stream)
+    return None if stream is None else streams.handle_or_default(stream)
 
 
 def _strides_of_foreign(array: Any) -> tuple[int, ...]:

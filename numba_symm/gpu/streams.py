@@ -37,20 +37,11 @@ LEGACY_DEFAULT = 1 if _ZERO_IS_PER_THREAD else 0
 _LEGACY_DEFAULTS = (1,) if _ZERO_IS_PER_THREAD else (0, 1)
 
 
-def handle_of(stream: Any) -> int:
+def handle_or_default(stream: Any) -> int:
     """Return the handle of a Numba, cuda.core, CuPy or torch stream, or of an int.
 
-    In the simulator, return the handle of the legacy default stream.
+    For None, and in the simulator, return that of the legacy default stream.
     """
-    if not SIMULATED:
-        return _found_in(stream)
-    if not isinstance(stream, cuda.stream):  # the simulator's streams have no handle
-        _found_in(stream)
-    return LEGACY_DEFAULT
-
-
-def handle_or_default(stream: Any) -> int:
-    """Return the handle of a stream; None is the legacy default stream."""
     if stream is None:
         return LEGACY_DEFAULT
     reader = _READERS.get(stream.__class__)
@@ -58,7 +49,11 @@ def handle_or_default(stream: Any) -> int:
         return reader(stream)
     if type(stream) is int and 0 <= stream < 1 << 64:  # without the calls below
         return LEGACY_DEFAULT if SIMULATED else stream
-    return handle_of(stream)
+    if not SIMULATED:
+        return _found_in(stream)
+    if not isinstance(stream, cuda.stream):  # the simulator's streams have no handle
+        _found_in(stream)
+    return LEGACY_DEFAULT
 
 
 _READERS: dict[type, Callable[[Any], int]] = {}

@@ -83,7 +83,7 @@ def test_nonblocking_calls_run_beside_later_ones(comm, monkeypatch):
     own, beside = 7, 5
     if not SIMULATED:
         made = [cuda.stream() for _ in range(2)]
-        own, beside = (streams.handle_of(each) for each in made)
+        own, beside = (streams.handle_or_default(each) for each in made)
 
     class Side:
         stream = beside
