@@ -26,6 +26,7 @@ import numpy as np
 from numba_symm import arguments, dtypes
 from numba_symm.collectives import staging
 from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.collectives.invocation import (
     Invocation,
     are_apart,
@@ -169,17 +170,27 @@ def _shards(calls: Calls, given: Invocation[Shards]) -> BoundCall:
     what = operation.name
     source = flat(calls, arrays.view(x, what), what)
     ((counts, _),) = given.tables
-    places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
-    check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
-    first, count = places[calls.rank]
+    table = table_of(counts, None, calls.size, f"{what}: counts")
+    check_length(source, sum(table[0]), f"{what}: x", "the sum of counts")
+    count = table[0][calls.rank]
     chosen = calls.streams.of(stream, x)
     if out is None:
         out = calls.new(x, source, (count,), chosen, what)
     target = flat(calls, arrays.view(out, f"{what}: out"), f"{what}: out", True)
     check_length(target, count, f"{what}: out", "counts[rank]")
     check_type(target, source, what)
+    op = dtypes.reduction(given.op, what)
+    read = given._replace(x=source, out=target, stream=None, op=op, tables=(table,))
+    call = calls.remembered(_packed_shards, read)
+    return BoundCall(call, chosen, (x, out, stream), out)
+
+
+def _packed_shards(calls: Calls, given: Invocation[Shards]) -> PackedCall:
+    """Return the packed reductions of all shards, of arrays that were read."""
+    _, source, target, _, op = given[:5]
+    what, places = given.operation.name, places_of(*given.tables)
     itemsize = source.dtype.itemsize
-    if target.address != source.address + first * itemsize:
+    if target.address != source.address + places[calls.rank][0] * itemsize:
         # Later reductions read x after this rank's result was stored.
         check_apart(source, target, what)
     parts: list[Enqueue] = []
@@ -187,13 +198,11 @@ def _shards(calls: Calls, given: Invocation[Shards]) -> BoundCall:
         address = source.address + first * itemsize
         shard = source._replace(address=address, shape=(count,))
         into = target._replace(shape=(count,)) if root == calls.rank else None
-        reduction = Invocation(REDUCE_SHARD, op=given.op, root=root)
+        reduction = Invocation(REDUCE_SHARD, op=op, root=root)
         parts += calls.packed(reduction, shard, into).parts
-    op = dtypes.reduction(given.op, what)
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
     about = calls.descriptions.of(what, words, words)
-    call = calls.enqueuer.pack(about, Series(*parts))
-    return BoundCall(call, chosen, (x, out, stream), out)
+    return calls.enqueuer.pack(about, Series(*parts))
 
 
 def flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:
