@@ -130,12 +130,14 @@ class Calls:
             options: the fields of an :class:`Invocation` that are options.
             others: the inputs after the first one.
         """
-        root = options[ROOT]
+        key, root = None, options[ROOT]
         # A root of another class may equal a known one, and be refused.
         if root is None or root.__class__ is int:
             try:
-                source: Any = arrays.KINDS[x.__class__].read(x, "")
-                handle = self.streams.of(stream, x)
+                source: Any = (  # of a rank that has an input
+                    None if x is None else arrays.KINDS[x.__class__].read(x, "")
+                )
+                handle = self.streams.of(stream, out if x is None else x)
                 target: Fields | None = source
                 for each in others:
                     source = source, arrays.KINDS[each.__class__].read(each, "")
@@ -143,11 +145,12 @@ class Calls:
                     target = None
                 elif out is not x:
                     if out is None:
-                        key = operation.name, options, source, NEW
-                        like, shape = self.memory.young[key]
+                        new = operation.name, options, source, NEW
+                        like, shape = self.memory.young[new]
                         out = self.new(x, like, shape, handle, operation.name)
                     target = arrays.KINDS[out.__class__].read(out, "")
-                call = self.memory.young.get((operation.name, options, source, target))
+                key = operation.name, options, source, target
+                call = self.memory.young.get(key)
             except Exception:  # of an allocation, too: the other ranks must learn of it
                 call = None  # a call that was not made, or what follows raises it
             if call is not None:
@@ -157,7 +160,7 @@ class Calls:
                 ):
                     return None if target is None else out
         given = Invocation(operation, x, out, stream, *options)
-        return self.call(given._replace(args=others) if others else given)
+        return self.call(given._replace(args=others) if others else given, key)
 
     def made(self, status: int, call: PackedCall, handle: int, *keep: Any) -> bool:
         """Go on with a plain call that was made before.

@@ -1022,7 +1022,8 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        return self._calls.call(Invocation(GATHER, x, out, stream, root=root))
+        options = ("sum", None, root, *NO_WIRE)
+        return self._calls.operate(GATHER, x, out, stream, options)
 
     def gather_v(
         self,
@@ -1090,7 +1091,8 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        return self._calls.call(Invocation(SCATTER, x, out, stream, root=root))
+        options = ("sum", None, root, *NO_WIRE)
+        return self._calls.operate(SCATTER, x, out, stream, options)
 
     def scatter_v(
         self,

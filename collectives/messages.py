@@ -339,9 +339,9 @@ class Group:
         node = self.node
         self.pending.add(call)
         self.node = _OTHER_CALLS
-        plain = key is not None and not (call.before or call.after)
+        follows = key is not None and key[0] is node and node is not _OTHER_CALLS
         alone = self.handle in (None, call.stream)
-        if plain and alone and node is not _OTHER_CALLS:
+        if follows and alone and not (call.before or call.after):
             self.handle = call.stream
             self.node = _Node((*node.transfers, call.transfers))
             self._calls.memory.put(key, self.node)

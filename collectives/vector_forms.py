@@ -71,7 +71,8 @@ class Form:
         check: checks all arguments but arrays and stream, and returns the call.
         shape: checks all but ``out``, and returns the shape of a new ``out``.
         transfers: checks all arguments, and returns the messages.
-        at_root: the array that only the root has: ``"x"``, ``"out"`` or ``""``.
+        at_root: whether only the root has an output.
+        from_root: whether only the root has an input.
         counts: the names of the arguments that are counts, for errors.
         copies: whether a call in place sends a copy of x.
         on_gpu: whether the counts are device arrays.
@@ -81,7 +82,8 @@ class Form:
     check: "Callable[[Calls, FormCall], FormCall]"
     shape: "Callable[[Calls, FormCall], tuple[int, ...]]"
     transfers: "Callable[[Calls, FormCall], Transfers]"
-    at_root: str = ""
+    at_root: bool = False
+    from_root: bool = False
     counts: tuple[str, ...] = ()
     copies: bool = False
     on_gpu: bool = False
@@ -112,19 +114,20 @@ def _formed(calls: Calls, given: FormCall) -> Prepared:
         copy, step = staging.copied(calls, x, what)
         call = _formed(calls, given._replace(x=copy, stream=chosen))
         return call._replace(keep=(*call.keep, stream), before=(step,))
-    lacks = form.at_root if given.root != calls.rank else ""
-    source = None if lacks == "x" else arrays.view(x, what)
+    elsewhere = given.root != calls.rank
+    source = None if form.from_root and elsewhere else arrays.view(x, what)
     chosen = calls.streams.of(stream, out if source is None else x)
     if source is None and out is None:
         raise ArgumentError(
             f"{what}: expected out on every rank but the root, got None; only the root "
             "knows the size"
         )
-    if source is not None and out is None and lacks != "out":
+    lacks = form.at_root and elsewhere
+    if source is not None and out is None and not lacks:
         new = given._replace(x=source, stream=None)
         shape = calls.remembered(form.shape, new)
         out = calls.new(x, source, shape, chosen, what)
-    target = None if lacks == "out" else arrays.view(out, f"{what}: out")
+    target = None if lacks else arrays.view(out, f"{what}: out")
     read = given._replace(x=source, out=target, stream=None)
     transfers = calls.remembered(form.transfers, read)
     return Prepared(transfers, chosen, (x, out, stream), out)
@@ -133,10 +136,10 @@ def _formed(calls: Calls, given: FormCall) -> Prepared:
 def _with_tables(calls: Calls, given: FormCall) -> FormCall:
     """Check the root, and the counts of the ranks that need them."""
     form, what = given.operation, given.operation.name
-    if form.at_root:
+    if form.at_root or form.from_root:
         root = check_rank(given.root, calls.size, f"{what}: root")
         if calls.rank != root:  # ignores the counts and the root's array, as in MPI
-            if form.at_root == "x":
+            if form.from_root:
                 return given._replace(x=None, root=root, tables=())
             return given._replace(out=None, root=root, tables=())
         given = given._replace(root=root)
@@ -320,8 +323,8 @@ def _exchanged(calls: Calls, given: FormCall) -> Transfers:
 
 
 REDUCE_SCATTER_V = Shards()
-_GATHERED = _with_tables, _gathered_shape, _gathered, "out"
-_SCATTERED = _with_tables, _scattered_shape, _scattered, "x"
+_GATHERED = _with_tables, _gathered_shape, _gathered, True
+_SCATTERED = _with_tables, _scattered_shape, _scattered, False, True
 GATHER = Form("gather", *_GATHERED)
 GATHER_V = Form("gather_v", *_GATHERED, counts=("counts",))
 SCATTER = Form("scatter", *_SCATTERED)
