@@ -454,16 +454,18 @@ class Barrier:
 
     name = "barrier"
     collective = True
+    at_root = False
 
     def prepare(self, calls: Calls, given: "Invocation[Barrier]") -> BoundCall:
         """Bind a barrier once."""
         what, chosen = self.name, calls.streams.default(given.stream)
-        call = calls.memory.get(what)
+        key = what, given[OPTIONS], None, None  # as of a call without arrays
+        call = calls.memory.get(key)
         if call is UNKNOWN:
             about = calls.descriptions.of(what, key="all")
             with loads.of(what):
                 call = calls.enqueuer.pack(about, calls.binder.barrier())
-            calls.memory.put(what, call)
+            calls.memory.put(key, call)
         return BoundCall(call, chosen, (given.stream,), None)
 
 

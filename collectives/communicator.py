@@ -484,7 +484,8 @@ class Communicator(OthersNames):
         What each rank's stream wrote before the barrier is visible to every rank's
         stream after the barrier.
         """
-        self._calls.call(Invocation(BARRIER, stream=stream))
+        options = ("sum", None, *NO_ROOT)
+        self._calls.operate(BARRIER, None, None, stream, options)
 
     def all_reduce(
         self,

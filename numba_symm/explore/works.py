@@ -224,9 +224,9 @@ class ExploredCalls(Calls):
 
     def _made(self, key: Any) -> Any:
         """Return the call of a barrier or an exact sum, as if it was made before."""
-        if key == BARRIER.name:
-            return self._packed(key, [], range(self.size))
-        if not isinstance(key, tuple) or key[0] not in (SUM, DOT, NORM):
+        if key[0] == BARRIER.name:
+            return self._packed(key[0], [], range(self.size))
+        if key[0] not in (SUM, DOT, NORM):
             return UNKNOWN
         what, _, given, out = key
         views = [given] if isinstance(given, ArrayView) else given

@@ -78,6 +78,7 @@ def calls_of(comm, x):
         "sum": (lambda: comm.sum(x), 10),
         "dot": (lambda: comm.dot(x, y, out=z), 6),
         "norm": (lambda: comm.norm(x, out=z), 5),
+        "barrier": (comm.barrier, 5),
         "gather": (lambda: comm.gather(x, root=0, out=gathered), 6),
         "scatter": (lambda: comm.scatter(gathered, root=0, out=y), 6),
         "reduce_scatter_v": (
@@ -90,7 +91,7 @@ def calls_of(comm, x):
 NAMES = [
     *("a plan", "a plan of messages", "all_reduce", "a new output"),
     *("all_reduce in place", "broadcast", "sendrecv", "group", "sum", "dot", "norm"),
-    *("gather", "scatter", "reduce_scatter_v"),
+    *("barrier", "gather", "scatter", "reduce_scatter_v"),
 ]
 
 
