@@ -130,12 +130,14 @@ class Calls:
             options: the fields of an :class:`Invocation` that are options.
             others: the inputs after the first one.
         """
-        kind, root = arrays.KINDS.get(x.__class__), options[ROOT]
+        key, root = None, options[ROOT]
         # A root of another class may equal a known one, and be refused.
-        if kind is not None and (root is None or root.__class__ is int):
+        if root is None or root.__class__ is int:
             try:
-                source: Any = kind.read(x, "")
-                handle = self.streams.handle(stream, kind, x)
+                source: Any = (  # of a rank that has an input
+                    None if x is None else arrays.KINDS[x.__class__].read(x, "")
+                )
+                handle = self.streams.of(stream, out if x is None else x)
                 target: Fields | None = source
                 for each in others:
                     source = source, arrays.KINDS[each.__class__].read(each, "")
@@ -143,11 +145,12 @@ class Calls:
                     target = None
                 elif out is not x:
                     if out is None:
-                        key = operation.name, options, source, NEW
-                        like, shape = self.memory.young[key]
+                        new = operation.name, options, source, NEW
+                        like, shape = self.memory.young[new]
                         out = self.new(x, like, shape, handle, operation.name)
                     target = arrays.KINDS[out.__class__].read(out, "")
-                call = self.memory.young.get((operation.name, options, source, target))
+                key = operation.name, options, source, target
+                call = self.memory.young.get(key)
             except Exception:  # of an allocation, too: the other ranks must learn of it
                 call = None  # a call that was not made, or what follows raises it
             if call is not None:
@@ -157,7 +160,7 @@ class Calls:
                 ):
                     return None if target is None else out
         given = Invocation(operation, x, out, stream, *options)
-        return self.call(given._replace(args=others) if others else given)
+        return self.call(given._replace(args=others) if others else given, key)
 
     def made(self, status: int, call: PackedCall, handle: int, *keep: Any) -> bool:
         """Go on with a plain call that was made before.
@@ -220,8 +223,8 @@ class Calls:
         self.members.check()
         if isinstance(made, BoundCall):
             call = made.call
-        elif self.enqueuer.group is not None:
-            self.enqueuer.group.add(made, key)
+        elif self.thread.group is not None:
+            self.thread.group.add(made, key)
             return made.result
         else:
             call = self.agreement.made(what, self.packed_messages, what, made)
@@ -451,16 +454,18 @@ class Barrier:
 
     name = "barrier"
     collective = True
+    at_root = False
 
     def prepare(self, calls: Calls, given: "Invocation[Barrier]") -> BoundCall:
         """Bind a barrier once."""
         what, chosen = self.name, calls.streams.default(given.stream)
-        call = calls.memory.get(what)
+        key = what, given[OPTIONS], None, None  # as of a call without arrays
+        call = calls.memory.get(key)
         if call is UNKNOWN:
             about = calls.descriptions.of(what, key="all")
             with loads.of(what):
                 call = calls.enqueuer.pack(about, calls.binder.barrier())
-            calls.memory.put(what, call)
+            calls.memory.put(key, call)
         return BoundCall(call, chosen, (given.stream,), None)
 
 

@@ -217,6 +217,7 @@ class Communicator(OthersNames):
 
     def _become(self, calls: Calls) -> None:
         self._calls = calls
+        self._group = messages.Group(calls, "group")
         self.rank: int = calls.rank
         self.size: int = calls.size
         self.device: GPU = calls.gpu
@@ -483,7 +484,8 @@ class Communicator(OthersNames):
         What each rank's stream wrote before the barrier is visible to every rank's
         stream after the barrier.
         """
-        self._calls.call(Invocation(BARRIER, stream=stream))
+        options = ("sum", None, *NO_ROOT)
+        self._calls.operate(BARRIER, None, None, stream, options)
 
     def all_reduce(
         self,
@@ -1021,7 +1023,8 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        return self._calls.call(Invocation(GATHER, x, out, stream, root=root))
+        options = ("sum", None, root, *NO_WIRE)
+        return self._calls.operate(GATHER, x, out, stream, options)
 
     def gather_v(
         self,
@@ -1089,7 +1092,8 @@ class Communicator(OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        return self._calls.call(Invocation(SCATTER, x, out, stream, root=root))
+        options = ("sum", None, root, *NO_WIRE)
+        return self._calls.operate(SCATTER, x, out, stream, options)
 
     def scatter_v(
         self,
@@ -1463,7 +1467,7 @@ class Communicator(OthersNames):
                 size.
             CollectiveError, ClosedError: as for any call.
         """
-        return messages.Group(self._calls, "group")
+        return self._group
 
     all_reduce_init = init_of(all_reduce)
     all_gather_init = init_of(all_gather)
@@ -1623,7 +1627,7 @@ class Communicator(OthersNames):
         """
         self._calls.enqueuer.refuse_in_group("synchronize")
         handle = self._calls.streams.default(stream)
-        if not SIMULATED and not self._calls.members.closed:
+        if not self._calls.members.closed:
             streams.synchronize(handle)
             if self._calls.requests is not None:
                 self._calls.requests.settle()

@@ -285,7 +285,7 @@ class ExactSum(NamedTuple):
         what = self.name
         both = {what: given.x} | {f"{what}: y": each for each in given.args}
         calls.staging.stream = chosen = calls.streams.of(given.stream, given.x)
-        if calls.enqueuer.group is None:
+        if calls.thread.group is None:
             calls.staging.used = 0
         views = [arrays.view(each, name) for name, each in both.items()]
         self._check(views)

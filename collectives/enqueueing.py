@@ -349,13 +349,14 @@ class ThreadGuard:
         gate: the communicator's.
 
     Attributes:
-        held: whether a group is open, so that the thread is in a call between calls.
+        group: the open ``Group`` of ``messages.py``, in which the thread is in a call
+            between calls, or None.
         claim: the compiled function that admits a thread.
         open, close: those that admit it to a group, and let other threads in again.
     """
 
     def __init__(self, ordinal: int, gate: Any):
-        self.held = False
+        self.group: Any = None
         self._ordinal = ordinal
         claim, address = entry.compiled("claim"), addressof(gate)
         self.claim, self.open = (partial(claim, address, n) for n in (0, entry.GROUPED))
@@ -385,7 +386,7 @@ class ThreadGuard:
 
     def finish(self) -> None:
         """End a call; in an open group, other threads are still refused."""
-        if not self.held:
+        if self.group is None:
             self.close()  # what an interrupt left of a group that did not open, too
 
     def alone(self, what: str) -> "Alone":
@@ -431,7 +432,6 @@ class Enqueuer:
         graphs: the graphs of calls that are made often.
         record: the record of calls; None: they are not recorded.
         marks: the package of ranges for a profiler; None: there is none.
-        group: the open ``Group`` of ``messages.py``, or None.
     """
 
     def __init__(self, members: Members, order: StreamOrder, memory: object):
@@ -440,7 +440,6 @@ class Enqueuer:
         self.thread = ThreadGuard(members.gpu.ordinal, order.gate)
         self.record = members.board.record
         self.marks = marks()
-        self.group: Any = None
         self.graphs = Graphs(order, possible=members.engine is None)
         self._members = members
         self._memory = memory
@@ -468,8 +467,8 @@ class Enqueuer:
             stream: the handle of the stream to enqueue it on.
             keep: objects that must live until it is enqueued.
         """
-        if self.group is not None:
-            self.group.append(call, stream, keep)
+        if self.thread.group is not None:
+            self.thread.group.append(call, stream, keep)
             return
         if self.marks is not None:
             self.marks.push_range(str(call.about), domain=DOMAIN)
@@ -549,7 +548,7 @@ class Enqueuer:
 
     def refuse_in_group(self, what: str) -> None:
         """Refuse a call that is impossible before the calls of a group have started."""
-        if self.group is not None:
+        if self.thread.group is not None:
             raise ArgumentError(f"{what}: a group is open; leave its with block first")
 
     def forget(self) -> None:

@@ -172,13 +172,7 @@ class CallStreams:
         """Return the stream that was passed; for None, that of work on an array."""
         if stream is not None:
             return streams.handle_or_default(stream)
-        named = arrays.stream_of(array)
-        return self._own if named is None else named
-
-    def handle(self, stream: Any, kind: Any, array: Any) -> int:
-        """Do as :meth:`of`, for an array of a known one of ``arrays.KINDS``."""
-        if stream is not None:
-            return streams.handle_or_default(stream)
+        kind = arrays.KINDS.get(array.__class__) or arrays.kind_of(array)
         named = None if kind.stream is None else kind.stream(array)
         return self._own if named is None else named
 

@@ -5,9 +5,10 @@ run only for arguments that were not passed before.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,17 +27,18 @@ from numba_symm.collectives.requests import (
     Request,
     RequestCall,
     Requests,
-    end_of,
 )
 from numba_symm.collectives.staging import Pending, Prepared, Transfers
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.gpu import arrays, entry, streams
 from numba_symm.gpu.arrays import ArrayView
+from numba_symm.gpu.events import Point
 from numba_symm.launch.ranks import name_ranks
 
 
-class MessageKind(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class MessageKind:
     """A message of one array, or of one in each direction.
 
     Attributes:
@@ -98,41 +100,36 @@ def start(
 
     That of a request is the request.
     """
-    first, key, group = out if x is None else x, None, calls.enqueuer.group
-    reader = arrays.KINDS.get(first.__class__)
+    key, group = None, calls.thread.group
     # A rank of another class may equal a known one, and be refused.
-    if (
-        reader is not None
-        and count is None
-        and dst.__class__ in _RANKS
-        and src.__class__ in _RANKS
-    ):
+    if count is None and dst.__class__ in _RANKS and src.__class__ in _RANKS:
         try:
-            source = None if x is None else reader.read(x, "")
+            source = None if x is None else arrays.KINDS[x.__class__].read(x, "")
             target = None if out is None else arrays.KINDS[out.__class__].read(out, "")
-            handle = calls.streams.handle(stream, reader, first)
+            handle = calls.streams.of(stream, out if x is None else x)
         except (KeyError, TypeError, ArgumentError):
             pass  # what is called below raises it
         else:
-            key = kind.name, dst, src, source, target
-            if kind.beside:
-                made = calls.memory.young.get(key)
-                if made is not None and calls.thread.claim() == entry.DONE:
+            node = None if group is None else group.node
+            key = node, kind, dst, src, source, target
+            found = calls.memory.young.get(key)
+            if found is None:
+                pass  # what is called below remembers it, after this node
+            elif group is not None:
+                known = group.handle
+                if (known == handle or known is None) and group.thread == get_ident():
+                    group.node, group.handle = found, handle
+                    group.kept = x, out, stream, group.kept
+                    return out
+            elif kind.beside:
+                if calls.thread.claim() == entry.DONE:
                     try:
-                        return started(calls, made, handle, (x, out, stream), out)
+                        return started(calls, found, handle, (x, out, stream), out)
                     finally:
                         calls.thread.finish()
-            elif group is None:
-                call = calls.memory.young.get(key)
-                if call is not None:
-                    status = call.enqueue(handle)
-                    if status == entry.DONE or calls.made(status, call, handle, x, out):
-                        return out
-            elif group.handle in (None, handle):
-                node = calls.memory.young.get((group.node, key))
-                if node is not None and group.thread == get_ident():
-                    group.node, group.handle = node, handle
-                    group.arrays.append((x, out, stream))
+            else:
+                status = found.enqueue(handle)
+                if status == entry.DONE or calls.made(status, found, handle, x, out):
                     return out
     given = Invocation(kind, x, out, stream, peers=(dst, src), count=count)
     if kind.beside:
@@ -186,7 +183,7 @@ def request(calls: Calls, given: MessageCall, key: Any) -> Request:
     if not messages:  # to or from no rank
         _refuse_capture(what, handle)
         calls.enqueue(what, call)
-        done, settle = end_of(handle), requests.settle
+        done, settle = Point([], handle), requests.settle
         return Request(calls.members, what, done, call.result, handle, settle)
     message = messages[0], bool(transfers.receives)
     bound = calls.agreement.made(what, calls.remembered, _bound, message)
@@ -253,7 +250,8 @@ class _Node:
         self.call: PackedCall | None = None
 
 
-_NO_CALLS = _Node()
+_NO_CALLS, _OTHER_CALLS = _Node(), _Node()
+"""The beginning of a group; one with calls that are not remembered."""
 
 
 class Group:
@@ -267,11 +265,16 @@ class Group:
         done: is called with the calls at the end; None: they start.
 
     Attributes:
-        node: that of the calls so far; None: one of them is not remembered.
+        node: that of the calls so far.
         handle: the handle of the stream of the messages so far, or None.
-        arrays: the arrays of the calls that are only remembered.
+        kept: what must live until the calls start that are only remembered.
         thread: the thread that has opened the group.
     """
+
+    node = _NO_CALLS
+    handle: Any = None
+    kept: tuple[Any, ...] = ()
+    _known: Pending | None = None
 
     def __init__(
         self, calls: Calls, what: str, done: Callable[[Pending], None] | None = None
@@ -279,85 +282,74 @@ class Group:
         self._calls, self._what, self._done = calls, what, done
 
     def __enter__(self) -> None:
-        calls = self._calls
-        if calls.thread.open() != entry.DONE:
-            calls.thread.begin(self._what)
+        thread = self._calls.thread
+        if thread.open() != entry.DONE:
+            thread.begin(self._what)
             try:
-                calls.members.check()
-                calls.enqueuer.refuse_in_group(self._what)
+                self._calls.members.check()
+                self._calls.enqueuer.refuse_in_group(self._what)
             except BaseException:
-                calls.thread.finish()
+                thread.finish()
                 raise
-            calls.enqueuer.gate.slow |= entry.GROUPED
-        self.node: _Node | None = _NO_CALLS
-        self.handle: int | None = None
-        self.arrays: list[Any] = []
+            self._calls.enqueuer.gate.slow |= entry.GROUPED
         self.thread = get_ident()
-        self._known: Pending | None = None
-        self._taken = 0  # how many calls of the node it has
-        calls.staging.used = 0
-        calls.thread.held = True
-        calls.enqueuer.group = self
+        self._calls.staging.used = 0
+        thread.group = self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        calls, node = self._calls, self.node
-        enqueuer = calls.enqueuer
+        calls, node, handle, kept = self._calls, self.node, self.handle, self.kept
+        call = None if self._done else node.call
         try:
-            if kind is None and (node is None or node.call is None or self._done):
+            if kind is None and call is None:
                 found = self.pending
         finally:
-            enqueuer.group, calls.thread.held = None, False
+            calls.thread.group = None
+            self.node, self.handle, self.kept, self._known = _NO_CALLS, None, (), None
             calls.thread.close()
         if kind is not None:
             return
-        if node is not None and node.call is not None and not self._done:
-            assert self.handle is not None
-            status = node.call.enqueue(self.handle)
-            if status == entry.DONE:
+        if call is not None:
+            status = call.enqueue(handle)
+            if status == entry.DONE or calls.made(status, call, handle, kept):
                 return
-            if calls.made(status, node.call, self.handle, self.arrays):
-                return
-            found = self.pending
         with calls.thread.alone(self._what):
             calls.members.check()
-            if self._done is not None:
+            if call is not None:
+                calls.enqueuer.run(call, handle, kept)
+            elif self._done is not None:
                 self._done(found)
-                return
-            start_group(calls, found)
-            if node is not None and not found.launches and found.stream is not None:
-                node.call = transfers_of(calls, found).call
+            else:
+                start_group(calls, found)
+                if node is not _OTHER_CALLS:
+                    node.call = transfers_of(calls, found).call
 
     @property
     def pending(self) -> Pending:
         """The calls so far, with their messages together."""
         if self._known is None:
             self._known = Pending(self._calls.size)
-        if self.node is not None:
-            for each in self.node.transfers[self._taken :]:
-                assert self.handle is not None
-                self._known.add(Prepared(each, self.handle, (), None))
-            self._taken = len(self.node.transfers)
-        self._known.kept += self.arrays
-        self.arrays = []
+        for each in self.node.transfers[len(self._known.calls) :]:
+            self._known.add(Prepared(each, self.handle, (), None))
+        self._known.kept += self.kept
+        self.kept = ()
         return self._known
 
     def add(self, call: Prepared, key: Any) -> None:
         """Add messages; raise what :meth:`Pending.check` raises."""
-        pending, node = self.pending, self.node
-        pending.add(call)
-        plain = key is not None and not (call.before or call.after)
-        if node is None or not plain or self.handle not in (None, call.stream):
-            self.node = None
-            return
-        self.handle = call.stream
-        self.node = _Node((*node.transfers, call.transfers))
-        self._taken = len(self.node.transfers)
-        self._calls.memory.put((node, key), self.node)
+        node = self.node
+        self.pending.add(call)
+        self.node = _OTHER_CALLS
+        follows = key is not None and key[0] is node and node is not _OTHER_CALLS
+        alone = self.handle in (None, call.stream)
+        if follows and alone and not (call.before or call.after):
+            self.handle = call.stream
+            self.node = _Node((*node.transfers, call.transfers))
+            self._calls.memory.put(key, self.node)
 
     def append(self, call: PackedCall, stream: int, keep: tuple[Any, ...]) -> None:
         """Add a call that does not start together with messages."""
         pending = self.pending
-        self.node = None
+        self.node = _OTHER_CALLS
         pending.kept += keep
         pending.launches.append((call, stream))
 
@@ -377,7 +369,7 @@ def start_group(
     call = None
     if found.stream is not None:
         call = prepared_group(calls, found, stream, keep)
-        if calls.enqueuer.group is None:  # refuse it before anything is enqueued
+        if calls.thread.group is None:  # refuse it before anything is enqueued
             calls.agreement.made("group", calls.packed_messages, "group", call)
     try:
         if call is not None:
@@ -385,7 +377,7 @@ def start_group(
         for packed, own in found.launches:
             calls.enqueuer.run(packed, own if stream is None else stream, *keep)
     except BaseException as error:
-        if calls.enqueuer.group is None:
+        if calls.thread.group is None:
             handles = found.stream_handles if stream is None else {stream}
             calls.enqueuer.give_up(error, "group", *handles)
         raise

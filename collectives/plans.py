@@ -69,7 +69,7 @@ class Plan:
             ArgumentError: the ``with`` block of :meth:`Communicator.group_init` has not
                 ended, or ended with an exception.
         """
-        call, chosen = self.call, self._stream
+        calls, call, chosen, start = self._calls, self.call, self._stream, self._start
         if stream is not None:
             try:
                 chosen = streams.handle_or_default(stream)
@@ -77,13 +77,8 @@ class Plan:
                 call = None  # what is called below raises it
         if call is not None and chosen is not None:
             status = call.enqueue(chosen)
-            if status == entry.DONE or self._calls.made(status, call, chosen, self):
+            if status == entry.DONE or calls.made(status, call, chosen, self):
                 return self._out
-        return self._checked(stream)
-
-    def _checked(self, stream: Any) -> Any:
-        """Make the call where it is not plain."""
-        calls, start = self._calls, self._start
         if start is None:
             raise ArgumentError(
                 f"{self._name}: expected a plan whose with block has ended, got one "

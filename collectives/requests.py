@@ -396,11 +396,6 @@ class _StartedRequest:
         return self.done is not None and self.done.query()
 
 
-def end_of(stream: int) -> Done:
-    """Return the end of a stream's work so far."""
-    return Point([], stream)
-
-
 class _Worker(threading.Thread):
     """Runs the simulator's launches of one direction."""
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from numba_symm.arguments import is_integer
-from numba_symm.collectives.enqueueing import Enqueuer, PackedCall
+from numba_symm.collectives.enqueueing import Enqueuer, PackedCall, ThreadGuard
 from numba_symm.collectives.invocation import (
     CallStreams,
     Invocation,
@@ -346,6 +346,7 @@ class Caller(Protocol):
     staging: Staging
     streams: CallStreams
     enqueuer: Enqueuer
+    thread: ThreadGuard
 
     def remembered(self, work_out: Any, given: Any) -> Any: ...
 
@@ -478,7 +479,7 @@ def bound(
         out: the output.
         bind: binds calls of contiguous arrays.
     """
-    if calls.enqueuer.group is None:
+    if calls.thread.group is None:
         calls.staging.used = 0
     what = given.operation.name
     if given.second is not None:  # later, the copies in their place are compared
@@ -521,7 +522,7 @@ def prepared(
         given: the call.
         prepare: takes calls of contiguous arrays.
     """
-    if calls.enqueuer.group is None:
+    if calls.thread.group is None:
         calls.staging.used = 0
     what, x, out, stream = given.operation.name, *given[1:4]
     try:

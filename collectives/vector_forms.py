@@ -26,6 +26,7 @@ import numpy as np
 from numba_symm import arguments, dtypes
 from numba_symm.collectives import staging
 from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.enqueueing import PackedCall
 from numba_symm.collectives.invocation import (
     Invocation,
     are_apart,
@@ -70,7 +71,8 @@ class Form:
         check: checks all arguments but arrays and stream, and returns the call.
         shape: checks all but ``out``, and returns the shape of a new ``out``.
         transfers: checks all arguments, and returns the messages.
-        at_root: the array that only the root has: ``"x"``, ``"out"`` or ``""``.
+        at_root: whether only the root has an output.
+        from_root: whether only the root has an input.
         counts: the names of the arguments that are counts, for errors.
         copies: whether a call in place sends a copy of x.
         on_gpu: whether the counts are device arrays.
@@ -80,7 +82,8 @@ class Form:
     check: "Callable[[Calls, FormCall], FormCall]"
     shape: "Callable[[Calls, FormCall], tuple[int, ...]]"
     transfers: "Callable[[Calls, FormCall], Transfers]"
-    at_root: str = ""
+    at_root: bool = False
+    from_root: bool = False
     counts: tuple[str, ...] = ()
     copies: bool = False
     on_gpu: bool = False
@@ -93,9 +96,9 @@ class Form:
         call = staging.prepared(calls, given, _formed)
         if self.on_gpu:
             call = call._replace(keep=(*call.keep, tables))
-        if calls.agreement.debug and calls.enqueuer.group is not None:
+        if calls.agreement.debug and calls.thread.group is not None:
             # Before the ranks compare the call.
-            calls.enqueuer.group.pending.check(call.transfers, call.stream)
+            calls.thread.group.pending.check(call.transfers, call.stream)
         return call
 
 
@@ -111,19 +114,20 @@ def _formed(calls: Calls, given: FormCall) -> Prepared:
         copy, step = staging.copied(calls, x, what)
         call = _formed(calls, given._replace(x=copy, stream=chosen))
         return call._replace(keep=(*call.keep, stream), before=(step,))
-    lacks = form.at_root if given.root != calls.rank else ""
-    source = None if lacks == "x" else arrays.view(x, what)
+    elsewhere = given.root != calls.rank
+    source = None if form.from_root and elsewhere else arrays.view(x, what)
     chosen = calls.streams.of(stream, out if source is None else x)
     if source is None and out is None:
         raise ArgumentError(
             f"{what}: expected out on every rank but the root, got None; only the root "
             "knows the size"
         )
-    if source is not None and out is None and lacks != "out":
+    lacks = form.at_root and elsewhere
+    if source is not None and out is None and not lacks:
         new = given._replace(x=source, stream=None)
         shape = calls.remembered(form.shape, new)
         out = calls.new(x, source, shape, chosen, what)
-    target = None if lacks == "out" else arrays.view(out, f"{what}: out")
+    target = None if lacks else arrays.view(out, f"{what}: out")
     read = given._replace(x=source, out=target, stream=None)
     transfers = calls.remembered(form.transfers, read)
     return Prepared(transfers, chosen, (x, out, stream), out)
@@ -132,10 +136,10 @@ def _formed(calls: Calls, given: FormCall) -> Prepared:
 def _with_tables(calls: Calls, given: FormCall) -> FormCall:
     """Check the root, and the counts of the ranks that need them."""
     form, what = given.operation, given.operation.name
-    if form.at_root:
+    if form.at_root or form.from_root:
         root = check_rank(given.root, calls.size, f"{what}: root")
         if calls.rank != root:  # ignores the counts and the root's array, as in MPI
-            if form.at_root == "x":
+            if form.from_root:
                 return given._replace(x=None, root=root, tables=())
             return given._replace(out=None, root=root, tables=())
         given = given._replace(root=root)
@@ -169,17 +173,27 @@ def _shards(calls: Calls, given: Invocation[Shards]) -> BoundCall:
     what = operation.name
     source = flat(calls, arrays.view(x, what), what)
     ((counts, _),) = given.tables
-    places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
-    check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
-    first, count = places[calls.rank]
+    table = table_of(counts, None, calls.size, f"{what}: counts")
+    check_length(source, sum(table[0]), f"{what}: x", "the sum of counts")
+    count = table[0][calls.rank]
     chosen = calls.streams.of(stream, x)
     if out is None:
         out = calls.new(x, source, (count,), chosen, what)
     target = flat(calls, arrays.view(out, f"{what}: out"), f"{what}: out", True)
     check_length(target, count, f"{what}: out", "counts[rank]")
     check_type(target, source, what)
+    op = dtypes.reduction(given.op, what)
+    read = given._replace(x=source, out=target, stream=None, op=op, tables=(table,))
+    call = calls.remembered(_packed_shards, read)
+    return BoundCall(call, chosen, (x, out, stream), out)
+
+
+def _packed_shards(calls: Calls, given: Invocation[Shards]) -> PackedCall:
+    """Return the packed reductions of all shards, of arrays that were read."""
+    _, source, target, _, op = given[:5]
+    what, places = given.operation.name, places_of(*given.tables)
     itemsize = source.dtype.itemsize
-    if target.address != source.address + first * itemsize:
+    if target.address != source.address + places[calls.rank][0] * itemsize:
         # Later reductions read x after this rank's result was stored.
         check_apart(source, target, what)
     parts: list[Enqueue] = []
@@ -187,13 +201,11 @@ def _shards(calls: Calls, given: Invocation[Shards]) -> BoundCall:
         address = source.address + first * itemsize
         shard = source._replace(address=address, shape=(count,))
         into = target._replace(shape=(count,)) if root == calls.rank else None
-        reduction = Invocation(REDUCE_SHARD, op=given.op, root=root)
+        reduction = Invocation(REDUCE_SHARD, op=op, root=root)
         parts += calls.packed(reduction, shard, into).parts
-    op = dtypes.reduction(given.op, what)
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
     about = calls.descriptions.of(what, words, words)
-    call = calls.enqueuer.pack(about, Series(*parts))
-    return BoundCall(call, chosen, (x, out, stream), out)
+    return calls.enqueuer.pack(about, Series(*parts))
 
 
 def flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:
@@ -311,8 +323,8 @@ def _exchanged(calls: Calls, given: FormCall) -> Transfers:
 
 
 REDUCE_SCATTER_V = Shards()
-_GATHERED = _with_tables, _gathered_shape, _gathered, "out"
-_SCATTERED = _with_tables, _scattered_shape, _scattered, "x"
+_GATHERED = _with_tables, _gathered_shape, _gathered, True
+_SCATTERED = _with_tables, _scattered_shape, _scattered, False, True
 GATHER = Form("gather", *_GATHERED)
 GATHER_V = Form("gather_v", *_GATHERED, counts=("counts",))
 SCATTER = Form("scatter", *_SCATTERED)

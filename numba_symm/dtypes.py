@@ -350,9 +350,10 @@ OTHERS_NAMES |= {f"logical_{name}": f"l{name}" for name in ("and", "or", "xor")}
 
 
 def reduction(op: Any, what: str) -> Op:
-    """Return the operator for a string, an ``MPI.Op`` or a function."""
-    if isinstance(op, str) and (op in REDUCTIONS or op in LOCATED):
-        return op
+    """Return the operator for a string, an ``MPI.Op``, a function, or an operator."""
+    named = isinstance(op, str) and (op in REDUCTIONS or op in LOCATED)
+    if named or isinstance(op, UserOperator):
+        return op  # type: ignore[no-any-return]
     mpi = sys.modules.get("mpi4py.MPI")  # without this import, op is not an MPI.Op
     if mpi is not None and isinstance(op, mpi.Op):
         for name in (*REDUCTIONS, *LOCATED):

@@ -17,6 +17,7 @@ import io
 import os
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -45,7 +46,7 @@ def take_arrays_of_numpy():
         return read(array, what)
 
     arrays.is_simulated = is_on_device
-    arrays._SIMULATED = arrays._SIMULATED._replace(read=fields)
+    arrays._SIMULATED = replace(arrays._SIMULATED, read=fields)
 
 
 def replace_fftw():

@@ -1,8 +1,9 @@
 """What only a GPU needs on the host, and the tests of its order.
 
 The simulator's launches and copies block. So the host's waits and events are behind a
-branch on ``SIMULATED``, which no test without a GPU would take. A test takes it with a
-driver that executes the order of what is called (``executing.py``).
+branch on ``SIMULATED``, which no test without a GPU would take, or wait for nothing.
+Tests take them with a driver that executes the order of what is called
+(``executing.py``).
 """
 
 import ast
@@ -27,6 +28,8 @@ WAITS = {
 }
 """The package's functions that do so."""
 
+_WAIT = "streams.synchronize("  # does nothing in the simulator
+
 
 def orders(*places):
     """Mark a test that takes the branch of a GPU in places, and asserts the order.
@@ -48,7 +51,7 @@ def guarded():
         for file in files:
             path = Path(folder, file)
             text = path.read_text() if path.suffix == ".py" else ""
-            if "SIMULATED" in text:
+            if "SIMULATED" in text or _WAIT in text:
                 module = path.relative_to(PACKAGE).with_suffix("").parts
                 parts = [part for part in module if part != "__init__"]
                 found |= set(_guarded(ast.parse(text), parts))
@@ -72,6 +75,8 @@ def _parts_of_a_gpu(node):
         for at, inner in enumerate(body if isinstance(body, list) else []):
             if isinstance(inner, ast.If) and _simulated(inner.test):
                 yield from _branch_of_a_gpu(inner, body[at + 1 :])
+            elif isinstance(inner, ast.Expr) and ast.unparse(inner).startswith(_WAIT):
+                yield inner
 
 
 def _simulated(test):

@@ -106,7 +106,7 @@ def group_with_captured_call(comm, x):
             with comm.group():
                 comm.all_reduce(x)
                 comm.all_reduce(x)
-                launches = comm._calls.enqueuer.group.pending.launches
+                launches = comm._calls.thread.group.pending.launches
                 launches[1] = launches[1][0], captured
         finally:
             streams.spoil_capture = real

@@ -15,7 +15,6 @@ from numba_symm.engines.mpi import (
     reads_gpu_memory,
 )
 from numba_symm.engines.protocol import Engine, Parcel
-from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError, CollectiveError
 from numba_symm.gpu import streams
 from numba_symm.gpu.streams import LEGACY_DEFAULT
@@ -229,8 +228,7 @@ def _tried(islands: Joined, what: str) -> Iterator[None]:
     """
     try:
         yield
-        if not SIMULATED:
-            streams.synchronize(LEGACY_DEFAULT)
+        streams.synchronize(LEGACY_DEFAULT)
         islands.look()  # the watchdog may have ended it
     except CollectiveError:
         raise

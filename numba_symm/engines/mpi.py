@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
@@ -192,14 +193,13 @@ class MpiEngine:
         order: StreamOrder | None = None,
     ) -> None:
         """Send and receive; return when all is done. See :class:`Engine`."""
-        if not SIMULATED:
-            if streams.is_capturing(stream):
-                raise ArgumentError(
-                    "a call between islands: expected a stream that is not being "
-                    "captured, got a capture; MPI moves the bytes on the host, so a "
-                    "graph cannot contain them; make the call outside of the capture"
-                )
-            streams.synchronize(stream)
+        if streams.is_capturing(stream):
+            raise ArgumentError(
+                "a call between islands: expected a stream that is not being captured, "
+                "got a capture; MPI moves the bytes on the host, so a graph cannot "
+                "contain them; make the call outside of the capture"
+            )
+        streams.synchronize(stream)
         self._look()
         if beside is None:
             self._move(sends, receives)
@@ -219,7 +219,8 @@ class MpiEngine:
         """
         if SIMULATED:  # launches block, so a thread has the part of the stream
             done = self._simulated = Future()
-            thread = Thread(target=_run, args=(work, stream, done), daemon=True)
+            args = partial(work, stream), done
+            thread = Thread(target=_run, args=args, daemon=True)
             process.start(thread, "an exchange between islands")
             yield
             done.result()  # after a failure, settle() waits
@@ -293,9 +294,9 @@ def _advanced(move: "_ParcelMove") -> bool:
         return move.advance()
 
 
-def _run(work: Callable[[int], None], stream: int, done: Future[None]) -> None:
+def _run(work: Callable[[], None], done: Future[None]) -> None:
     try:
-        work(stream)
+        work()
     except BaseException as error:
         done.set_exception(error)
     else:

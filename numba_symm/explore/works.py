@@ -23,7 +23,7 @@ from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.composed import leaves_of
 from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.collectives.invocation import UNKNOWN, Invocation
-from numba_symm.collectives.messages import IRECV, ISEND, requests_of
+from numba_symm.collectives.messages import IRECV, ISEND, Group, requests_of
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.requests import Request
@@ -74,7 +74,7 @@ class ExploredCall:
 
     def enqueue(self, stream: int) -> int:
         """Enqueue the call; return what the compiled function of the library does."""
-        if self._calls.enqueuer.group is not None:
+        if self._calls.thread.group is not None:
             return entry.SLOW
         mine = host()
         for part in self.parts:
@@ -87,12 +87,12 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class _Enqueuer(Enqueuer):
-    """Enqueues works, and has the calls of an open group."""
+    """Enqueues works."""
 
     give_up = _nothing
 
     def __init__(self, calls: "ExploredCalls"):
-        self._calls, self.group = calls, None
+        self._calls, self.thread = calls, calls.thread
         self.gate: Any = SimpleNamespace(slow=0, thread=0)
         self.record = self.marks = None
 
@@ -115,9 +115,9 @@ class ExploredCalls(Calls):
         self.rank, self.size = mine.rank, mine.world.size
         self._host, self._number = mine, number
         make: Any = functools.partial(StandIn, "numba_symm.Communicator")
-        self.enqueuer = _Enqueuer(self)
         # One thread makes all calls. None is remembered, staged, or compared.
         self.thread = make(
+            group=None,
             alone=nullcontext,
             claim=lambda: entry.SLOW,
             open=lambda: entry.SLOW,
@@ -125,6 +125,7 @@ class ExploredCalls(Calls):
             finish=_nothing,
             close=_nothing,
         )
+        self.enqueuer = _Enqueuer(self)
         self.staging = make(apart=nullcontext)
         self.memory = make(get=self._made, put=_nothing, young={})
         self.agreement = make(
@@ -141,7 +142,7 @@ class ExploredCalls(Calls):
             parts=[range(self.size)], exchange=agreed,
         )  # fmt: skip
         stream = mine.check_stream
-        self.streams = make(of=stream, handle=stream, default=stream)
+        self.streams = make(of=stream, default=stream)
         self.descriptions = make(of=_nothing)
         island = make(
             world=make(rank=self.rank, size=self.size), check=_nothing, note=""
@@ -223,9 +224,9 @@ class ExploredCalls(Calls):
 
     def _made(self, key: Any) -> Any:
         """Return the call of a barrier or an exact sum, as if it was made before."""
-        if key == BARRIER.name:
-            return self._packed(key, [], range(self.size))
-        if not isinstance(key, tuple) or key[0] not in (SUM, DOT, NORM):
+        if key[0] == BARRIER.name:
+            return self._packed(key[0], [], range(self.size))
+        if key[0] not in (SUM, DOT, NORM):
             return UNKNOWN
         what, _, given, out = key
         views = [given] if isinstance(given, ArrayView) else given
@@ -437,6 +438,7 @@ class ExploredCommunicator(_OfLibrary, Communicator):
         mine.check_stream(given.get("stream"))
         self._host = mine
         self._calls: Any = ExploredCalls(mine, mine.count("communicators"))
+        self._group = Group(self._calls, "group")
         self._calls.requests = given.get("requests") or None
         self.rank, self.size = mine.rank, mine.world.size
         self._calls.set_up("Communicator")
@@ -521,7 +523,7 @@ class ExploredMemory(_OfLibrary, SymmetricMemory):
     def _contiguous(self, array: Any, what: str) -> ArrayView:
         return arrays.view(array, what)
 
-    def _new_array(self, shape: Any, dtype: Any, stream: Any) -> Any:
+    def _new_array(self, shape: Any, dtype: Any) -> Any:
         return self._host.new(shape, dtype, unset=True)
 
     def _copy(

@@ -29,6 +29,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
@@ -106,7 +107,7 @@ def view(array: Any, what: str) -> ArrayView:
 
 def fields(array: Any, what: str) -> Fields:
     """Do what :func:`view` does, for a call that may be remembered."""
-    kind = KINDS.get(type(array)) or _kind_of(array)
+    kind = KINDS.get(type(array)) or kind_of(array)
     return kind.read(array, what)
 
 
@@ -115,13 +116,13 @@ def stream_of(array: Any) -> int | None:
 
     It is the current stream of torch or CuPy for their arrays.
     """
-    kind = KINDS.get(type(array)) or _kind_of(array)
+    kind = KINDS.get(type(array)) or kind_of(array)
     return None if kind.stream is None else kind.stream(array)
 
 
 def strides_of(array: Any) -> tuple[int, ...]:
     """Return the strides, in bytes, of an array that :func:`view` has read."""
-    kind = KINDS.get(type(array)) or _kind_of(array)
+    kind = KINDS.get(type(array)) or kind_of(array)
     return kind.strides(array)
 
 
@@ -146,7 +147,8 @@ def on_device(array: Any) -> bool:
 _DLPACK_CUDA = 2  # kDLCUDA
 
 
-class _ArrayClass(NamedTuple):
+@dataclass(frozen=True)
+class _ArrayClass:
     """How arrays of a class are read.
 
     Attributes:
@@ -169,7 +171,7 @@ KINDS: dict[type, _ArrayClass] = {}
 """Arrays that are read by their own attributes: by exact class, once seen."""
 
 
-def _kind_of(array: Any) -> _ArrayClass:
+def kind_of(array: Any) -> _ArrayClass:
     """Return how to read an array of a class that is not in ``KINDS``."""
     if SIMULATED:
         found = _SIMULATED if is_simulated(array) else _UNREADABLE
@@ -256,7 +258,7 @@ def _torch_classes(torch: Any) -> tuple[_ArrayClass, _ArrayClass]:
     )
     plain = exchange.reader(torch.Tensor, samples, read)
     found = _ArrayClass(plain, stream, strides, library=_torch_library(torch))
-    return found, found._replace(read=_read_exported)
+    return found, replace(found, read=_read_exported)
 
 
 def _read_exported(tensor: Any, what: str) -> Fields:
@@ -277,22 +279,21 @@ def _read_exported(tensor: Any, what: str) -> Fields:
 @functools.cache
 def _cupy_classes(cupy: Any) -> tuple[_ArrayClass, _ArrayClass]:
     """Return how to read CuPy's arrays, and those of subclasses."""
-    known = dtypes.DTYPES
+    known, current = dtypes.DTYPES, cupy.cuda.get_current_stream
 
     def read(array: Any, what: str) -> Fields:
         dtype = array.dtype
         if dtype not in known:
             return _read_foreign(array, what)
         # The public ``flags`` is a new object, which takes longer than all the rest.
-        c, fortran = array._c_contiguous, array._f_contiguous
-        order = "C" if c else "F" if fortran else None
+        order = "C" if array._c_contiguous else "F" if array._f_contiguous else None
         return array.data.ptr, array.shape, dtype, order, False
 
-    def stream(array: Any) -> int:
-        return int(cupy.cuda.get_current_stream().ptr)
+    def stream(array: Any) -> Any:
+        return current().ptr
 
     found = _ArrayClass(read, stream, _own_strides, True, _cupy_library(cupy))
-    return found, found._replace(read=_read_foreign, always=False)
+    return found, replace(found, read=_read_foreign, always=False)
 
 
 def _read_foreign(array: Any, what: str) -> Fields:
@@ -324,7 +325,7 @@ def _not_an_array(array: Any, what: str, error: Exception) -> ArgumentError:
 def _stream_of_foreign(array: Any) -> int | None:
     interface = getattr(array, "__cuda_array_interface__", {})
     stream = interface.get("stream")
-    return None if stream is None else streams.handle_of(stream)
+    return None if stream is None else streams.handle_or_default(stream)
 
 
 def _strides_of_foreign(array: Any) -> tuple[int, ...]:
@@ -373,7 +374,7 @@ def _read_simulated(array: Any, what: str) -> Fields:
 
 
 _SIMULATED = _ArrayClass(_read_simulated, None, _own_strides, always=True)
-_UNREADABLE = _SIMULATED._replace(read=_refuse_simulated, always=False)
+_UNREADABLE = replace(_SIMULATED, read=_refuse_simulated, always=False)
 
 
 def is_simulated(array: Any) -> bool:
@@ -720,7 +721,7 @@ _MAKERS = {"cupy": _cupy_library, "torch": _torch_library}
 
 def of(array: Any) -> Library | None:
     """Return the library of an array, None if outputs for it are Numba's."""
-    kind = KINDS.get(type(array)) or _kind_of(array)
+    kind = KINDS.get(type(array)) or kind_of(array)
     return kind.library
 
 

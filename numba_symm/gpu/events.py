@@ -354,8 +354,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Wait on the host until all work of the stream is done."""
-        if not SIMULATED:
-            streams.synchronize(self.handle)
+        streams.synchronize(self.handle)
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record ``event`` or a new event after the work so far; return the event."""

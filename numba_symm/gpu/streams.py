@@ -37,20 +37,11 @@ LEGACY_DEFAULT = 1 if _ZERO_IS_PER_THREAD else 0
 _LEGACY_DEFAULTS = (1,) if _ZERO_IS_PER_THREAD else (0, 1)
 
 
-def handle_of(stream: Any) -> int:
+def handle_or_default(stream: Any) -> int:
     """Return the handle of a Numba, cuda.core, CuPy or torch stream, or of an int.
 
-    In the simulator, return the handle of the legacy default stream.
+    For None, and in the simulator, return that of the legacy default stream.
     """
-    if not SIMULATED:
-        return _found_in(stream)
-    if not isinstance(stream, cuda.stream):  # the simulator's streams have no handle
-        _found_in(stream)
-    return LEGACY_DEFAULT
-
-
-def handle_or_default(stream: Any) -> int:
-    """Return the handle of a stream; None is the legacy default stream."""
     if stream is None:
         return LEGACY_DEFAULT
     reader = _READERS.get(stream.__class__)
@@ -58,7 +49,11 @@ def handle_or_default(stream: Any) -> int:
         return reader(stream)
     if type(stream) is int and 0 <= stream < 1 << 64:  # without the calls below
         return LEGACY_DEFAULT if SIMULATED else stream
-    return handle_of(stream)
+    if not SIMULATED:
+        return _found_in(stream)
+    if not isinstance(stream, cuda.stream):  # the simulator's streams have no handle
+        _found_in(stream)
+    return LEGACY_DEFAULT
 
 
 _READERS: dict[type, Callable[[Any], int]] = {}
@@ -161,7 +156,10 @@ class StreamOrder:
         """Take the steps of a call in a stream's capture, after its latest call."""
         capture, place = in_capture(stream)
         self._latest = trail = self._of_capture(capture)
-        trail.begin(stream, place)
+        # An unnecessary wait also costs the early launch, because the stream's next
+        # kernel would follow the whole latest call.
+        if trail.place is not None and place != trail.place:
+            driver.call("cuStreamWaitEvent", stream, trail.event, 0)
         try:
             yield
         finally:
@@ -230,16 +228,6 @@ class _Trail:
     def across(self) -> "SideStream":
         """The third one."""
         return SideStream(1)
-
-    def begin(self, stream: int, place: frozenset[int]) -> None:
-        """Make a stream in a capture wait for the latest call, if it must.
-
-        An unnecessary wait also costs the early launch, because the stream's next
-        kernel would follow the whole latest call.
-        """
-        if self.place is not None and place != self.place:
-            driver.call("cuStreamWaitEvent", stream, self.event, 0)
-        self.place = place
 
     def end(self, stream: int) -> None:
         """Record the event after the latest call."""
@@ -460,7 +448,8 @@ class SideStream:
 
 def synchronize(stream: int) -> None:
     """Wait until the stream's work is done."""
-    driver.call("cuStreamSynchronize", stream)
+    if not SIMULATED:
+        driver.call("cuStreamSynchronize", stream)
 
 
 def is_done(handle: Any) -> bool:

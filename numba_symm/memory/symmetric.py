@@ -9,7 +9,6 @@ from numba import cuda
 
 from numba_symm import arguments, dtypes
 from numba_symm.device.signals import CheckedContext, Context
-from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError
 from numba_symm.gpu import arrays, streams
 from numba_symm.gpu.arrays import Memory
@@ -255,7 +254,12 @@ class SymmetricMemory:
         dtype = dtypes.checked(dtype, "get")
         shape, start = self._place(rank, shape, dtype, storage_offset, "get")
         if out is None:
-            out = self._new_array(shape, dtype, stream)
+            if streams.is_capturing(streams.handle_or_default(stream)):
+                raise ArgumentError(
+                    "get: pass out= while a stream is being captured into a graph; "
+                    "memory cannot be allocated then"
+                )
+            out = self._new_array(shape, dtype)
         target = self._contiguous(out, "get: out")
         if (target.shape, target.dtype) != (shape, dtype) or target.readonly:
             raise ArgumentError(
@@ -343,14 +347,7 @@ class SymmetricMemory:
                 self._island.abandon(error, what)
             raise
 
-    def _new_array(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any
-    ) -> Any:
-        if not SIMULATED and streams.is_capturing(streams.handle_or_default(stream)):
-            raise ArgumentError(
-                "get: pass out= while a stream is being captured into a graph; memory "
-                "cannot be allocated then"
-            )
+    def _new_array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
         return arrays.empty(shape, dtype, "get")
 
     def _copy(

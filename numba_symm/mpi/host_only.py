@@ -112,8 +112,7 @@ class Op(MPI.Op, metaclass=Kind):
         steps = reduced(of, into, self, what)  # have temporary arrays until the end
         for step in steps:
             step(stream)
-        if not SIMULATED:
-            streams.synchronize(stream)
+        streams.synchronize(stream)
 
     def __reduce__(self) -> Any:
         if (MPI.Op, self.handle) in _constants:

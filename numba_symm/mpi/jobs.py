@@ -38,15 +38,9 @@ def wait(communicator: Communicator, stream: int) -> None:
 
     Within a capture, return immediately.
     """
-    if _captures(stream):
-        return
-    if not SIMULATED:
+    if not streams.is_capturing(stream):
         streams.synchronize(stream)
-    communicator.check()
-
-
-def _captures(stream: int) -> bool:
-    return not SIMULATED and streams.is_capturing(stream)
+        communicator.check()
 
 
 _lingering: "list[tuple[Event, Job, ExitStack]]" = []
@@ -217,7 +211,7 @@ class Job:
     @property
     def captured(self) -> bool:
         """Whether the job's stream is being captured."""
-        return _captures(self.stream)
+        return streams.is_capturing(self.stream)
 
     def start_beside(self, side: SideStream) -> Event:
         """Enqueue all steps beside the later work of the job's stream.

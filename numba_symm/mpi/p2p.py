@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout, SymmError
 from numba_symm.gpu import streams
 from numba_symm.gpu.arrays import KINDS
@@ -158,8 +157,7 @@ def on_host(found: buffers.Items, stream: int) -> Any:
     if found.layout.runs is not None:
         found = buffers.packed(found, stream)
     streams.copy_to_host(data.ctypes.data, found.address, found.nbytes, stream)
-    if not SIMULATED:
-        streams.synchronize(stream)
+    streams.synchronize(stream)
     return data
 
 

@@ -37,7 +37,7 @@ import numpy as np
 from llvmlite import ir
 
 from numba_symm.collectives.kernels import message_copy
-from numba_symm.environment import DEFAULT_MESSAGE_LIMIT, SIMULATED, message_limit
+from numba_symm.environment import DEFAULT_MESSAGE_LIMIT, message_limit
 from numba_symm.errors import ExchangeError
 from numba_symm.gpu import loads, streams
 from numba_symm.gpu.arrays import Memory, view
@@ -913,8 +913,7 @@ class CopyStream:
 
     def settle(self) -> None:
         """Wait for all copies."""
-        if not SIMULATED:
-            streams.synchronize(self.stream)
+        streams.synchronize(self.stream)
 
     def close(self) -> None:
         """Wait for all copies; there are none later."""

@@ -40,7 +40,6 @@ from mpi4py import MPI
 from numba_symm import dtypes, environment, process
 from numba_symm.arguments import shown
 from numba_symm.collectives.invocation import check_writable
-from numba_symm.environment import SIMULATED
 from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft, SymmError
 from numba_symm.gpu import arrays, streams
 from numba_symm.gpu.arrays import ArrayView
@@ -708,8 +707,7 @@ class Win(MPI.Win, metaclass=Kind):
         """Wait for this rank's copies, also of those that other threads enqueued."""
         used = list(self._used.items())
         for stream in dict.fromkeys(stream for _, (stream, _) in used):
-            if not SIMULATED:
-                streams.synchronize(stream)
+            streams.synchronize(stream)
         # Until now, their arrays were in use, and other threads had to wait, too.
         for number, _ in used:
             self._used.pop(number, None)

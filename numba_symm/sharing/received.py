@@ -274,7 +274,7 @@ class Reference:
         self._guard = guard
         self._open = Open(handle.slot, handle.serial)
         self._counters: CounterFile | None = None
-        self._stream = stream  # kept, so that no other stream gets its handle
+        self.stream = stream  # kept, so that no other stream gets its handle
         self._process = os.getpid()
         self._context = streams.current_context()
 
@@ -318,7 +318,7 @@ class Reference:
         """Wait for the stream. Return False if the stream is being captured."""
         if SIMULATED:
             return True
-        stream = streams.handle_or_default(self._stream)
+        stream = streams.handle_or_default(self.stream)
         with self.in_context():
             if streams.is_capturing(stream):
                 return False
@@ -426,7 +426,7 @@ class ReceivedData:
         self._memory: Memory | None = Memory(0, 0, None)
         consumer.watch(self._memory, self._reference)
         try:
-            opened = (_open_here if here else _open_there)(self._reference, stream)
+            opened = (_open_here if here else _open_there)(self._reference)
         except BaseException:
             self.undo()
             raise
@@ -487,7 +487,7 @@ class ReceivedData:
 _Opened = tuple[int, int, Any]  # the arguments of Memory
 
 
-def _open_here(reference: Reference, stream: Any) -> _Opened:
+def _open_here(reference: Reference) -> _Opened:
     """Open an array of this process, whose own handles CUDA does not open."""
     handle = reference.handle
 
@@ -498,18 +498,18 @@ def _open_here(reference: Reference, stream: Any) -> _Opened:
 
     sent = producer.guard.do(take)
     if sent.event is not None:
-        sent.event.wait(stream)
+        sent.event.wait(reference.stream)
     return handle.base, handle.base_nbytes, sent.original_ptr
 
 
-def _open_there(reference: Reference, stream: Any) -> _Opened:
+def _open_there(reference: Reference) -> _Opened:
     """Open an array of another process."""
     handle = reference.handle
     key = (handle.producer.name, handle.kind, handle.base, kinds.current_ordinal())
     while closing := consumer.guard.do(lambda: _take(reference, key)):
         closing.finish(wait=True)
     if handle.event_sync_required and not SIMULATED:
-        Event.from_ipc_handle(handle.event).wait(stream)
+        Event.from_ipc_handle(handle.event).wait(reference.stream)
     if reference.mapped is None:
         return 0, 0, None
     mapping = reference.mapped.mapping
@@ -562,8 +562,7 @@ def share_again(
     CUDA cannot export memory that a process has imported. The next consumer waits only
     for the producer's event. So this function waits for the work of this process.
     """
-    if not SIMULATED:
-        streams.synchronize(stream)
+    streams.synchronize(stream)
     return reference.again(address, found, opens)
 
 

@@ -104,11 +104,8 @@ class SentData:
         if SIMULATED:
             return
         with on_device_of(stream, self.device):
-            self._record(stream)
-
-    def _record(self, stream: int) -> None:
-        if not producer.guard.do(lambda: self._record_event(stream)):
-            streams.synchronize(stream)
+            if not producer.guard.do(lambda: self._record_event(stream)):
+                streams.synchronize(stream)
 
     def _record_event(self, stream: int) -> bool:
         if producer.events >= EVENTS:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from numba_symm.gpu.streams import handle_of
+from numba_symm.gpu.streams import handle_or_default
 from tests.sharing.work import fill_kernel
 
 MILLISECOND = 1_000_000  # nanoseconds
@@ -69,7 +69,7 @@ def to_device(host):
 
 def numba_view(stream):
     """Return a stream of any library as Numba's."""
-    handle = 0 if stream is None else handle_of(stream)
+    handle = 0 if stream is None else handle_or_default(stream)
     return cuda.external_stream(handle) if handle else 0
 
 

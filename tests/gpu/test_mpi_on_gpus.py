@@ -174,7 +174,7 @@ def test_a_sendrecv_follows_the_streams_of_its_arrays(comm, number):
         fill(x, comm.rank, used[0], LATE)
         fill(y, -1, used[-1], 2 * LATE)
         comm.Sendrecv(x, right, 6, y, left, 6)
-        assert streams.is_done(streams.handle_of(used[-1]))
+        assert streams.is_done(streams.handle_or_default(used[-1]))
         cuda.synchronize()
         assert (y.copy_to_host() == left).all()
 

@@ -292,13 +292,13 @@ class Attribute:
     ],
 )
 def test_a_streams_handle_is_found(stream, handle):
-    assert streams.handle_of(stream) == handle
+    assert streams.handle_or_default(stream) == handle
 
 
-@pytest.mark.parametrize("rubbish", ["stream", 1.0, object(), [1], None])
+@pytest.mark.parametrize("rubbish", ["stream", 1.0, object(), [1]])
 def test_an_object_that_is_not_a_stream_is_refused(rubbish):
     with pytest.raises(ArgumentError) as raised:
-        streams.handle_of(rubbish)
+        streams.handle_or_default(rubbish)
     assert str(raised.value) == (
         f"expected a stream, got {arguments.without_addresses(repr(rubbish))}; pass a "
         "stream of Numba, cuda.core, CuPy or torch, or its handle as an int"

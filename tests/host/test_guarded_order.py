@@ -6,6 +6,7 @@ elsewhere (``tests/orders.py``).
 
 import itertools
 import sys
+from collections import deque
 from contextlib import ExitStack, contextmanager, nullcontext
 from threading import RLock
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ class Driver(ExecutingDriver):
     def take(self, *modules):
         """Let modules take the branches of a GPU, after work of the program."""
         for module in modules:
-            self._patch.setattr(module, "SIMULATED", False)
+            self._patch.setattr(module, "SIMULATED", False, raising=False)
         return self.work()
 
     def work(self, stream=STREAM):
@@ -183,7 +184,7 @@ def test_dropped_memory_is_released_when_the_gpu_is_idle(gpu):
     assert gpu.names[-2:] == ["cuCtxSynchronize", "release"]
 
 
-@orders("collectives.communicator.Communicator.synchronize")
+@orders("collectives.communicator.Communicator.synchronize", "gpu.streams.synchronize")
 def test_a_communicator_waits_for_the_stream_before_it_looks(gpu):
     gpu.take(communicator)
     comm = MagicMock(check=gpu.reads("check"))
@@ -245,6 +246,16 @@ def test_no_memory_is_freed_while_a_request_is_pending(gpu, monkeypatch):
     ended.append(True)
     all_of_them.settle()
     assert gpu.names == ["free"]
+
+
+@orders("collectives.requests._Direction.close")
+def test_the_messages_of_a_direction_have_ended_at_its_end(gpu):
+    gpu.take(requests)
+    lane = object.__new__(requests._Direction)
+    lane._worker, lane._entries = None, deque([gpu])
+    lane._side = SimpleNamespace(stream=STREAM, close=gpu.frees("the arrays"))
+    lane.close()
+    assert not lane._entries
 
 
 @orders("engines._tried")
@@ -381,7 +392,7 @@ def test_threads_wait_for_what_each_other_enqueued(gpu, monkeypatch):
 def test_an_array_is_given_back_when_its_stream_is_done(gpu, monkeypatch):
     gpu.take(sys.modules[Reference.__module__])
     reference = object.__new__(Reference)
-    reference._stream = STREAM
+    reference.stream = STREAM
     monkeypatch.setattr(Reference, "in_context", lambda self: nullcontext())
     assert reference.wait()
     gpu.frees("the producer")()
@@ -403,9 +414,12 @@ def test_an_array_of_another_process_follows_its_producer(gpu, monkeypatch):
         **{"event": b"", "event_sync_required": True},
     )
     reference = SimpleNamespace(
-        handle=handle, mapped=None, again=gpu.reads("again", "the same handle")
+        handle=handle,
+        mapped=None,
+        stream=OTHER,
+        again=gpu.reads("again", "the same handle"),
     )
-    received._open_there(reference, OTHER)
+    received._open_there(reference)
     gpu.work(OTHER)
     found = received.share_again(reference, 0, None, 1, OTHER)
     assert found == "the same handle"

@@ -232,5 +232,5 @@ def test_a_known_array_of_cupy_is_on_the_device_by_its_class(monkeypatch):
     finally:
         del CupyArray.__cuda_array_interface__
     tensor = Tensor(is_cuda=False)
-    arrays._kind_of(Tensor())
+    arrays.kind_of(Tensor())
     assert not arrays.on_device(tensor)

@@ -371,7 +371,6 @@ def test_a_closed_stream_of_copies_is_not_settled_again(monkeypatch):
             self.stream = streams.LEGACY_DEFAULT
 
     monkeypatch.setattr(rooms, "SideStream", lambda _: Side())
-    monkeypatch.setattr(rooms, "SIMULATED", False)
     monkeypatch.setattr(streams, "synchronize", settled.append)
     copies = rooms.CopyStream()
     copies.close()

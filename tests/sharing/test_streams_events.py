@@ -66,7 +66,7 @@ def uses_streams(comm):
     facts["priority"] = first.priority, second.priority
     facts["device"] = first.device.ordinal, second.device_index
     facts["empty"] = first.query()
-    facts["protocol"] = streams.handle_of(first) == first.__cuda_stream__()[1]
+    facts["protocol"] = streams.handle_or_default(first) == first.__cuda_stream__()[1]
     facts["no such device"] = error_of(ns.Stream, device=99)
     facts["no such priority"] = [error_of(ns.Stream, priority=p) for p in (1, -99)]
     right = []

@@ -44,14 +44,14 @@ def test_launches_accept_the_streams_that_numba_accepts_on_a_gpu():
     ],
 )
 def test_every_librarys_stream_is_the_default_one(stream):
-    assert streams.handle_of(stream) == streams.LEGACY_DEFAULT
+    assert streams.handle_or_default(stream) == streams.LEGACY_DEFAULT
     assert ns.open_shared(ns.share(cuda.to_device(np.arange(3)), stream=stream))[2] == 2
 
 
-@pytest.mark.parametrize("rubbish", [*RUBBISH, None, cuda.stream])
+@pytest.mark.parametrize("rubbish", [*RUBBISH, cuda.stream])
 def test_an_object_that_is_not_a_stream_is_refused(rubbish):
     with pytest.raises(ArgumentError) as raised:
-        streams.handle_of(rubbish)
+        streams.handle_or_default(rubbish)
     assert str(raised.value) == (
         f"expected a stream, got {arguments.without_addresses(repr(rubbish))}; pass a "
         "stream of Numba, cuda.core, CuPy or torch, or its handle as an int"

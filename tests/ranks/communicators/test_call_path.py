@@ -54,6 +54,10 @@ def calls_of(comm, x):
     """Return calls by name, each with the most functions that it may pass."""
     y, z = cuda.device_array_like(x), cuda.device_array(1, np.float32)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    gathered = None  # on the other ranks
+    if comm.rank == 0:
+        gathered = cuda.to_device(np.zeros((comm.size, 100), np.float32))
+    counts = [100 - comm.size + 1] + [1] * (comm.size - 1)
     plan = comm.all_reduce_init(x, out=y)
     other = comm.sendrecv_init(x, dst=right, out=y, src=left)
 
@@ -70,16 +74,24 @@ def calls_of(comm, x):
         "all_reduce in place": (lambda: comm.all_reduce(y, out=y), 6),
         "broadcast": (lambda: comm.broadcast(x, root=0), 6),
         "sendrecv": (lambda: comm.sendrecv(x, dst=right, out=y, src=left), 6),
-        "group": (group, 12),
+        "group": (group, 11),
         "sum": (lambda: comm.sum(x), 10),
         "dot": (lambda: comm.dot(x, y, out=z), 6),
         "norm": (lambda: comm.norm(x, out=z), 5),
+        "barrier": (comm.barrier, 5),
+        "gather": (lambda: comm.gather(x, root=0, out=gathered), 6),
+        "scatter": (lambda: comm.scatter(gathered, root=0, out=y), 6),
+        "reduce_scatter_v": (
+            lambda: comm.reduce_scatter_v(x, counts=counts, out=y[: counts[comm.rank]]),
+            60,  # of any number of ranks: its launches were packed before
+        ),
     }
 
 
 NAMES = [
     *("a plan", "a plan of messages", "all_reduce", "a new output"),
     *("all_reduce in place", "broadcast", "sendrecv", "group", "sum", "dot", "norm"),
+    *("barrier", "gather", "scatter", "reduce_scatter_v"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -81,6 +82,30 @@ def test_what_an_open_group_refuses(comm, world):
             refused(world, ns.ArgumentError, calls[what], f"{what}: a group is open")
     comm.barrier()
     comm.synchronize()
+
+
+@needs_peers
+def test_a_group_keeps_nothing_after_its_block(comm):
+    """Neither an array, nor a message of a block that an exception has left."""
+    right, left = right_and_left(comm)
+    y, z, kept = comm.zeros(1), comm.zeros(1), []
+    for number in range(4):
+        x = ordinary(1, np.dtype(np.float32))
+        put(x, np.full(1, number, np.float32))
+        kept.append(weakref.ref(x))
+        with contextlib.suppress(KeyError), comm.group():
+            comm.send(y, dst=right)
+            comm.recv(x, src=left)
+            raise KeyError
+        with comm.group():
+            comm.send(x, dst=right)
+            comm.recv(y, src=left)
+            if number % 2:
+                comm.all_reduce(z, out=z)
+        del x
+        assert kept[-1]() is None
+        comm.synchronize()
+        assert y.copy_to_host()[0] == number
 
 
 @needs_peers

@@ -24,7 +24,7 @@ def test_captures_with_temporary_arrays(comm, monkeypatch):
     given = x, [out, 1, pairs]
     prepared = comm.Allgather_init(*given)
     with monkeypatch.context() as patch:
-        patch.setattr(jobs, "_captures", lambda stream: True)
+        patch.setattr(jobs.streams, "is_capturing", lambda stream: True)
         patch.setattr(comm._life, "side", None)
         for call in (comm.Allgather, comm.Iallgather, comm.Allgather_init):
             with pytest.raises(NotImplementedError, match="Allgather_init before"):
@@ -83,7 +83,7 @@ def test_nonblocking_calls_run_beside_later_ones(comm, monkeypatch):
     own, beside = 7, 5
     if not SIMULATED:
         made = [cuda.stream() for _ in range(2)]
-        own, beside = (streams.handle_of(each) for each in made)
+        own, beside = (streams.handle_or_default(each) for each in made)
 
     class Side:
         stream = beside

@@ -117,7 +117,6 @@ def test_epochs_wait_for_the_streams_of_the_owner(comm, win, monkeypatch):
     waited, everyone = [], win.Get_group()
     streams = {None: 7, id(win.array): 8}
     with monkeypatch.context() as patch:
-        patch.setattr(windows, "SIMULATED", False)
         patch.setattr(windows.streams, "synchronize", waited.append)
         # The driver knows no streams 7 and 8.
         patch.setattr(windows.streams, "is_capturing", lambda stream: False)
