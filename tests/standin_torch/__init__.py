@@ -12,8 +12,6 @@ import operator
 import ml_dtypes
 import numpy as np
 
-own_LACKS = "Torch not compiled with CUDA enabled"
-
 
 class own_Named:
     def __init__(self, name):
@@ -24,9 +22,7 @@ class own_Named:
 
 
 class dtype(own_Named):  # torch.dtype
-    def __init__(self, name):
-        super().__init__(name)
-        self.own_numpy = np.dtype(getattr(ml_dtypes, name, name))
+    pass
 
 
 class layout(own_Named):  # torch.layout
@@ -40,7 +36,8 @@ own_types = {
         *("float32", "float64", "complex64", "complex128", "float8_e4m3fnuz"),
     )
 }
-globals().update({kind.own_name: kind for kind in own_types.values()})
+own_numpys = {each: numpys for numpys, each in own_types.items()}
+globals().update({each.own_name: each for each in own_numpys})
 strided, sparse_coo = layout("strided"), layout("sparse_coo")
 
 
@@ -107,7 +104,7 @@ class Tensor:  # torch.Tensor, which torch makes by functions only
         return self.own_neg
 
     def record_stream(self, stream):
-        raise NotImplementedError("memory of the CPU waits for no stream")
+        raise NotImplementedError
 
     def reshape(self, *shape):
         return Tensor(self.own_array.reshape(shape))
@@ -116,23 +113,22 @@ class Tensor:  # torch.Tensor, which torch makes by functions only
         return tuple(each // self.element_size() for each in self.own_array.strides)
 
     def to(self, dtype):
-        return Tensor(self.own_array.astype(dtype.own_numpy))
+        return Tensor(self.own_array.astype(own_numpys[dtype]))
 
     def to_sparse(self):
         return Tensor(self.own_array.copy(), layout=sparse_coo)
 
     def view(self, *shape):
         if isinstance(shape[0], dtype):
-            return Tensor(self.own_array.view(shape[0].own_numpy))
+            return Tensor(self.own_array.view(own_numpys[shape[0]]))
         if not self.is_contiguous():
             raise RuntimeError("view size is not compatible with input tensor's size")
         return self.reshape(*shape)
 
 
 def own_new(array, dtype, where="cpu"):
-    short = {"float64": "float32", "complex128": "complex64"}  # torch's default types
-    name = short.get(array.dtype.name, array.dtype.name)
-    return Tensor(array.astype(dtype.own_numpy if dtype else name), device(where))
+    default = "float32" if array.dtype == "float64" else array.dtype
+    return Tensor(array.astype(own_numpys.get(dtype, default)), device(where))
 
 
 def arange(*range, dtype=None):
@@ -141,14 +137,6 @@ def arange(*range, dtype=None):
 
 def cat(tensors):
     return Tensor(np.concatenate([each.own_array for each in tensors]))
-
-
-def empty(*size):
-    return own_new(np.empty(size), None)
-
-
-def equal(input, other):
-    return np.array_equal(input.own_array, other.own_array)
 
 
 def full(size, fill_value, *, dtype=None):
@@ -185,25 +173,14 @@ class _C:  # torch._C
             self.own_values = []
 
         def set_result(self, result):
-            assert not self.own_values, "it has a result"
             self.own_values.append(result)
 
         def wait(self):
-            (result,) = self.own_values  # else torch waits for ever
+            (result,) = self.own_values  # none: torch waits; two: it raises
             return result
 
 
 class cuda:  # torch.cuda, of torch without CUDA
-    class Stream:  # torch.cuda.Stream
-        def __init__(self):
-            raise RuntimeError(own_LACKS)
-
-    def current_device():
-        raise AssertionError(own_LACKS)
-
-    def current_stream():
-        raise AssertionError(own_LACKS)
-
     def stream(stream):
-        assert stream is None, own_LACKS
+        assert stream is None
         return contextlib.nullcontext()

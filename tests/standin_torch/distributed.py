@@ -2,13 +2,13 @@
 
 import contextlib
 import enum
-import fcntl
 import functools
 import inspect
 import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import quote
 
 
@@ -16,11 +16,9 @@ class Store:  # torch.distributed.Store, with a file for each key
     def own_path(self, key):
         return self.own_folder / quote(self.own_prefix + key, safe="")
 
-    def add(self, key, amount):
-        with Path(self.own_folder, "lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            amount += int(self.get(key)) if self.check([key]) else 0
-            self.set(key, str(amount))
+    def add(self, key, amount):  # here, only one rank may add to a key
+        amount += int(self.get(key)) if self.check([key]) else 0
+        self.set(key, str(amount))
         return amount
 
     def check(self, keys):
@@ -49,22 +47,8 @@ class PrefixStore(Store):  # torch.distributed.PrefixStore
         self.own_prefix = f"{store.own_prefix}{prefix}/"
 
 
-class own_Bound(type):
-    """As pybind11's classes, whose constructors a subclass must call."""
-
-    def __call__(cls, *args, **options):
-        made = super().__call__(*args, **options)
-        if not hasattr(made, "own_made"):
-            raise TypeError(f"{cls}.__init__() must be called when overriding __init__")
-        return made
-
-
-class Work(metaclass=own_Bound):  # torch.distributed.Work
-    def __init__(self):
-        self.own_made = True
-
-    def wait(self, timeout=timedelta(0)):
-        return True
+class Work:  # torch.distributed.Work
+    pass
 
 
 class ReduceOp:  # torch.distributed.ReduceOp
@@ -87,9 +71,6 @@ def _make_nccl_premul_sum(factor):
     return ReduceOp(ReduceOp.PREMUL_SUM)
 
 
-own_SUM = ReduceOp(ReduceOp.SUM)
-
-
 def own_options(**fields):
     """Return a class of options, which takes no others."""
     fields |= {"asyncOp": True, "timeout": timedelta(milliseconds=-1)}
@@ -101,21 +82,21 @@ def own_options(**fields):
     return type("Options", (), {"__slots__": tuple(fields), "__init__": init})
 
 
-AllreduceCoalescedOptions = own_options(reduceOp=own_SUM)
-AllreduceOptions = own_options(reduceOp=own_SUM)
+own_SUM = {"reduceOp": ReduceOp(ReduceOp.SUM)}
+AllreduceCoalescedOptions = own_options(**own_SUM)
+AllreduceOptions = own_options(**own_SUM)  # torch.distributed.AllreduceOptions, etc.
 AllToAllOptions = own_options()
-BarrierOptions = own_options()  # torch.distributed.BarrierOptions, and so on
+BarrierOptions = own_options()
 BroadcastOptions = own_options(rootRank=0)
 GatherOptions = own_options(rootRank=0)
-ReduceOptions = own_options(reduceOp=own_SUM, rootRank=0)
-ReduceScatterOptions = own_options(reduceOp=own_SUM)
+ReduceOptions = own_options(**own_SUM, rootRank=0)
+ReduceScatterOptions = own_options(**own_SUM)
 ScatterOptions = own_options(rootRank=0)
 
 
-class ProcessGroup(metaclass=own_Bound):  # torch.distributed.ProcessGroup
+class ProcessGroup:  # torch.distributed.ProcessGroup
     def __init__(self, rank, size):
         self.own_place = rank, size
-        self.own_made = True
 
     def rank(self):
         return self.own_place[0]
@@ -131,7 +112,7 @@ class Backend:  # torch.distributed.Backend
     @classmethod
     def register_backend(cls, name, func, extended_api=False, devices=None):
         assert (name, extended_api, devices) == ("symm", True, ["cpu"])
-        distributed_c10d._world.own_create = func
+        own_world.own_create = func
 
 
 class group:  # torch.distributed.group
@@ -144,30 +125,11 @@ class distributed_c10d:  # torch.distributed.distributed_c10d
     class _DistributedBackendOptions:
         __slots__ = "group_rank", "group_size", "store", "timeout"
 
-    class _world:  # torch.distributed.distributed_c10d._world
+    class _world:
         group_count, pg_coalesce_state, pg_group_ranks, pg_map = 0, {}, {}, {}
 
 
 own_world = distributed_c10d._world
-own_AllgatherOptions = distributed_c10d.AllgatherOptions
-
-
-def init_process_group(backend, *, timeout, world_size, rank, store):
-    ranks, store = range(world_size), PrefixStore("default_pg", store)
-    group.WORLD = own_new_group(ranks, timeout, backend, None, rank, store)
-
-
-def is_initialized():
-    return group.WORLD is not None
-
-
-own_LONG = timedelta(minutes=30)
-
-
-def new_group(ranks=None, timeout=None, backend=None, pg_options=None):
-    world, (_, store) = group.WORLD, own_world.pg_map[group.WORLD]
-    ranks, timeout = sorted(ranks or range(world.size())), timeout or own_LONG
-    return own_new_group(ranks, timeout, backend, pg_options, world.rank(), store)
 
 
 def own_new_group(ranks, timeout, backend, options, me, store):
@@ -186,6 +148,22 @@ def own_new_group(ranks, timeout, backend, options, me, store):
     return made
 
 
+def init_process_group(backend, timeout, world_size, rank, store):
+    ranks, store = range(world_size), PrefixStore("default_pg", store)
+    group.WORLD = own_new_group(ranks, timeout, backend, None, rank, store)
+
+
+def is_initialized():
+    return group.WORLD is not None
+
+
+def new_group(ranks=None, timeout=None, backend=None, pg_options=None):
+    world, (_, store) = group.WORLD, own_world.pg_map[group.WORLD]
+    ranks = sorted(ranks or range(world.size()))
+    timeout = timeout or timedelta(minutes=30)
+    return own_new_group(ranks, timeout, backend, pg_options, world.rank(), store)
+
+
 def destroy_process_group(group=None):
     for each in [group] if group else [*own_world.pg_map][::-1]:
         each.shutdown()
@@ -193,108 +171,81 @@ def destroy_process_group(group=None):
 
 
 def own_ended(work, async_op):
-    if async_op:
-        return work
-    if work is not None:
-        work.wait()
-    return None
+    """Return the work of a call, or wait for it."""
+    return work if async_op or work is None else work.wait() and None
 
 
-def own_function(prepare):
-    """Make a function of torch of one that returns options, a method and tensors.
+def own_function(method, options, parameters):
+    """Return a function of torch. Complex tensors stay what they are.
 
-    Complex tensors stay complex, of which torch often makes pairs of numbers.
+    Args:
+        method: the group's that it calls.
+        options: the class of the options that it passes.
+        parameters: the names of its own, before ``group``. Those in brackets are
+            passed in a list.
     """
-    signature = inspect.signature(prepare)
+    roles = parameters.split()
+    names = [each.strip("[]") for each in roles]
+    signature = inspect.Signature(
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in (*names, "group", "async_op")
+    )
 
-    @functools.wraps(prepare)
     def call(*args, **named):
         bound = signature.bind(*args, **named)
         bound.apply_defaults()
-        given = bound.arguments
-        options, name, *tensors = prepare(**given)
-        where, root = given["group"] or group.WORLD, given.get("src", given.get("dst"))
-        options.asyncOp = given["async_op"]
-        if "op" in given:
-            options.reduceOp = ReduceOp(given["op"])
-        if root is not None:
-            options.rootRank = own_world.pg_group_ranks[where][root]
+        *own, where, async_op = bound.arguments.values()
+        where, made, tensors = where or group.WORLD, options(), []
+        made.asyncOp = bool(async_op)
+        for role, name, value in zip(roles, names, own, strict=True):
+            if name == "op":
+                made.reduceOp = ReduceOp(value or ReduceOp.SUM)
+            elif name in ("src", "dst"):
+                made.rootRank = own_world.pg_group_ranks[where][value or 0]
+            elif value is None:
+                tensors.append([])
+            else:
+                tensors.append([value] if role != name else value)
+        if method == "gather":
+            tensors.reverse()
         calls = own_world.pg_coalesce_state.get(where)
-        if calls is not None and f"{name}_coalesced" in own_together:
-            calls.append((f"{name}_coalesced", options, tensors))
+        if calls is not None and f"{method}_coalesced" in own_together:
+            calls.append((f"{method}_coalesced", made, tensors))
             return None  # for async_op, torch returns a work that refuses every use
-        return own_ended(getattr(where, name)(*tensors, options), given["async_op"])
+        return own_ended(getattr(where, method)(*tensors, made), async_op)
 
+    call.__signature__ = signature
     return call
 
 
-@own_function
-def all_gather(tensor_list, tensor, group=None, async_op=False):
-    return own_AllgatherOptions(), "allgather", [tensor_list], [tensor]
-
-
-@own_function
-def all_gather_single(output_tensor, input_tensor, group=None, async_op=False):
-    return own_AllgatherOptions(), "all_gather_single", output_tensor, input_tensor
-
-
-@own_function
-def all_reduce(tensor, op=ReduceOp.SUM, group=None, async_op=False):
-    return AllreduceOptions(), "allreduce", [tensor]
-
-
-@own_function
-def all_to_all(output_tensor_list, input_tensor_list, group=None, async_op=False):
-    return AllToAllOptions(), "alltoall", output_tensor_list, input_tensor_list
-
-
-@own_function
-def all_to_all_single(
-    output,
-    input,
-    output_split_sizes=None,
-    input_split_sizes=None,
-    group=None,
-    async_op=False,
-):
-    parts = output_split_sizes or [], input_split_sizes or []
-    return AllToAllOptions(), "all_to_all_single", output, input, *parts
-
-
-@own_function
-def broadcast(tensor, src=None, group=None, async_op=False):
-    return BroadcastOptions(), "broadcast", [tensor]
-
-
-@own_function
-def gather(tensor, gather_list=None, dst=None, group=None, async_op=False):
-    return GatherOptions(), "gather", [gather_list] if gather_list else [], [tensor]
-
-
-@own_function
-def reduce(tensor, dst=None, op=ReduceOp.SUM, group=None, async_op=False):
-    return ReduceOptions(), "reduce", [tensor]
-
-
-@own_function
-def reduce_scatter(output, input_list, op=ReduceOp.SUM, group=None, async_op=False):
-    return ReduceScatterOptions(), "reduce_scatter", [output], [input_list]
-
-
-@own_function
-def reduce_scatter_single(output, input, op=ReduceOp.SUM, group=None, async_op=False):
-    return ReduceScatterOptions(), "reduce_scatter_single", output, input
-
-
-@own_function
-def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False):
-    return ScatterOptions(), "scatter", [tensor], [scatter_list] if scatter_list else []
-
-
+own_gathers = distributed_c10d.AllgatherOptions
+all_gather = own_function("allgather", own_gathers, "[tensor_list] [tensor]")
+all_gather_single = own_function(
+    "all_gather_single", own_gathers, "output_tensor input_tensor"
+)
+all_reduce = own_function("allreduce", AllreduceOptions, "[tensor] op")
+all_to_all = own_function(
+    "alltoall", AllToAllOptions, "output_tensor_list input_tensor_list"
+)
+all_to_all_single = own_function(
+    "all_to_all_single",
+    AllToAllOptions,
+    "output input output_split_sizes input_split_sizes",
+)
+broadcast = own_function("broadcast", BroadcastOptions, "[tensor] src")
+gather = own_function("gather", GatherOptions, "[tensor] [gather_list] dst")
+reduce = own_function("reduce", ReduceOptions, "[tensor] dst op")
+reduce_scatter = own_function(
+    "reduce_scatter", ReduceScatterOptions, "[output] [input_list] op"
+)
+reduce_scatter_single = own_function(
+    "reduce_scatter_single", ReduceScatterOptions, "output input op"
+)
+scatter = own_function("scatter", ScatterOptions, "[tensor] [scatter_list] src")
 all_gather_into_tensor, reduce_scatter_tensor = all_gather_single, reduce_scatter_single
 own_together = {
     "allreduce_coalesced": AllreduceCoalescedOptions,
-    "all_gather_single_coalesced": own_AllgatherOptions,
+    "all_gather_single_coalesced": own_gathers,
     "reduce_scatter_single_coalesced": ReduceScatterOptions,
 }
 
@@ -304,16 +255,16 @@ def _coalescing_manager(group=None, device=None, async_ops=False):
     calls = own_world.pg_coalesce_state.setdefault(group, [])
     if device:
         group._start_coalescing(device)
-    block, work = Work(), None
+    block, work = SimpleNamespace(), None
     yield block  # after an exception, torch ends nothing
     del own_world.pg_coalesce_state[group]
     if calls:
-        ((name, first, _), *_), tensors = calls, [each for _, _, each in calls]
+        name, first, _ = calls[0]
         options = own_together[name]()
         options.asyncOp = async_ops
         if "reduce" in name:
             options.reduceOp = first.reduceOp
-        lists = [[*each] for each in zip(*tensors, strict=True)]
+        lists = [[*each] for each in zip(*(each[2] for each in calls), strict=True)]
         if name == "allreduce_coalesced":
             lists = [[tensor for (tensor,) in lists[0]]]
         work = getattr(group, name)(*lists, options)
@@ -324,11 +275,10 @@ def _coalescing_manager(group=None, device=None, async_ops=False):
         own_ended(work, async_ops)
 
 
-@own_function
 def barrier(group=None, async_op=False, device_ids=None, timeout=None):
     options = BarrierOptions()
-    options.timeout = timeout or options.timeout
-    return options, "barrier"
+    options.asyncOp, options.timeout = async_op, timeout or options.timeout
+    return own_ended(group.barrier(opts=options), async_op)
 
 
 def isend(tensor, dst=None, group=None, tag=0):
@@ -347,7 +297,6 @@ def send(tensor, dst=None, group=None, tag=0):
 
 def recv(tensor, src=None, group=None, tag=0):
     irecv(tensor, src, group, tag).wait()
-    return src
 
 
 class P2POp:  # torch.distributed.P2POp
