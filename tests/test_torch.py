@@ -287,6 +287,9 @@ def of_any_sizes(comm, folder):
     assert gaps.tolist() == [[1.0, size, size, 1.0]] * 3
     none = torch.zeros(0)
     dist.all_reduce(none, group=group)
+    alone = torch.ones(2)
+    group.allreduce(alone).wait()  # as DistributedDataParallel.join calls it
+    assert alone.tolist() == [size] * 2
     work = dist.barrier(group, async_op=True)
     work.wait()
 
@@ -319,6 +322,16 @@ def coalesced(comm, folder):
     calls.wait()
     assert x.tolist() == [size] * 2
     assert y.tolist() == [1.0] * 3
+    before, after = (rank - 1) % size, (rank + 1) % size
+    with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as calls:
+        work = dist.broadcast(x, 0, group, async_op=True)
+        dist.irecv(y, before, group)
+        assert not work.is_completed()
+        time.sleep(0.2 * rank)
+        dist.isend(torch.full((3,), 10.0 + rank), after, group)
+    calls.wait()
+    assert y.tolist() == [10.0 + before] * 3
+    assert work.wait()
     block = dist._coalescing_manager(group, torch.device("cpu"))
     with contextlib.suppress(ZeroDivisionError), block:
         dist.broadcast(y, 0, group)
@@ -330,6 +343,7 @@ def coalesced(comm, folder):
     dist.distributed_c10d._world.pg_coalesce_state.clear()  # torch leaves it
     with dist._coalescing_manager(group, torch.device("cpu")):
         pass  # the calls of the other block are forgotten
+    assert y.tolist() == [10.0 + before] * 3
     dist.all_reduce(x, group=group)
     assert x.tolist() == [size * size] * 2
 
