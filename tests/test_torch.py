@@ -540,7 +540,9 @@ def test_what_it_lacks_is_refused(ranks):
 
 def divided(comm, folder):
     """Groups of some ranks, of which some are destroyed, and made again."""
-    begin(comm, folder)
+    world = next(iter(begin(comm, folder)))
+    import numba_symm.torch as backend
+
     for members in ([0, 1], [1, 0], [0, comm.size - 1], [0, 1]):
         group = dist.new_group(members, backend="symm")
         if comm.rank in members:
@@ -553,6 +555,9 @@ def divided(comm, folder):
             dist.destroy_process_group(group)
             error, _ = attempt(group.allreduce, [x], dist.AllreduceOptions())
             assert "the process group was destroyed" in error
+    meeting = backend.StoreComm(world.get_group_store(), comm.rank, comm.size, SECONDS)
+    time.sleep(0.2 * comm.rank)  # meanwhile, the store has what an earlier one gave
+    assert meeting.allgather(comm.rank) == list(range(comm.size))
 
 
 def test_groups_of_some_ranks(ranks):
@@ -717,6 +722,8 @@ def in_order(comm, folder):
             patch.setattr(place, name, function, raising=False)
         patch.setattr(backend, "current_stream", lambda: 1)
         patch.setattr(backend, "Point", Point)
+        ends = lambda group: log.append("the host waits")  # noqa: E731
+        patch.setattr(backend.SymmGroup, "synchronize", ends)
         used = lambda tensor, stream: log.append(f"{stream.name} uses it")  # noqa: E731
         patch.setattr(torch.Tensor, "record_stream", used)
         dist.all_reduce(x, group=group)
@@ -737,6 +744,7 @@ def in_order(comm, folder):
             "between",
             "default waits for event 5",
             "default waits for event 5",
+            "the host waits",
         ]
         log.clear()
         assert work.get_future().wait()[0] is x

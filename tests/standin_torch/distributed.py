@@ -129,7 +129,7 @@ class distributed_c10d:  # torch.distributed.distributed_c10d
         group_count, pg_coalesce_state, pg_group_ranks, pg_map = 0, {}, {}, {}
 
 
-own_world = distributed_c10d._world
+own_group, own_world = group, distributed_c10d._world
 
 
 def own_new_group(ranks, timeout, backend, options, me, store):
@@ -168,6 +168,8 @@ def destroy_process_group(group=None):
     for each in [group] if group else [*own_world.pg_map][::-1]:
         each.shutdown()
         del own_world.pg_map[each], own_world.pg_group_ranks[each]
+    if group is None:
+        own_group.WORLD, own_world.group_count = None, 0
 
 
 def own_ended(work, async_op):
