@@ -18,6 +18,7 @@ from numba_symm import dtypes
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
 from numba_symm.gpu import exchange
+from tests.spawned import SIMULATED as IN_SIMULATOR
 from tests.spawned import Ranks, attempt, outcomes
 
 try:
@@ -56,8 +57,13 @@ def begin(comm, folder, seconds=SECONDS):
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request, tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("torch"))
-    with Ranks(request.param) as made:
+    with Ranks(request.param, [IN_SIMULATOR] * request.param) as made:
         yield lambda function, *args: made.run(function, folder, *args)
+
+
+def on_two(function, folder, *args):
+    """Run a function on two new ranks, and return the outcomes."""
+    return outcomes(2, function, str(folder), *args, environ=[IN_SIMULATOR] * 2)
 
 
 # Each case returns pairs: a tensor, and what its elements should be.
@@ -607,7 +613,7 @@ def learn():
 
 @pytest.mark.parametrize("calls", [0, 1])
 def test_a_missing_rank_is_named_within_the_timeout(tmp_path, calls):
-    first, _ = outcomes(2, absent, str(tmp_path), calls)
+    first, _ = on_two(absent, tmp_path, calls)
     (error, seconds), (later, _) = first.value
     assert error.startswith("CollectiveTimeout: ")
     assert "rank 1" in error
@@ -628,7 +634,7 @@ def aborted(comm, folder):
 
 
 def test_an_aborted_group_fails_on_all_ranks_and_is_destroyed(tmp_path):
-    for one in outcomes(2, aborted, str(tmp_path)):
+    for one in on_two(aborted, tmp_path):
         for error in one.value:
             assert error.startswith("Aborted: rank 1 aborted the communicator: ")
         assert one.code == 0
@@ -640,7 +646,7 @@ def left_open(comm, folder):
 
 
 def test_a_program_may_end_without_destroying_its_groups(tmp_path):
-    for one in outcomes(2, left_open, str(tmp_path)):
+    for one in on_two(left_open, tmp_path):
         assert one.error == ""
         assert one.code == 0
         assert one.output == "done\n"
@@ -658,7 +664,7 @@ def leaves(comm, folder):
 
 
 def test_a_rank_that_leaves_is_not_awaited(tmp_path):
-    first, second = outcomes(2, leaves, str(tmp_path))
+    first, second = on_two(leaves, tmp_path)
     error, seconds = first.value
     assert error.startswith("Aborted: rank 1 aborted the communicator: "), error
     assert "it has left the group" in error
@@ -870,7 +876,7 @@ def parting(comm, folder, orders):
 
 @pytest.mark.parametrize("orders", [[(0, 1), (1, 0)], [(0, 1), ()], [(), (1, 0)]])
 def test_groups_are_destroyed_in_any_order(tmp_path, orders):
-    for one in outcomes(2, parting, str(tmp_path), orders):
+    for one in on_two(parting, tmp_path, orders):
         assert one.error == ""
         assert one.code == 0
         assert one.output == ""
