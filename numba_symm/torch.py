@@ -821,7 +821,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
                 self._begun += work.requests
         return work
 
-    def barrier(self, opts: Any) -> SymmWork:
+    def barrier(self, opts: Any = None) -> SymmWork:
         """Wait for all ranks, on the host."""
         limit = getattr(opts, "timeout", self._timeout)
         if limit not in (self._timeout, timedelta(milliseconds=-1)):

@@ -298,6 +298,7 @@ def of_any_sizes(comm, folder):
     assert alone.tolist() == [size] * 2
     work = dist.barrier(group, async_op=True)
     work.wait()
+    group.barrier().wait()  # as torch's RPC calls it
 
 
 def test_lists_and_types_that_gloo_refuses(ranks):
