@@ -10,7 +10,7 @@ import pytest
 from tests import standin_torch
 from tests.standin_torch import distributed
 
-torch = pytest.importorskip("torch")
+torch = pytest.importorskip("torch", minversion="2.13")
 
 
 def parameters(function):
