@@ -43,7 +43,7 @@ def begin(comm, folder, seconds=SECONDS):
     sys.modules.update({"torch": torch, "torch.distributed": dist})
     import numba_symm.torch  # noqa: F401  # registers the backend
 
-    if not dist.is_initialized():
+    if dist.group.WORLD is None:
         name = "-".join(comm.allgather(str(os.getpid())))  # new after a failure
         store = dist.FileStore(f"{folder}/{name}", comm.size)
         limit = timedelta(seconds=seconds)
@@ -195,9 +195,9 @@ def send_and_recv(group, rank, size):
     x = torch.full((3,), rank + 1.0)
     dist.barrier(group)  # all ranks must make the first call
     if rank == 0:
-        dist.send(x, 1, group)
+        dist.isend(x, 1, group).wait()
     elif rank == 1:
-        dist.recv(x, 0, group)
+        dist.irecv(x, 0, group).wait()
     return [(x, max(rank, 1) if rank < 2 else rank + 1)]
 
 
@@ -531,8 +531,8 @@ def refused(comm, folder):
         (lambda: dist.all_gather(parts, x, group), "a list of"),
         (lambda: dist.all_to_all_single(x, x, [2], [2], group), "a part for each"),
         (lambda: dist.isend(x, 1, group, tag=3), "expected tag=0"),
-        (lambda: dist.recv(torch.ones(2, 2).t(), 1, group), "a contiguous tensor"),
-        (lambda: dist.recv(x, group=group), "recv_anysource: the backend symm does"),
+        (lambda: dist.irecv(torch.ones(2, 2).t(), 1, group), "a contiguous tensor"),
+        (lambda: dist.irecv(x, group=group), "recv_anysource: the backend symm does"),
         (lambda: dist.barrier(group, timeout=limit), "the timeout of the group"),
         (lambda: dist.new_group(backend="symm", pg_options=3), "no pg_options"),
     ):

@@ -5,16 +5,19 @@ import enum
 import functools
 import inspect
 import os
-import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import quote
 
 
-class Store:  # torch.distributed.Store, with a file for each key
+class FileStore:  # torch.distributed.FileStore; here, each key has a file
+    def __init__(self, file_name, world_size=-1):
+        self.own_folder = Path(f"{file_name}-keys")
+        self.own_folder.mkdir(exist_ok=True)
+
     def own_path(self, key):
-        return self.own_folder / quote(self.own_prefix + key, safe="")
+        return self.own_folder / quote(key, safe="")
 
     def add(self, key, amount):  # here, only one rank may add to a key
         amount += int(self.get(key)) if self.check([key]) else 0
@@ -24,27 +27,13 @@ class Store:  # torch.distributed.Store, with a file for each key
     def check(self, keys):
         return all(self.own_path(key).exists() for key in keys)
 
-    def get(self, key):
-        while not self.check([key]):
-            time.sleep(1e-3)
+    def get(self, key):  # which exists: else torch waits
         return self.own_path(key).read_bytes()
 
     def set(self, key, value):
         new = self.own_folder / f"new {os.getpid()}"
         new.write_bytes(value.encode() if isinstance(value, str) else value)
         new.replace(self.own_path(key))
-
-
-class FileStore(Store):  # torch.distributed.FileStore
-    def __init__(self, file_name, world_size=-1):
-        self.own_folder, self.own_prefix = Path(f"{file_name}-keys"), ""
-        self.own_folder.mkdir(exist_ok=True)
-
-
-class PrefixStore(Store):  # torch.distributed.PrefixStore
-    def __init__(self, prefix, store):
-        self.own_folder = store.own_folder
-        self.own_prefix = f"{store.own_prefix}{prefix}/"
 
 
 class Work:  # torch.distributed.Work
@@ -82,6 +71,7 @@ def own_options(**fields):
     return type("Options", (), {"__slots__": tuple(fields), "__init__": init})
 
 
+own_LONG = timedelta(minutes=30)
 own_SUM = {"reduceOp": ReduceOp(ReduceOp.SUM)}
 AllreduceCoalescedOptions = own_options(**own_SUM)
 AllreduceOptions = own_options(**own_SUM)  # torch.distributed.AllreduceOptions, etc.
@@ -138,7 +128,7 @@ def own_new_group(ranks, timeout, backend, options, me, store):
         return object()  # torch has a mark for it
     assert backend == "symm"
     given = distributed_c10d._DistributedBackendOptions()
-    given.store = PrefixStore("cpu/", PrefixStore(f"{name}/", store))
+    given.store = FileStore(store.own_folder / str(name))  # torch: with a prefix
     given.group_rank, given.group_size = ranks.index(me), len(ranks)
     given.timeout = timeout
     made = own_world.own_create(given, options)
@@ -149,18 +139,13 @@ def own_new_group(ranks, timeout, backend, options, me, store):
 
 
 def init_process_group(backend, timeout, world_size, rank, store):
-    ranks, store = range(world_size), PrefixStore("default_pg", store)
+    ranks = range(world_size)
     group.WORLD = own_new_group(ranks, timeout, backend, None, rank, store)
-
-
-def is_initialized():
-    return group.WORLD is not None
 
 
 def new_group(ranks=None, timeout=None, backend=None, pg_options=None):
     world, (_, store) = group.WORLD, own_world.pg_map[group.WORLD]
-    ranks = sorted(ranks or range(world.size()))
-    timeout = timeout or timedelta(minutes=30)
+    ranks, timeout = sorted(ranks or range(world.size())), timeout or own_LONG
     return own_new_group(ranks, timeout, backend, pg_options, world.rank(), store)
 
 
@@ -291,14 +276,6 @@ def irecv(tensor, src=None, group=None, tag=0):
     if src is None:
         return group.recv_anysource([tensor], tag)
     return group.recv([tensor], own_world.pg_group_ranks[group][src], tag)
-
-
-def send(tensor, dst=None, group=None, tag=0):
-    isend(tensor, dst, group, tag).wait()
-
-
-def recv(tensor, src=None, group=None, tag=0):
-    irecv(tensor, src, group, tag).wait()
 
 
 class P2POp:  # torch.distributed.P2POp
