@@ -417,11 +417,11 @@ def crossing(comm, folder):
     received = [torch.zeros(5) for _ in range(100)]
     works = [dist.isend(torch.full((5,), float(i)), after, group) for i in range(100)]
     works += [dist.irecv(each, before, group) for each in received]
+    (moved,) = works[-1].get_future().wait()
+    assert moved.tolist() == [99.0] * 5
     for work in reversed(works):
         work.wait()
     assert [each.tolist() for each in received] == [[i] * 5 for i in range(100)]
-    (moved,) = works[-1].get_future().wait()
-    assert moved.tolist() == [99.0] * 5
 
 
 def test_messages_run_beside_other_calls(ranks):
