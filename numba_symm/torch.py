@@ -48,6 +48,7 @@ NAME = "symm"
 PARTING = 10.0
 """Seconds that a program waits for the other ranks at its end, if groups are open."""
 
+_PLAIN = dist.AllreduceOptions()
 _POLL = 2e-3  # seconds between two looks into a store
 _AT_ONCE = timedelta(0)
 
@@ -118,10 +119,6 @@ class StoreComm:
 Body = Callable[[Communicator, "SymmWork"], Any]
 
 
-def _nothing(comm: Communicator, work: "SymmWork") -> None:
-    """Do nothing, in place of a body."""
-
-
 class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
     """One call of a group, or several that start together.
 
@@ -129,20 +126,26 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         group: the group.
         tensors: those that the call reads or writes.
         outputs: what the future of the call has.
-        body: makes the calls of the communicator.
+        body: makes the calls of the communicator; None: they are made already.
 
     Attributes:
         tensors, body: the same.
         stream: the handle of the group's own stream; None: torch's current one.
+        requests: messages that it stands for.
     """
 
     stream: int | None = None
-    done: Any = None  # the point after it, if it is on the group's own stream
+    requests: Sequence[Request] = ()
+    done: Sequence[Any] = ()  # the point after it, if it is on the group's own stream
     _copies: tuple[tuple[Any, Any], ...] = ()  # of tensors with gaps, to be copied back
     postponed = False  # to the end of a coalescing block
 
     def __init__(
-        self, group: "SymmGroup", tensors: Sequence[Any], outputs: Any, body: Body
+        self,
+        group: "SymmGroup",
+        tensors: Sequence[Any],
+        outputs: Any,
+        body: Any = None,
     ):
         super().__init__()
         self.tensors, self.body = tensors, body
@@ -155,7 +158,7 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         """
         dense = tensor.detach() if tensor.requires_grad else tensor
         if not dense.is_contiguous():
-            with self._current():
+            with self.current():
                 dense = dense.contiguous()
             if written:
                 self._copies += ((tensor.detach(), dense),)
@@ -168,18 +171,13 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         memory = arrays.Memory(flat.data_ptr(), nbytes, owner=flat)
         return memory.array(flat.numel(), _DTYPES[flat.dtype])
 
-    def joined(self, tensors: Sequence[Any]) -> Any:
-        """Return the elements of several tensors, one after another, as an array."""
-        with self._current():
-            return self.of(torch.cat([each.reshape(-1) for each in tensors]))
-
     def finish(self) -> None:
         """Copy what the call has stored to the tensors that have gaps."""
         for tensor, dense in self._copies:
-            with self._current():
+            with self.current():
                 tensor.copy_(dense)
 
-    def _current(self) -> Any:
+    def current(self) -> Any:
         """Make the stream of the call torch's current one."""
         return torch.cuda.stream(self._group.own if self.stream else None)
 
@@ -192,12 +190,14 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         """
         if self.postponed:
             raise self._unstarted("wait")
-        if self.done is not None:
+        if ends := (*self.requests, *self.done):
             with on_device(self._group.ordinal):
-                self.done.wait(current_stream())
+                for end in ends:
+                    end.wait(None if SIMULATED else current_stream())
         if timeout > _AT_ONCE:
             self._wait_on_the_host(timeout)
-        self._group.check()
+        if not self.requests:  # these raise errors themselves
+            self._group.check()
         return True
 
     def _unstarted(self, what: str) -> ArgumentError:
@@ -216,9 +216,12 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
 
     def is_completed(self) -> bool:
         """Return whether the call has ended."""
-        if self.done is None:  # it ran on the current stream
-            return SIMULATED or bool(torch.cuda.current_stream().query())
-        return bool(self.done.query())
+        ended = [request.test() for request in self.requests]
+        ended += [point.query() for point in self.done]
+        if ended or self.postponed:
+            return all(ended) and not self.postponed
+        # It ran on the current stream.
+        return SIMULATED or bool(torch.cuda.current_stream().query())
 
     def synchronize(self) -> None:
         """Do as :meth:`wait`."""
@@ -231,14 +234,18 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
     def get_future(self) -> Any:
         """Return a future of the outputs, which is done at once, in stream order.
 
+        torch's current stream first follows messages.
+
         Raises:
             ArgumentError, CollectiveError: as for :meth:`wait`.
         """
         if self.postponed:
             raise self._unstarted("get_future")
+        if self.requests:
+            self.wait()
         self._group.check()
         future = torch._C.Future(self._group.devices)
-        if self.done is None:
+        if self.requests or not self.done:
             future.set_result(self._outputs)
             return future
         number = self._group.ordinal
@@ -266,28 +273,6 @@ def on_device(number: int) -> AbstractContextManager[object]:
 
 
 _STAYS = nullcontext()
-
-
-class _Message(SymmWork):
-    """A send or a receive, which are requests of the communicator."""
-
-    requests: Sequence[Request] = ()
-
-    def wait(self, timeout: timedelta = _AT_ONCE) -> bool:
-        """Let torch's current stream follow; with a timeout, the host waits as well."""
-        with on_device(self._group.ordinal):
-            for request in self.requests:
-                request.wait(None if SIMULATED else current_stream())
-        return timeout <= _AT_ONCE or super().wait(timeout)
-
-    def is_completed(self) -> bool:
-        """Return whether the messages have ended."""
-        return all(request.test() for request in self.requests)
-
-    def get_future(self) -> Any:
-        """Return a future, after torch's current stream has followed."""
-        self.wait()
-        return super().get_future()
 
 
 class _Barrier(SymmWork):
@@ -414,6 +399,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         self.own: Any = None
         self._idle: list[Event] = []  # of points that are no more
         self._later: list[SymmWork] = []
+        self._begun: list[Request] = []  # messages of a coalescing block
         self.coalesces = self._closed = False
         self._name = ""
         _groups.add(self)
@@ -571,23 +557,24 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
         for work in works:
             work.finish()
         if works[-1].stream is not None:
-            done = Point(self._idle, self._handle)
+            done = [Point(self._idle, self._handle)]
             for work in works:
                 work.done = done
 
     def _start_coalescing(self, device: Any) -> None:
-        self._later.clear()  # of a block that ended with an exception
+        self._later, self._begun = [], []  # of a block that ended with an exception
         self.coalesces = True
 
     def _end_coalescing(self, device: Any) -> SymmWork:
         self.coalesces = False
         works, self._later = self._later, []
         tensors = [tensor for work in works for tensor in work.tensors]
-        whole = SymmWork(self, tensors, tensors, _nothing)
+        whole = SymmWork(self, tensors, tensors)
         if works:
             with self._lock, on_device(_place(tensors)):
                 self._start(works, together=True)
             whole.done = works[-1].done
+        whole.requests = self._begun
         return whole
 
     def _messages(
@@ -635,8 +622,10 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     # Collectives, by torch's names. ``opts`` are torch's options.
 
     @_collective
-    def allreduce(self, tensors: list[Any], opts: Any) -> SymmWork:
-        """Reduce tensors over all ranks."""
+    def allreduce(self, tensors: Any, opts: Any = _PLAIN) -> SymmWork:
+        """Reduce tensors over all ranks, or one tensor."""
+        if isinstance(tensors, torch.Tensor):  # DistributedDataParallel.join passes it
+            tensors = [tensors]
         return self._each("all_reduce", tensors, tensors, opts, reduces=True)
 
     @_collective
@@ -695,12 +684,14 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             for output, parts in zip(outputs, inputs, strict=True):
                 out = work.of(output, written=True)
                 if len({part.numel() for part in parts}) == 1:
-                    x, stream = work.joined(parts), work.stream
-                    comm.reduce_scatter(x, out=out, op=op, stream=stream)
+                    with work.current():
+                        whole = torch.cat([part.reshape(-1) for part in parts])
+                    x = work.of(whole)
+                    comm.reduce_scatter(x, out=out, op=op, stream=work.stream)
                 else:
                     for root, part in enumerate(parts):
-                        x, stream = work.of(part), work.stream
-                        comm.reduce(x, root=root, out=out, op=op, stream=stream)
+                        x = work.of(part)
+                        comm.reduce(x, root=root, out=out, op=op, stream=work.stream)
 
         tensors = [*outputs, *(part for parts in inputs for part in parts)]
         return self._run(body, tensors, opts, outputs=outputs)
@@ -816,7 +807,7 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     def _request(
         self, name: str, tensors: list[Any], tag: int, **peer: int
     ) -> SymmWork:
-        place, work = _place(tensors), _Message(self, tensors, tensors, _nothing)
+        place, work = _place(tensors), SymmWork(self, tensors, tensors)
         if tag:
             raise ArgumentError(
                 f"{name}: expected tag=0, got {tag}, because messages of two ranks "
@@ -826,9 +817,11 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
             start = getattr(self._communicator(), name)
             stream = None if SIMULATED else current_stream()
             work.requests = [start(work.of(x), stream=stream, **peer) for x in tensors]
+            if self.coalesces:
+                self._begun += work.requests
         return work
 
-    def barrier(self, opts: Any) -> SymmWork:
+    def barrier(self, opts: Any = None) -> SymmWork:
         """Wait for all ranks, on the host."""
         limit = getattr(opts, "timeout", self._timeout)
         if limit not in (self._timeout, timedelta(milliseconds=-1)):
