@@ -137,6 +137,14 @@ def test_synchronous_and_persistent_messages(comm):
         recv.Start()
     send.Start()
     MPI.Request.Waitall([send, recv])
+    for finish in (MPI.Prequest.Wait, MPI.Prequest.Test, MPI.Prequest.Get_status):
+        recv.Start()
+        comm.Send([array(1, 2), 2, MPI.INT], right, 3)
+        comm.Barrier()
+        with pytest.raises(MPI.Exception, match="expected at most"):
+            while not finish(recv):
+                pass
+        assert not recv.is_active  # it may be started again
     reduce = comm.Allreduce_init(MPI.IN_PLACE, recvbuf=x)
     replaced = room(1)
     for attribute in ("_ary", "gpu_data"):  # in the simulator, and on a GPU
