@@ -196,10 +196,13 @@ class Sending(Own):
 
     def _is_done(self) -> bool:
         slot, words = self.slot, self.post.words
-        if slot != NO_SLOT and not words.holds(slot, READY, self.number):
-            return False
-        self._array = None  # the program may drop the array
-        return not (self._matched or self._over) or self._is_matched()
+        done = slot == NO_SLOT or words.holds(slot, READY, self.number)
+        if done:
+            self._array = None  # the program may drop the array
+            done = not (self._matched or self._over) or self._is_matched()
+        if not done:
+            self.post.check()
+        return done
 
     def _withdraw(self) -> None:
         """Wait for the copy: the call raises, so its caller may change the array."""
@@ -239,13 +242,6 @@ class Sending(Own):
             ranks=(rank, dest),
             operation="Send",
         )
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        if self._is_done():
-            self._finish(status)
-            return True
-        self.post.check()
-        return False
 
 
 NOBODY = MPI.PROC_NULL
@@ -607,4 +603,11 @@ class Together(Own):
                 each.Wait(found)
 
     def _is_done(self) -> bool:
-        return all([each.Get_status() for each in (self._receives, self._sends)])
+        return self.Get_status()
+
+    @translated
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return what :meth:`Test` would return; the request stays active."""
+        if not self._active:
+            return super().Get_status(status)
+        return all([self._receives.Get_status(status), self._sends.Get_status()])

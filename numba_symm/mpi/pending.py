@@ -163,13 +163,12 @@ class Receiving(Own):
             self._active = False
             raise self._error
 
-    def _poll(self, status: MPI.Status | None) -> bool:
+    def _is_done(self) -> bool:
         self._post.refuse_capture(self._stream, "Recv")
-        if not self.advance():
+        done = self.advance()
+        if not done:
             self._post.check()
-            return False
-        self._finish(status)
-        return True
+        return done
 
     def rests(self) -> bool:
         """Return whether no kernel copies a message that has arrived in a room."""

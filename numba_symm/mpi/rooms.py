@@ -360,20 +360,19 @@ def _emit_look(module: ir.Module) -> None:
     writers = b.select(e.is_("==", late, 0), writers, _I64(0))
     late = b.select(e.is_("==", late, 0), b.add(port, _I64(Port.never.offset)), late)
     saved = e.python("PyEval_SaveThread", _ANY)
-    names = "loop", "other", "again", "end"
-    loop, other, again, end = map(e.function.append_basic_block, names)
+    names = "loop", "again", "end"
+    loop, again, end = map(e.function.append_basic_block, names)
     b.branch(loop)
     b.position_at_end(loop)
-    there = b.icmp_signed(">=", b.load_atomic(e.at(word, 0), "acquire", 8), value)
-    b.store(b.select(there, _I64(THERE), _I64(NOTHING)), found)
-    b.cbranch(there, end, other)
-    b.position_at_end(other)
-    is_late = e.is_("!=", b.load_atomic(e.at(late, 0), "acquire", 8), 0)
+    is_late = e.is_("!=", e.acquire(e.at(late, 0)), 0)
     b.store(b.select(is_late, _I64(ARRIVED), _I64(NOTHING)), found)
     with e.each(writers) as n:
         number, place = e.next_of(b.add(rings, b.mul(n, stride)))
         arrived = b.icmp_signed("==", e.acquire(e.at(place, 0)), number)
         b.store(b.select(arrived, _I64(ARRIVED), b.load(found)), found)
+    # Last, because the word may be that of an envelope.
+    there = b.icmp_signed(">=", e.acquire(e.at(word, 0)), value)
+    b.store(b.select(there, _I64(THERE), b.load(found)), found)
     b.cbranch(e.is_("!=", b.load(found), NOTHING), end, again)
     b.position_at_end(again)
     rest = b.sub(b.load(left), _I64(1))

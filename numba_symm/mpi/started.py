@@ -84,12 +84,19 @@ class Request(StartedCall, metaclass=Kind):
     def _finish(self, status: MPI.Status | None) -> None:
         self._ask(getattr(self._of, "_complete", self._of.Wait), status)
 
-    def _poll(self, status: MPI.Status | None) -> bool:
-        return self._ask(self._of.Test, status)
+    def _is_done(self) -> bool:
+        return self._ask(self._of.Get_status)
 
-    def _ask(self, method: Callable[..., bool], status: MPI.Status | None) -> bool:
+    @translated
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return what :meth:`Test` would return; the request stays active."""
+        if self._active:
+            return self._ask(self._of.Get_status, status)
+        return super().Get_status(status)
+
+    def _ask(self, method: Any, status: MPI.Status | None = None) -> bool:
         try:
-            return method(status)
+            return bool(method(status))
         finally:  # a call that has failed is over
             self._active = bool(self._of)
 
@@ -291,13 +298,13 @@ class Own(Request):
 
     _of, _starts = None, False
     # Of all objects, until one of them changes it: so making an object takes less time.
-    _active, _ended = True, None
+    _active = True
 
     def __init__(self) -> None:
         pass
 
-    _finish, _poll = StartedCall._finish, StartedCall._poll
-    Cancel = StartedCall.Cancel
+    _finish, _is_done = StartedCall._finish, StartedCall._is_done
+    Cancel, Get_status = StartedCall.Cancel, StartedCall.Get_status
 
 
 def _has_own(requests: Sequence[Any], what: str) -> bool:
