@@ -1,5 +1,6 @@
 """Receives of messages of device arrays: requests, and what probes found."""
 
+from functools import partial
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from numba_symm.mpi.rooms import (
     Order,
 )
 from numba_symm.mpi.started import Own
-from numba_symm.mpi.waited import describe
+from numba_symm.mpi.waited import describe, waited
 from numba_symm.mpi.words import Envelope, failure_of
 
 
@@ -118,26 +119,14 @@ class Receiving(Own):
 
     def _await(self, stage: int) -> None:
         """Wait until the receive has come to a stage, or was cancelled."""
-        post, order, looks = self._post, self._order, 0
-        posted, receive = post.posted, post.receive
+        post, order = self._post, self._order
         if post._freed or not hasattr(post.threads, "ready"):
             post.check_open("Recv")  # after a Free, the sender reuses the memory
         try:
             if len(progress.matching) > 1:
                 progress.advance()
-            while True:
-                with post._lock:  # another thread may post a receive meanwhile
-                    is_first = next(iter(posted), None) is self
-                found = receive(order, stage, LOOKS, is_first)
-                if found >= stage:
-                    break
-                if found < 0:
-                    post.raise_for(found, self._stream, "Recv")
-                progress.advance()
-                self.advance()
-                if order[0] >= stage:
-                    break
-                looks = post.pause(looks)
+            if not self._comes_to(stage):
+                waited(partial(self._comes_to, stage), post.check)
         except BaseException as error:
             if order[0] == POSTED and isinstance(error, SymmError):
                 source, tag = self.wanted
@@ -150,9 +139,21 @@ class Receiving(Own):
         finally:
             if order[0] in (FOUND, BEGUN):
                 post.arriving[self] = None  # the array lives until the copy has ended
-        posted.pop(self, None)
+        post.posted.pop(self, None)
         if order[0] >= ENDED:
             self._end()
+
+    def _comes_to(self, stage: int) -> bool:
+        """Go on to a stage; return whether it was reached after some looks."""
+        post, order = self._post, self._order
+        with post._lock:  # another thread may post a receive meanwhile
+            is_first = next(iter(post.posted), None) is self
+        found = post.receive(order, stage, LOOKS, is_first)
+        if found < 0:
+            post.raise_for(found, self._stream, "Recv")
+        if found < stage:
+            self.advance()
+        return order[0] >= stage
 
     def _finish(self, status: MPI.Status | None) -> None:
         if self._order[0] < ENDED:
@@ -221,10 +222,10 @@ class Receiving(Own):
             data, requests = post.data_of(found)
             if not all([request.Test() for request in requests]):
                 return
-            if self._on != post.copies.stream:
-                # A copy from the host could wait for that stream's work.
-                self._after = post.copies.event(self._on)
-                self._on = post.copies.stream
+            if self._after is None:
+                self._after = post.copies.event(self._stream)
+            # A copy from the host could wait for the work of the array's stream.
+            self._on = post.copies.stream
             self._data = data
             self._staged = arrays.empty((nbytes,), _BYTE, "Recv")
             place = view(self._staged, "Recv").address

@@ -11,8 +11,6 @@ finds them here. They have a communicator of their own, so host messages do not 
 them.
 """
 
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -49,7 +47,7 @@ from numba_symm.mpi.rooms import (
     Rooms,
     compiled,
 )
-from numba_symm.mpi.waited import BUSY, PAUSE, waited
+from numba_symm.mpi.waited import waited
 from numba_symm.mpi.words import Envelope, Words, failure_of
 
 LOOKS = 20_000
@@ -285,14 +283,8 @@ class Post:
 
     def check_receive(self, source: int, tag: int, what: str = "Recv") -> None:
         """Begin a receive or a probe, or refuse its source or its tag."""
-        if (
-            self._freed
-            or not hasattr(self.threads, "ready")
-            or not (0 <= source < len(self.islands) or source == _ANY_SOURCE)
-            or not (0 <= tag < self.tags or tag == _ANY_TAG)
-        ):
-            source = 0 if source == _ANY_SOURCE else source
-            self.check_message(what, source, 0 if tag == _ANY_TAG else tag)
+        source = 0 if source == _ANY_SOURCE else source
+        self.check_message(what, source, 0 if tag == _ANY_TAG else tag)
 
     def check_message(self, what: str, rank: int, tag: int) -> None:
         """Begin a call, or refuse a rank or a tag that no message can have."""
@@ -313,19 +305,9 @@ class Post:
 
     def until(self, slot: int, word: int, number: int) -> None:
         """Wait for a word of a slot."""
-        words, looks = self.words, 0
-        at = words.at + 8 * (LINE * slot + word)
-        while words.look(words.port_at, at, number, LOOKS) != THERE:
-            progress.advance()
-            looks = self.pause(looks)
-
-    def pause(self, looks: int) -> int:
-        """Let others run between two looks; return how many there were."""
-        os.sched_yield()  # to a rank that shares this processor
-        self.check()
-        if looks > BUSY:
-            time.sleep(PAUSE)
-        return looks + 1
+        at = self.words.at + 8 * (LINE * slot + word)
+        look = partial(self.words.look, self.words.port_at, at, number, LOOKS)
+        waited(look, self.check, THERE.__eq__)
 
     def reap(self) -> None:
         """Go on with messages that arrive, and reuse the memory of those read."""

@@ -8,6 +8,7 @@ open, because closing it is collective.
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -43,6 +44,7 @@ def waited(
     """
     looks = 0
     while not is_found(found := look()):
+        os.sched_yield()  # to a rank that shares this processor
         progress.advance()
         check()
         looks += 1
