@@ -78,9 +78,7 @@ class Outgoing(NamedTuple):
             stack = ctypes.addressof(post.words.rooms.stack(size))
             unread = ctypes.addressof(post.unread) + 8 * dest
             envelope = post.to[dest], post.context, post.places[post.rank], unread
-            parcel = Parcel(
-                post.words.port_at, stack, found.address, nbytes, *envelope
-            )
+            parcel = Parcel(post.words.port_at, stack, found.address, nbytes, *envelope)
             at = ctypes.addressof(parcel)
         return cls(items, dest, nbytes, size, parcel, at)
 

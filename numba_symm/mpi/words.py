@@ -66,6 +66,7 @@ HANDLE = 2048
 
 _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
 
+
 class Envelope(NamedTuple):
     """What a sender announces of its message.
 
