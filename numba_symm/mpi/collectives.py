@@ -529,8 +529,8 @@ def _reduced_shards(
         method = comm.communicator.reduce_scatter_v
         _call(job, method, x, op, counts=numbers, out=target)
     if target is not out and into.nbytes:
-        places = [arrays.view(each, what).address for each in (out, target)]
-        job.then(partial(streams.copy, *places, into.nbytes))
+        to, shard = (arrays.view(each, what).address for each in (out, target))
+        job.then(partial(streams.copy, to, shard, into.nbytes))
     return job
 
 

@@ -36,7 +36,6 @@ from numba_symm.mpi.rooms import (
     NO_SLOT,
     POSTED,
     READY,
-    ROOMS,
     SLOTS_OF_ALL,
     Parcel,
     size_of,
@@ -230,7 +229,7 @@ class Sending(Own):
         post, rank, dest = self.post, self.post.rank, self.outgoing.dest
         rest = "raise that limit. The message is sent nevertheless"
         if self.number < 0 and self.outgoing.parcel is not None:
-            rest = f"send fewer than {ROOMS}. The message is not sent"
+            rest = "send fewer ahead. The message is not sent"
         return CollectiveTimeout(
             f"Send: rank {rank} waited for rank {dest} to receive its message of "
             f"{self.outgoing.nbytes} bytes with tag {self.tag}; it has "

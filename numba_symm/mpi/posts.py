@@ -377,8 +377,8 @@ class Post:
                 source, tag = status.source, status.tag
                 nbytes = status.Get_elements(MPI.BYTE)
                 found = Envelope(source, tag, nbytes, NO_SLOT, number, 0)
-                given = coming[0], np.empty(nbytes, np.uint8), []
-                self.brought.setdefault(number, given)
+                data: Any = np.empty(nbytes, np.uint8)
+                self.brought.setdefault(number, (coming[0], data, []))
                 matched = self.match(found)
                 # At once, so that an interrupt counts no message twice, or never.
                 self._coming, self.mpi.taken = [], number + 1

@@ -81,7 +81,7 @@ def test_a_send_waits_for_a_room(own, world, monkeypatch):
     while not others.Test():
         own.Iprobe()
     monkeypatch.setattr(own.post, "timeout", 0.1)
-    with pytest.raises(MPI.Exception, match=r"send fewer than .* not sent") as found:
+    with pytest.raises(MPI.Exception, match="send fewer ahead") as found:
         own.Isend(array(5), right, 5)
     assert isinstance(found.value.__cause__, CollectiveTimeout)
     world.Barrier()
