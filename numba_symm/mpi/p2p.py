@@ -113,7 +113,8 @@ def send(
     made = object.__new__(Sending)  # Sending(...) takes longer
     made.post, made.outgoing, made.tag = post, outgoing, tag
     made._array, made._matched = array, matched
-    made._over = limited and not post.admits(outgoing.dest, outgoing.nbytes)
+    over = limited and 0 < post.limit < post.unread[outgoing.dest] + outgoing.nbytes
+    made._over = over and not post.admits(outgoing.dest, outgoing.nbytes)
     if outgoing.parcel is None:
         post.refuse_capture(stream, "Send")
         made._by_mpi(stream)

@@ -328,9 +328,10 @@ class Post:
             self.words.reclaim(self.words.port_at)
 
     def admits(self, dest: int, nbytes: int) -> bool:
-        """Return whether a message is not above the limit, as one alone never is."""
-        if not self.limit or self.unread[dest] + nbytes <= self.limit:
-            return True
+        """Look for messages that were read; return whether one is below the limit now.
+
+        One alone is never above it.
+        """
         self.take_back()
         before = self.unread[dest]
         return not (before and nbytes) or before + nbytes <= self.limit
