@@ -53,7 +53,6 @@ class Outgoing(NamedTuple):
         items: the items, without their array.
         dest: the rank.
         nbytes: the message's size.
-        size: of the room that it needs.
         parcel: what the compiled ``send`` sends; None to another island.
         parcel_at: its address.
     """
@@ -61,7 +60,6 @@ class Outgoing(NamedTuple):
     items: buffers.Items
     dest: int
     nbytes: int
-    size: int
     parcel: Any
     parcel_at: int
 
@@ -72,14 +70,14 @@ class Outgoing(NamedTuple):
         if not found.nbytes:  # an empty array's address may be 0, which has no places
             found = found._replace(layout=dense(_BYTE), number=0)
         nbytes, parcel, at = found.nbytes, None, 0
-        size, items = size_of(nbytes), found._replace(array=None)
+        items = found._replace(array=None)
         if dest in post.to:
-            stack = ctypes.addressof(post.words.rooms.stack(size))
+            stack = ctypes.addressof(post.words.rooms.stack(size_of(nbytes)))
             unread = ctypes.addressof(post.unread) + 8 * dest
             envelope = post.to[dest], post.context, post.places[post.rank], unread
             parcel = Parcel(post.words.port_at, stack, found.address, nbytes, *envelope)
             at = ctypes.addressof(parcel)
-        return cls(items, dest, nbytes, size, parcel, at)
+        return cls(items, dest, nbytes, parcel, at)
 
 
 def send(
@@ -171,7 +169,7 @@ class Sending(Own):
                     post.arriving[first] = None  # also if its request is dropped
                     post.posted.pop(first, None)
             if found == FULL:
-                post.room_for(outgoing.size)
+                post.room_for(size_of(outgoing.nbytes))
             if found == FULL or len(post.arriving) >= progress.MOST:
                 post.reap()
         return found

@@ -96,11 +96,6 @@ class Receiving(Own):
     _done: Event | None = None
 
     @property
-    def cancelled(self) -> bool:
-        """Whether it was cancelled; then no message matches it."""
-        return self._order[0] == CANCELLED
-
-    @property
     def envelope(self) -> Envelope | None:
         """The message, once one has matched."""
         if self._order[0] in (POSTED, CANCELLED):

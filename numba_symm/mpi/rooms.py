@@ -198,11 +198,6 @@ class _Stepper(Emitter):
         place = self.b.mul(self.b.and_(number, _I64(ENTRIES - 1)), _I64(_ENTRY))
         return self.b.add(self.b.add(ring, _I64(Ring.entries.offset)), place)
 
-    def is_full(self, ring: Any) -> Any:
-        """Return whether a ring has no place."""
-        taken = self.acquire(self.at(ring, Ring.taken.offset))
-        return self.is_(">=", self.b.sub(self.load(ring), taken), ENTRIES)
-
     def next_of(self, ring: Any) -> tuple[Any, Any]:
         """Return the number and the address of the next envelope of a reader."""
         number = self.b.add(self.load(ring, Ring.taken.offset), _I64(1))
@@ -227,22 +222,9 @@ class _Stepper(Emitter):
         place = self.b.mul(self.b.and_(slot, _I64(ROOMS - 1)), _I64(40))
         return self.b.add(self.b.add(port, place), _I64(Port.rooms.offset))
 
-    def pop(self, stack: Any) -> Any:
-        """Take what is uppermost."""
-        free = self.load(stack)
-        found = self.load(self.b.add(stack, self.b.shl(free, _I64(3))))
-        self.store(self.b.sub(free, _I64(1)), stack)
-        return found
-
     def count(self, at: Any, more: Any) -> None:
         """Add to a word."""
         self.store(self.b.add(self.load(at), more), at)
-
-    def push(self, stack: Any, what: Any) -> None:
-        """Put something back."""
-        free = self.load(stack)
-        self.store(what, self.b.add(stack, self.b.shl(free, _I64(3))), 8)
-        self.store(self.b.add(free, _I64(1)), stack)
 
     def driver(self, port: Any, name: str, *args: Any) -> Any:
         """Call a function of the driver; return its status."""
@@ -406,7 +388,8 @@ def _emit_reclaim(module: ir.Module) -> None:
         read, ready = (b.icmp_signed(">=", each, number) for each in done)
         with b.if_else(b.and_(read, ready)) as (is_read, is_not):
             with is_read:
-                e.push(stack, slot)
+                e.store(slot, b.add(stack, b.shl(e.load(stack), _I64(3))), 8)
+                e.count(stack, _I64(1))
                 e.count(count, b.neg(nbytes))
             with is_not:
                 left = b.load(kept)
@@ -451,7 +434,8 @@ def _emit_send(module: ir.Module) -> None:
     full = e.is_(">=", b.sub(e.load(ring), taken), ENTRIES)
     with b.if_then(b.or_(full, e.is_("==", e.load(stack), 0)), likely=False):
         e.leave(_I64(FULL))
-    slot = e.pop(stack)  # before another thread may run
+    slot = e.load(b.add(stack, b.shl(e.load(stack), _I64(3))))
+    e.count(stack, _I64(-1))  # before another thread may run
     number = b.add(e.load(port, Port.number.offset), _I64(1))
     e.store(number, port, Port.number.offset)
     room, line = e.room(port, slot), e.line(port, slot)
