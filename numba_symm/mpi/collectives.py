@@ -113,11 +113,8 @@ def _gathered(
     job = Job(comm.communicator, what, into.array)
     whole = into._replace(number=into.number * comm.size)
     if in_place(sendbuf):
-        out = job.read(whole)  # this rank's items are there
-        if whole.layout.runs is not None:
-            job.then_unpack(whole, out)
-        count = into.size
-        return job, job.part(out, comm.rank * count, count), out
+        out, count = job.update(whole), into.size  # this rank's items are there
+        return job, job.flat(out, None, comm.rank * count, count), out
     out = job.write(whole)
     return job, job.read(message(sendbuf)), out
 
@@ -133,7 +130,7 @@ def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     """Gather every rank's items, of any number, on ``root``."""
     if comm.rank != root:
         job, x, _ = sent(comm, "Gatherv", message(sendbuf))
-        job.call(comm.communicator.gather_v, job.like(x, BYTE), root=root)
+        job.call(comm.communicator.gather_v, job.flat(x, BYTE), root=root)
         return job
     given = comm, "Gatherv", sendbuf, recvbuf, root, comm.communicator.gather_v
     return _gathered_parts(*given, root=root)
@@ -158,7 +155,7 @@ def _gathered_parts(
     own = parts[rank]
     if not in_place(sendbuf):
         own = _as_many(message(sendbuf), own, rank, what)
-    x = job.like(job.read(own), BYTE)
+    x = job.flat(job.read(own), BYTE)
     job.call(method, x, counts=counts, out=packed, **options)
     _spread(job, parts, packed)
     return job
@@ -177,10 +174,10 @@ def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     job = Job(comm.communicator, "Scatter", of.array)
     x = job.flat(job.read(of._replace(number=of.number * comm.size)))
     if in_place(recvbuf):
-        out = job.part(x, root * of.size, of.size)
+        out = job.flat(x, None, root * of.size, of.size)
     else:
         out = job.write(message(recvbuf))
-        out = job.like(out, arrays.view(x, job.what).dtype)
+        out = job.flat(out, arrays.view(x, job.what).dtype)
     job.call(method, x, root=root, out=out)
     return job
 
@@ -192,7 +189,7 @@ def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
     if comm.rank != root:
         into = message(recvbuf)
         job = Job(comm.communicator, "Scatterv", into.array)
-        job.call(method, None, root=root, out=job.like(job.write(into), BYTE))
+        job.call(method, None, root=root, out=job.flat(job.write(into), BYTE))
         return job
     parts = buffers.vector(sendbuf, comm.size).parts
     job = Job(comm.communicator, "Scatterv", parts[0].array)
@@ -202,7 +199,7 @@ def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job:
         out = job.temporary(counts[root], BYTE)
     else:
         into = _as_many(message(recvbuf), parts[root], root, "Scatterv")
-        out = job.like(job.write(into), BYTE)
+        out = job.flat(job.write(into), BYTE)
     job.call(method, packed, counts=counts, root=root, out=out)
     return job
 
@@ -212,7 +209,7 @@ def allgather(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     """Give every rank the items of all ranks."""
     into = message(recvbuf, comm.size)
     job, x, out = _gathered(comm, "Allgather", sendbuf, into, comm.rank)
-    x = job.like(x, arrays.view(out, job.what).dtype)
+    x = job.flat(x, arrays.view(out, job.what).dtype)
     job.call(comm.communicator.all_gather, x, out=job.flat(out))
     return job
 
@@ -231,14 +228,12 @@ def alltoall(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job:
     job = Job(comm.communicator, "Alltoall", into.array)
     whole = into._replace(number=into.number * comm.size)
     if in_place(sendbuf):
-        x = job.flat(job.read(whole))
-        if whole.layout.runs is not None:
-            job.then_unpack(whole, x)
+        x = job.flat(job.update(whole))
         job.call(comm.communicator.all_to_all, x, out=x)
         return job
     of = message(sendbuf, comm.size)
     x = job.flat(job.read(of._replace(number=of.number * comm.size)))
-    out = job.like(job.write(whole), arrays.view(x, job.what).dtype)
+    out = job.flat(job.write(whole), arrays.view(x, job.what).dtype)
     job.call(comm.communicator.all_to_all, x, out=out)
     return job
 
@@ -533,8 +528,9 @@ def _reduced_shards(
     else:
         method = comm.communicator.reduce_scatter_v
         _call(job, method, x, op, counts=numbers, out=target)
-    if target is not out:
-        job.copy(out, target)
+    if target is not out and into.nbytes:
+        to, shard = (arrays.view(each, what).address for each in (out, target))
+        job.then(partial(streams.copy, to, shard, into.nbytes))
     return job
 
 
@@ -545,11 +541,7 @@ def _reduced(
     into = _elements(message(recvbuf), what)
     job = Job(comm.communicator, what, into.array)
     if in_place(sendbuf):
-        if into.layout.runs is None:
-            out = job.view(into)
-        else:
-            out = job.read(into)
-            job.then_unpack(into, out)
+        out = job.update(into)
         return job, out, out
     of = message(sendbuf)
     _check_equal(of, into, what)

@@ -90,12 +90,9 @@ class Job:
 
     def write(self, message: Items) -> Any:
         """Return a contiguous array whose elements the message has in the end."""
-        check_writable(message.view, self.what)
-        if message.layout.runs is None:
-            return self.view(message)
-        packed = self.temporary(message.size, message.layout.base)
-        self.then_unpack(message, packed)
-        return packed
+        dense, base = message.layout.runs is None, message.layout.base
+        made = self.view(message) if dense else self.temporary(message.size, base)
+        return self.unpacked(message, made)
 
     def view(self, message: Items) -> Any:
         """Return the elements of a message without gaps, in their own memory."""
@@ -106,25 +103,36 @@ class Job:
             return message.array
         return buffers.at(message.address, message.size, dtype, message.array)
 
-    def flat(self, array: Any) -> Any:
-        """Return an array of one axis over the same memory."""
-        view = arrays.view(array, self.what)
-        return array if len(view.shape) == 1 else self.part(array, 0, view.size)
+    def update(self, message: Items) -> Any:
+        """Return a contiguous array that is read and written, as by both of these."""
+        return self.unpacked(message, self.read(message))
 
-    def part(self, array: Any, first: int, count: int) -> Any:
-        """Return ``count`` elements of a contiguous array, from element ``first``."""
-        view = arrays.view(array, self.what)
-        self._kept.append(array)
-        size = view.dtype.itemsize
-        return buffers.at(view.address + first * size, count, view.dtype, array)
+    def unpacked(self, message: Items, packed: Any) -> Any:
+        """Let the elements of a message be those of a packed array in the end."""
+        check_writable(message.view, self.what)
+        if message.layout.runs is not None and message.size:
+            with self._all_or_none(self.stream):
+                self._last.append(buffers.unpack(message, packed))
+        return packed
 
-    def like(self, array: Any, dtype: np.dtype[Any]) -> Any:
-        """Return the memory of an array with another dtype, on one axis."""
+    def flat(
+        self,
+        array: Any,
+        dtype: np.dtype[Any] | None = None,
+        first: int = 0,
+        count: int | None = None,
+    ) -> Any:
+        """Return elements of a contiguous array on one axis, perhaps of another dtype.
+
+        By default, these are all elements from the first one on.
+        """
         view = arrays.view(array, self.what)
-        if view.dtype == dtype:
-            return self.flat(array)
+        kind = view.dtype if dtype is None else dtype
+        number = view.nbytes // kind.itemsize if count is None else count
+        if (view.dtype, view.shape) == (kind, (number,)):
+            return array
         self._kept.append(array)
-        return buffers.at(view.address, view.nbytes // dtype.itemsize, dtype, array)
+        return buffers.at(view.address + first * kind.itemsize, number, kind, array)
 
     def keep(self, *kept: Any) -> None:
         """Keep objects as long as the job."""
@@ -148,16 +156,6 @@ class Job:
         self._kept.append(made)
         return made
 
-    def copy(self, target: Any, source: Any) -> None:
-        """Add a copy of the first elements of one array to another one."""
-        to, of = arrays.view(target, self.what), arrays.view(source, self.what)
-        nbytes = min(to.nbytes, of.nbytes)
-        if nbytes and to.address != of.address:
-            self._kept += target, source
-            self._steps.append(
-                lambda stream: streams.copy(to.address, of.address, nbytes, stream)
-            )
-
     def then(self, step: PackedStep) -> None:
         """Add a step."""
         self._steps.append(step)
@@ -168,13 +166,6 @@ class Job:
         """Add ``buffers.pack`` or ``buffers.unpack``."""
         with self._all_or_none(self.stream):
             self._steps.append(move(message, packed))
-
-    def then_unpack(self, message: Items, packed: Any) -> None:
-        """In the end, copy packed elements to those of a message."""
-        check_writable(message.view, self.what)
-        if message.size:
-            with self._all_or_none(self.stream):
-                self._last.append(buffers.unpack(message, packed))
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Add a call of a method of the communicator."""

@@ -2,13 +2,11 @@
 
 A message takes one of two ways. To a rank of the same island, its items are copied to a
 room, memory of this process (``rooms.py``), and a word tells when the receiver may read
-it there. To other ranks, and if there is no slot or no room, it passes through host
-memory and MPI.
+it there. To other ranks, it passes through host memory and MPI.
 
-Above the limit of bytes that a rank has not received, a message takes the second way,
-and its request ends when MPI has sent it. So its sender waits at most for the matching
-receive, as MPI's standard send may do. If the copy to a room fails, its word tells that
-the message is nowhere, and the receiver raises.
+Above the limit of bytes that a rank has not received, the request of a message ends
+when a receive has matched it, as MPI's standard send may do. If the copy to a room
+fails, a word tells so, and the receiver raises.
 """
 
 import ctypes
@@ -30,13 +28,11 @@ from numba_symm.mpi.datatypes import dense, like, translated
 from numba_symm.mpi.pending import Incoming, Message, receiving
 from numba_symm.mpi.posts import Post
 from numba_symm.mpi.rooms import (
-    BEGUN,
     FULL,
     LINE,
     MATCHED,
     NO_ORDER,
     NO_SLOT,
-    NONE,
     POSTED,
     READY,
     SLOTS_OF_ALL,
@@ -44,8 +40,7 @@ from numba_symm.mpi.rooms import (
     size_of,
 )
 from numba_symm.mpi.started import Own, Prequest, Started
-from numba_symm.mpi.waited import PAUSE, StartedCall, describe, waited
-from numba_symm.mpi.words import failure_of
+from numba_symm.mpi.waited import StartedCall, describe, waited
 
 _BYTE = np.dtype(np.uint8)
 
@@ -57,21 +52,13 @@ class Outgoing(NamedTuple):
         items: the items, without their array.
         dest: the rank.
         nbytes: the message's size.
-        address: of the first item.
-        size: of the room that it needs.
-        apart: whether the rank is on another island.
-        plain: whether the compiled ``send`` also copies it.
-        parcel: what that sends.
+        parcel: what the compiled ``send`` sends; None to another island.
         parcel_at: its address.
     """
 
     items: buffers.Items
     dest: int
     nbytes: int
-    address: int
-    size: int
-    apart: bool
-    plain: bool
     parcel: Any
     parcel_at: int
 
@@ -81,19 +68,15 @@ class Outgoing(NamedTuple):
         post.check_message("Send", dest, 0)
         if not found.nbytes:  # an empty array's address may be 0, which has no places
             found = found._replace(layout=dense(_BYTE), number=0)
-        nbytes, apart = found.nbytes, post.islands[dest] != post.islands[post.rank]
-        address, size, parcel, at = found.address, size_of(nbytes), None, 0
-        if not apart:
-            stack = ctypes.addressof(post.words.rooms.stack(size))
-            unread = ctypes.addressof(post.unread) + 8 * dest
-            envelope = *post.to[dest], post.context, post.places[post.rank]
-            parcel = Parcel(
-                post.words.port_at, stack, address, nbytes, *envelope, unread
-            )
-            at = ctypes.addressof(parcel)
-        plain = not apart and found.layout.runs is None
+        nbytes, parcel, at = found.nbytes, None, 0
         items = found._replace(array=None)
-        return cls(items, dest, nbytes, address, size, apart, plain, parcel, at)
+        if dest in post.to:
+            stack = ctypes.addressof(post.words.rooms.stack(size_of(nbytes)))
+            unread = ctypes.addressof(post.unread) + 8 * dest
+            envelope = post.to[dest], post.context, post.places[post.rank], unread
+            parcel = Parcel(post.words.port_at, stack, found.address, nbytes, *envelope)
+            at = ctypes.addressof(parcel)
+        return cls(items, dest, nbytes, parcel, at)
 
 
 def send(
@@ -119,43 +102,33 @@ def send(
     if post._freed or not (hasattr(post.threads, "ready") and 0 <= tag < post.tags):
         post.check_message("Send", outgoing.dest, tag)
     stream = post.stream_of(array) if stream is None else stream
+    if outgoing.items.layout.runs is not None:
+        post.refuse_capture(stream, "Send")
+        packed = buffers.packed(outgoing.items._replace(array=array), stream)
+        outgoing = Outgoing.of(post, packed, outgoing.dest)
+        array = array, packed.array
     made = object.__new__(Sending)  # Sending(...) takes longer
     made.post, made.outgoing, made.tag = post, outgoing, tag
     made._array, made._matched = array, matched
-    limit = post.limit if limited else 0
-    if outgoing.plain:
-        with post._lock:
-            first = next(iter(post.posted), None)
-            order = NO_ORDER if first is None else first._order
-            parcel = outgoing.parcel_at
-            try:
-                found = post._send(order, parcel, stream, tag, matched, limit)
-            finally:  # an interrupt may come after that
-                if first is not None and order[0] != POSTED:
-                    if order[0] == BEGUN:
-                        # Also if its request is dropped.
-                        post.arriving[first] = None
-                        first._taken = True
-                    elif not first._active:
-                        first.receive_alone()
-                    post.posted.pop(first, None)
-            if len(post.arriving) >= progress.MOST:
-                post.reap()
-        if 0 <= found < FULL:
-            made.number, made.slot = divmod(found, SLOTS_OF_ALL)
-            return made
-        if found < 0:
-            raise failure_of(-1 - found)
-    post.refuse_capture(stream, "Send")
-    made._send(stream, limit)
+    over = limited and 0 < post.limit < post.unread[outgoing.dest] + outgoing.nbytes
+    made._over = over and not post.admits(outgoing.dest, outgoing.nbytes)
+    if outgoing.parcel is None:
+        post.refuse_capture(stream, "Send")
+        made._by_mpi(stream)
+        return made
+    found = made._sent(stream)
+    if found == FULL:
+        check = partial(made._check, time.monotonic())
+        found = waited(partial(made._sent, stream), check, FULL.__ne__)
+    if found < 0:
+        post.raise_for(found, stream, "Send")
+    made.number, made.slot = divmod(found, SLOTS_OF_ALL)
     return made
 
 
 def on_host(found: buffers.Items, stream: int) -> Any:
     """Return the bytes of a message in host memory, when the stream has come there."""
     data = np.empty(found.nbytes, _BYTE)
-    if found.layout.runs is not None:
-        found = buffers.packed(found, stream)
     streams.copy_to_host(data.ctypes.data, found.address, found.nbytes, stream)
     streams.synchronize(stream)
     return data
@@ -178,51 +151,35 @@ class Sending(Own):
     number, slot = -1, NO_SLOT
     _array: Any  # until it may be used
     _matched: bool  # whether it is done only when a receive has matched it
-    _over = False  # whether it was above the limit
+    _over: bool  # whether it is above the limit
     _requests: Sequence[MPI.Request] = ()  # of MPI, if that sends it
 
-    def _send(self, stream: int, limit: int) -> None:
-        """Send a message that the compiled function does not send at once."""
-        post, outgoing, found = self.post, self.outgoing, NONE
-        with post._lock:  # envelopes are in the order of their numbers
-            self._over = limit > 0 and not post.admits(outgoing)
-            if not (outgoing.apart or self._over) and post.room_for(outgoing.size):
-                if outgoing.items.layout.runs is not None:
-                    packed = buffers.packed(outgoing.items, stream)
-                    outgoing.parcel.source = packed.address
-                    self._array = self._array, packed.array
-                given = NO_ORDER, outgoing.parcel_at, stream, self.tag, self._matched, 0
-                while (found := post._send(*given)) == FULL:
-                    self._pause()
-                if found < 0:
-                    raise failure_of(-1 - found)
-        if found == NONE:
-            self._by_mpi(stream)
-            return
-        self.number, self.slot = divmod(found, SLOTS_OF_ALL)
-
-    def _pause(self) -> None:
-        """Wait for a receiver that has looked at none of very many envelopes."""
-        self.post.check()
-        progress.advance()
-        time.sleep(PAUSE)
+    def _sent(self, stream: int) -> int:
+        """Send the message if there is room; return what the compiled ``send`` does."""
+        post, outgoing, asks = self.post, self.outgoing, self._matched or self._over
+        with post._lock:
+            first = next(iter(post.posted), None)
+            order = NO_ORDER if first is None else first._order
+            try:
+                found = post._send(order, outgoing.parcel_at, stream, self.tag, asks)
+            finally:  # an interrupt may come after that
+                if first is not None and order[0] != POSTED:
+                    post.arriving[first] = None  # also if its request is dropped
+                    post.posted.pop(first, None)
+            if found == FULL:
+                post.room_for(size_of(outgoing.nbytes))
+            if found == FULL or len(post.arriving) >= progress.MOST:
+                post.reap()
+        return found
 
     def _by_mpi(self, stream: int) -> None:
-        """Send the message by MPI; within the island, before its envelope."""
-        post, outgoing, words = self.post, self.outgoing, self.post.words
-        data = on_host(outgoing.items._replace(array=self._array), stream)
-        self._array, self._requests, tag = None, [], self.tag
-        with post._lock:  # messages and envelopes are in one order
-            if not outgoing.apart:
-                words.port.number += 1
-                self.number = words.port.number
-                tag = self.number % post.tags
-            post.mpi.send(data, outgoing.dest, tag, self._matched, self._requests)
-            if not outgoing.apart:
-                fields = *post.to[outgoing.dest], post.context, post.places[post.rank]
-                rest = self.tag, outgoing.nbytes, NO_SLOT, self.number, False
-                while not words.publish(*fields, *rest):
-                    self._pause()
+        """Send the message by MPI, when the stream has come there."""
+        post, outgoing = self.post, self.outgoing
+        data = on_host(outgoing.items, stream)
+        self._array, self._requests = None, []
+        given = data, outgoing.dest, self.tag, self._matched or self._over
+        with post._lock:
+            post.mpi.send(*given, self._requests)
 
     def _is_matched(self) -> bool:
         """Return whether a receive has matched the message."""
@@ -233,10 +190,13 @@ class Sending(Own):
 
     def _is_done(self) -> bool:
         slot, words = self.slot, self.post.words
-        if slot != NO_SLOT and not words.holds(slot, READY, self.number):
-            return False
-        self._array = None  # the program may drop the array
-        return not (self._matched or self._over) or self._is_matched()
+        done = slot == NO_SLOT or words.holds(slot, READY, self.number)
+        if done:
+            self._array = None  # the program may drop the array
+            done = not (self._matched or self._over) or self._is_matched()
+        if not done:
+            self.post.check()
+        return done
 
     def _withdraw(self) -> None:
         """Wait for the copy: the call raises, so its caller may change the array."""
@@ -264,23 +224,18 @@ class Sending(Own):
 
     def _late(self) -> CollectiveTimeout:
         post, rank, dest = self.post, self.post.rank, self.outgoing.dest
+        rest = "raise that limit. The message is sent nevertheless"
+        if self.number < 0 and self.outgoing.parcel is not None:
+            rest = "send fewer ahead. The message is not sent"
         return CollectiveTimeout(
             f"Send: rank {rank} waited for rank {dest} to receive its message of "
             f"{self.outgoing.nbytes} bytes with tag {self.tag}; it has "
             f"{post.unread[dest]} bytes of earlier ones to receive, and "
             f"NUMBA_SYMM_MESSAGE_LIMIT is {post.limit} (timeout: "
-            f"{post.timeout:g} s); receive them first, or raise that limit. The "
-            "message is sent nevertheless",
+            f"{post.timeout:g} s); receive them first, or {rest}",
             ranks=(rank, dest),
             operation="Send",
         )
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        if self._is_done():
-            self._finish(status)
-            return True
-        self.post.check()
-        return False
 
 
 NOBODY = MPI.PROC_NULL
@@ -642,4 +597,11 @@ class Together(Own):
                 each.Wait(found)
 
     def _is_done(self) -> bool:
-        return all([each.Get_status() for each in (self._receives, self._sends)])
+        return self.Get_status()
+
+    @translated
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return what :meth:`Test` would return; the request stays active."""
+        if not self._active:
+            return super().Get_status(status)
+        return all([self._receives.Get_status(status), self._sends.Get_status()])

@@ -1,6 +1,6 @@
 """Receives of messages of device arrays: requests, and what probes found."""
 
-from contextlib import suppress
+from functools import partial
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from numba_symm.mpi.rooms import (
     Order,
 )
 from numba_symm.mpi.started import Own
-from numba_symm.mpi.waited import describe
+from numba_symm.mpi.waited import describe, waited
 from numba_symm.mpi.words import Envelope, failure_of
 
 
@@ -89,27 +89,11 @@ class Receiving(Own):
     _on: int  # of the copy
     wanted: tuple[int, int]
     _after: Event | None = None
-    _taken = False
     _error: Exception | None = None
     _data: Any = None  # in host memory, and on the GPU
     _staged: Any = None
     _block: Opened | None = None
     _done: Event | None = None
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether a message has matched, or the receive was cancelled."""
-        return self._order[0] != POSTED
-
-    @property
-    def is_begun(self) -> bool:
-        """Whether the copy was started."""
-        return self._order[0] in (BEGUN, ENDED)
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was cancelled; then no message matches it."""
-        return self._order[0] == CANCELLED
 
     @property
     def envelope(self) -> Envelope | None:
@@ -130,30 +114,16 @@ class Receiving(Own):
 
     def _await(self, stage: int) -> None:
         """Wait until the receive has come to a stage, or was cancelled."""
-        post, order, looks = self._post, self._order, 0
-        posted, receive = post.posted, post.receive
+        post, order = self._post, self._order
         if post._freed or not hasattr(post.threads, "ready"):
             post.check_open("Recv")  # after a Free, the sender reuses the memory
         try:
             if len(progress.matching) > 1:
                 progress.advance()
-            while True:
-                with post._lock:  # another thread may post a receive meanwhile
-                    is_first = next(iter(posted), None) is self
-                found = receive(order, stage, LOOKS, is_first)
-                if found >= stage:
-                    break
-                if found < 0:
-                    self._refuse(found)
-                progress.advance()
-                self._go_on()
-                if order[0] >= stage:
-                    break
-                looks = post.pause(looks)
+            if not self._comes_to(stage):
+                waited(partial(self._comes_to, stage), post.check)
         except BaseException as error:
-            if order[0] == BEGUN:
-                self.receive_alone()  # the array lives until the copy has ended
-            if not self.is_decided and isinstance(error, SymmError):
+            if order[0] == POSTED and isinstance(error, SymmError):
                 source, tag = self.wanted
                 rank = "any rank" if source == MPI.ANY_SOURCE else f"rank {source}"
                 which = "any tag" if tag == MPI.ANY_TAG else f"tag {tag}"
@@ -161,20 +131,24 @@ class Receiving(Own):
                     f"A receive was waiting for a message from {rank}, {which}."
                 )
             raise
-        posted.pop(self, None)
+        finally:
+            if order[0] in (FOUND, BEGUN):
+                post.arriving[self] = None  # the array lives until the copy has ended
+        post.posted.pop(self, None)
         if order[0] >= ENDED:
             self._end()
 
-    def _refuse(self, status: int) -> None:
-        """Raise what a status of the compiled functions tells."""
-        if status != REFUSED:
-            raise failure_of(-1 - status)
-        self._post.refuse_capture(self._stream, "Recv")
-
-    def _go_on(self) -> bool:
-        """Do what Python does now; return whether the receive has ended."""
-        self._take()
-        return self.cancelled or self.advance()
+    def _comes_to(self, stage: int) -> bool:
+        """Go on to a stage; return whether it was reached after some looks."""
+        post, order = self._post, self._order
+        with post._lock:  # another thread may post a receive meanwhile
+            is_first = next(iter(post.posted), None) is self
+        found = post.receive(order, stage, LOOKS, is_first)
+        if found < 0:
+            post.raise_for(found, self._stream, "Recv")
+        if found < stage:
+            self.advance()
+        return order[0] >= stage
 
     def _finish(self, status: MPI.Status | None) -> None:
         if self._order[0] < ENDED:
@@ -185,16 +159,12 @@ class Receiving(Own):
             self._active = False
             raise self._error
 
-    def _poll(self, status: MPI.Status | None) -> bool:
-        post = self._post
-        post.refuse_capture(self._stream, "Recv")
-        if not self.is_decided:
-            progress.advance()
-        if not self._go_on():
-            post.check()
-            return False
-        self._finish(status)
-        return True
+    def _is_done(self) -> bool:
+        self._post.refuse_capture(self._stream, "Recv")
+        done = self.advance()
+        if not done:
+            self._post.check()
+        return done
 
     def rests(self) -> bool:
         """Return whether no kernel copies a message that has arrived in a room."""
@@ -204,47 +174,15 @@ class Receiving(Own):
         slot, number = found.slot, found.number
         return any(words.holds(slot, word, number) for word in (READ, LATE))
 
-    def _take(self) -> None:
-        """Begin with the message that has matched; no other receive gets it then."""
-        found = self.envelope
-        if self._taken or found is None:
-            return
-        post, nbytes = self._post, found.nbytes
-        if post._freed or not hasattr(post.threads, "ready"):
-            post.check_open("Recv")  # after a Free, the sender reuses the memory
-        if nbytes > self._into.nbytes:
-            self._taken = True
-            post.refuse(found)
-            self._active = False
-            raise refusal(
-                MPI.ERR_TRUNCATE,
-                f"Recv: expected at most {self._into.nbytes} bytes from rank "
-                f"{found.source} with tag {found.tag}, got {nbytes}; pass a larger "
-                "array",
-            )
-        if not nbytes and self._order[0] == FOUND:
-            self._taken = True
-            post.refuse(found)
-            self._order[0] = ENDED
-        if self._order[0] == ENDED:
-            self._taken = True
-            return
-        with post._lock:
-            if len(post.arriving) >= MOST:
-                post.reap()
-            # Also if its request is dropped; no interrupt comes between these two.
-            post.arriving[self] = None
-            self._taken = True
-
     def advance(self) -> bool:
         """Do what can be done now; return whether it has ended. Never wait."""
         post, order = self._post, self._order
-        if not self._taken or post._freed:
-            return order[0] == ENDED
+        if order[0] not in (FOUND, BEGUN) or post._freed:
+            return order[0] >= ENDED
         with post._lock:
+            found = self.envelope
+            assert found is not None
             try:
-                found = self.envelope
-                assert found is not None
                 if order[0] == FOUND:
                     self._begin(found)
                 if self._done is None:
@@ -256,8 +194,7 @@ class Receiving(Own):
                     order[0] = ENDED
             except Exception as error:  # for its own request, whoever calls this
                 self._error, order[0] = error, ENDED
-                if found is not None:
-                    post.refuse(found)
+                post.refuse(found)
             if order[0] == ENDED:
                 self._end()
         return order[0] == ENDED
@@ -265,23 +202,33 @@ class Receiving(Own):
     def _begin(self, found: Envelope) -> None:
         """Start the copy, if the data is there. The caller has the lock."""
         post, into, nbytes, slot = self._post, self._into, found.nbytes, found.slot
-        words = post.words
-        if slot != NO_SLOT and not words.holds(slot, READY, found.number):
+        if nbytes > into.nbytes:
+            raise refusal(
+                MPI.ERR_TRUNCATE,
+                f"Recv: expected at most {into.nbytes} bytes from rank "
+                f"{found.source} with tag {found.tag}, got {nbytes}; pass a larger "
+                "array",
+            )
+        if not nbytes:
+            post.refuse(found)
+            self._order[0] = ENDED
             return
         if slot == NO_SLOT:
-            data, requests = post.data_of(found) or (None, [])
-            if data is None or not all([request.Test() for request in requests]):
+            data, requests = post.data_of(found)
+            if not all([request.Test() for request in requests]):
                 return
-            if self._on != post.copies.stream:
-                # A copy from the host could wait for that stream's work.
-                self._after = post.copies.event(self._on)
-                self._on = post.copies.stream
+            if self._after is None:
+                self._after = post.copies.event(self._stream)
+            # A copy from the host could wait for the work of the array's stream.
+            self._on = post.copies.stream
             self._data = data
             self._staged = arrays.empty((nbytes,), _BYTE, "Recv")
             place = view(self._staged, "Recv").address
             streams.copy_from_host(place, data.ctypes.data, nbytes, self._on)
         else:
-            opened = words.opened(slot)
+            if not post.words.holds(slot, READY, found.number):
+                return
+            opened = post.words.opened(slot, found.number)
             if opened is None:
                 raise _not_sent(found)
             self._block, place = opened
@@ -303,34 +250,24 @@ class Receiving(Own):
     def _end(self) -> None:
         """Let go of what the copy has needed."""
         post, self._array = self._post, None
-        events, self._after, self._done = (self._after, self._done), None, None
+        with post._lock:  # another thread may do so
+            events, self._after, self._done = (self._after, self._done), None, None
+            block, self._block = self._block, None
         for event in events:
             if event is not None:
                 post.copies.reuse(event)
-        block, self._block = self._block, None
         if block is not None and block.once:
             rooms.copied(block)
         self._data = self._staged = None
         post.arriving.pop(self, None)  # last, so that an interrupt leaves nothing
 
     def _withdraw(self) -> None:
-        if self._active and not self._taken:
+        if self._active:
             try:
                 self._post.withdraw(self)
             finally:
                 # Not before: a dropped receive takes a message that matches it.
                 self._active = False
-
-    def Free(self) -> None:
-        """Give the request up; its message is received nevertheless."""
-        super().Free()
-        self.receive_alone()
-
-    def receive_alone(self) -> None:
-        """Begin with the message of a request that was given up, if there is one."""
-        # The lock: a thread that matches a message now would take it, too.
-        with self._post.words.lock, suppress(SymmError):  # nobody waits for it
-            self._take()
 
     def _describe(self, status: MPI.Status) -> None:
         found = self.envelope
@@ -384,21 +321,20 @@ def receiving(
     wanted = ANY if tag == _ANY_TAG else tag
     status = post.expect(made._order, wanted, stream, made._on, event)
     if status:
-        made._refuse(status if status == REFUSED else -1 - status)
-    if envelope is not None:
-        made.envelope = envelope
-        return made
+        post.raise_for(status if status == REFUSED else -1 - status, stream, "Recv")
     with post.words.lock:
-        if post.words._inbox:  # an interrupt has left one that may be matched
+        if post.words.port.held:  # an interrupt has left one that may be matched
             post.words.progress()
         # Last, so that an error above receives no message.
-        found = post.first(source, tag) if post.unexpected else None
-        if found is None:
+        if envelope is None and post.unexpected:
+            envelope = post.take(source, tag)
+        if envelope is None:
             post.posted[made] = None
-        else:
-            made.envelope = found
-            post.unexpected.remove(found)
-            post.answer(found)
+            return made
+        made.envelope = envelope
+        post.arriving[made] = None  # also if its request is dropped
+    if len(post.arriving) >= MOST:
+        post.reap()
     return made
 
 
@@ -446,9 +382,9 @@ class Message(MPI.Message, metaclass=Kind):
         try:
             receives.Wait(status)
         except BaseException:
-            # By an interrupt, for example.
-            if receives._order[0] == FOUND and not receives._taken:
-                receives._active = False
+            if receives._order[0] == FOUND:  # by an interrupt, for example
+                receives._order[0] = CANCELLED
+                receives._post.arriving.pop(receives, None)
                 self._envelope = envelope
             raise
 

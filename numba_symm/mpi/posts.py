@@ -1,19 +1,16 @@
 """Messages of device arrays: their envelopes are matched, and copies move their data.
 
 A send copies its data to memory of its process (``rooms.py``), and sends an envelope:
-through memory that the ranks of an island share (``words.py``), or to other islands
-through MPI. Here the receiver matches envelopes and receives by MPI's rules of source,
-tag and order. The receive then copies the data, on a stream of its own, so it may run
-beside the program's kernels. Words tell when each copy has ended.
+through memory that the ranks of an island share (``words.py``). Here the receiver
+matches envelopes and receives by MPI's rules of source, tag and order. The receive then
+copies the data, on a stream of its own, so it may run beside the program's kernels.
+Words tell when each copy has ended.
 
-All other messages pass through host memory and MPI: those to ranks of other islands,
-which MPI's matched probe finds here, and those of an island without a slot or a room,
-or above the limit (``mpi/p2p.py``), whose envelopes are as of all others. They have a
-communicator of their own, so host messages do not meet them.
+Messages to ranks of other islands pass through host memory and MPI, whose matched probe
+finds them here. They have a communicator of their own, so host messages do not meet
+them.
 """
 
-import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -37,18 +34,21 @@ from numba_symm.mpi.errors import FREED, MPIError, refusal, unsupported
 from numba_symm.mpi.progress import Channel, after_messages, apart
 from numba_symm.mpi.rooms import (
     CANCELLED,
+    FOUND,
     LINE,
     MATCHED,
     NO_SLOT,
+    POSTED,
     READ,
     READY,
+    REFUSED,
     THERE,
     CopyStream,
     Rooms,
     compiled,
 )
-from numba_symm.mpi.waited import BUSY, PAUSE, waited
-from numba_symm.mpi.words import Envelope, Words
+from numba_symm.mpi.waited import waited
+from numba_symm.mpi.words import Envelope, Words, failure_of
 
 LOOKS = 20_000
 """Looks at memory before a waiting rank looks for failures, in some 30 microseconds."""
@@ -78,22 +78,21 @@ class Post:
         context: the communicator's number, which no other one of this process has.
         tags: the number of tags.
         ranks: by place in this island, the rank there.
-        to: by rank of this island, this rank's ring there, and the bell.
+        to: by rank of this island, this rank's ring there.
         threads: has ``ready`` in threads where the GPU is current.
         known: messages and the places for them that the program has named before.
         copies: the stream of receives.
         limit: the bytes of messages to a rank that it has not read, at most; above it,
-            a message passes through MPI. 0: there is no limit.
+            a send waits until a receive matches it. 0: there is no limit.
         unread: by rank, the bytes that it has not read.
-        arriving: receives whose copy has not ended.
+        arriving: receives with a message, whose copy has not ended.
         posted: receives without a message, in their order.
         unexpected: messages without a receive, in their order.
-        brought: messages that MPI has brought, and their bytes, by source and number.
+        brought: by number, messages that MPI has brought, room for their data, and the
+            requests that receive it once a receive has matched.
     """
 
-    # Of brought messages that a receive has matched: data, and requests until it came.
-    data: dict[tuple[int, int], tuple[Any, list[MPI.Request]]]
-    _wanted: set[tuple[int, int]]  # those that MPI will bring, and that have matched
+    brought: dict[int, tuple[MPI.Message, Any, list[MPI.Request]]]
 
     def __init__(
         self,
@@ -129,11 +128,9 @@ class Post:
         self._interrupted = False  # whether some messages of set-up are left in MPI
         self._exchange = StoreExchange(ranks.whole(self._own, owned=False), "Comm")
         words.users += 1
-        self._has_others = len(self.ranks) < host.size
         self._coming: list[MPI.Message | None] = []  # the next one that MPI has brought
         self._status = MPI.Status()
-        self.brought: dict[tuple[int, int], tuple[MPI.Message, int]] = {}
-        self.data, self._wanted = {}, set()
+        self.brought = {}
         self.copies = CopyStream()
         self.arriving: dict[Any, None] = {}
         self.posted: dict[Any, None] = {}
@@ -167,7 +164,7 @@ class Post:
         self.context = max(number for number, _ in found)
         _next[0] = max(_next[0], self.context + 1)
         self.words.open(self.context, self)
-        if self._has_others:
+        if len(self.ranks) < len(self.islands):
             progress.matching[self.fetch] = None
         return [each for _, each in found]
 
@@ -212,10 +209,9 @@ class Post:
                     found = self.unexpected.pop()
                     self.answer(found)
                     self.refuse(found)
-                for key in list(self.brought):
-                    self._receive(key)
             self.reap()
-            return self.mpi.has_ended and self.mpi.taken >= wanted.sum()
+            ended = self.mpi.has_ended and not self.arriving
+            return ended and self.mpi.taken >= wanted.sum()
 
         waited(taken, partial(check, "messages that MPI has to bring or to send"))
         progress.matching.pop(self.fetch, None)
@@ -279,20 +275,16 @@ class Post:
                 "capture, or use comm.communicator.send and recv"
             )
 
-    def key_of(self, found: Envelope) -> tuple[int, int]:
-        """Return the source and the number by which MPI brings a message."""
-        return found.source, found.number % self.tags
+    def raise_for(self, status: int, stream: int, what: str) -> None:
+        """Raise what a status of the compiled functions tells."""
+        if status != REFUSED:
+            raise failure_of(-1 - status)
+        self.refuse_capture(stream, what)
 
     def check_receive(self, source: int, tag: int, what: str = "Recv") -> None:
         """Begin a receive or a probe, or refuse its source or its tag."""
-        if (
-            self._freed
-            or not hasattr(self.threads, "ready")
-            or not (0 <= source < len(self.islands) or source == _ANY_SOURCE)
-            or not (0 <= tag < self.tags or tag == _ANY_TAG)
-        ):
-            source = 0 if source == _ANY_SOURCE else source
-            self.check_message(what, source, 0 if tag == _ANY_TAG else tag)
+        source = 0 if source == _ANY_SOURCE else source
+        self.check_message(what, source, 0 if tag == _ANY_TAG else tag)
 
     def check_message(self, what: str, rank: int, tag: int) -> None:
         """Begin a call, or refuse a rank or a tag that no message can have."""
@@ -313,19 +305,9 @@ class Post:
 
     def until(self, slot: int, word: int, number: int) -> None:
         """Wait for a word of a slot."""
-        words, looks = self.words, 0
-        at, bell = words.at + 8 * (LINE * slot + word), words.bell
-        while words.look(bell, at, number, LOOKS) != THERE:
-            progress.advance()
-            looks = self.pause(looks)
-
-    def pause(self, looks: int) -> int:
-        """Let others run between two looks; return how many there were."""
-        os.sched_yield()  # to a rank that shares this processor
-        self.check()
-        if looks > BUSY:
-            time.sleep(PAUSE)
-        return looks + 1
+        at = self.words.at + 8 * (LINE * slot + word)
+        look = partial(self.words.look, self.words.port_at, at, number, LOOKS)
+        waited(look, self.check, THERE.__eq__)
 
     def reap(self) -> None:
         """Go on with messages that arrive, and reuse the memory of those read."""
@@ -345,38 +327,36 @@ class Post:
             self.mpi.reap()
             self.words.reclaim(self.words.port_at)
 
-    def admits(self, outgoing: Any) -> bool:
-        """Return whether a message may be sent now; above the limit, only alone."""
-        dest, nbytes = outgoing.dest, outgoing.nbytes
-        if not self.limit or not nbytes or self.unread[dest] + nbytes <= self.limit:
-            return True
+    def admits(self, dest: int, nbytes: int) -> bool:
+        """Look for messages that were read; return whether one is below the limit now.
+
+        One alone is never above it.
+        """
         self.take_back()
         before = self.unread[dest]
-        return not before or before + nbytes <= self.limit
+        return not (before and nbytes) or before + nbytes <= self.limit
 
     def room_for(self, size: int) -> bool:
         """Have a room; look for messages that were read before it takes more memory.
 
-        It returns False if there are too many blocks.
+        It returns False if there are too many rooms.
         """
-        found: Rooms = self.words.rooms
-        if not found.stack(size).free:
+        with self._lock:
+            found: Rooms = self.words.rooms
             self.take_back()
             found.shrink()  # a rank that only sends makes no reap
-        return found.provide(size)
+            return found.provide(size)
 
     def match(self, found: Envelope) -> Any:
         """Return the receive that gets a message, if one does.
 
         The caller removes it from ``posted``.
         """
-        sources, tags = (found.source, MPI.ANY_SOURCE), (found.tag, MPI.ANY_TAG)
         for each in self.posted:
-            if not each.is_decided:
-                source, tag = each.wanted
-                if source in sources and tag in tags:
-                    each.envelope = found
+            if each._order[0] == POSTED and found.suits(*each.wanted):
+                each.envelope = found
             if each.envelope == found:  # also if an interrupt has come after that
+                self.arriving[each] = None  # also if its request is dropped
                 self.answer(found)
                 return each
         if not (self.unexpected and self.unexpected[-1] == found):
@@ -396,21 +376,15 @@ class Post:
                     coming.clear()
                     return
                 source, tag = status.source, status.tag
-                nbytes, matched = status.Get_elements(MPI.BYTE), None
+                nbytes = status.Get_elements(MPI.BYTE)
                 found = Envelope(source, tag, nbytes, NO_SLOT, number, 0)
-                key = (source, tag) if source in self.to else self.key_of(found)
-                if coming[0]:  # else it was received before an interrupt
-                    self.brought[key] = coming[0], nbytes
-                if source not in self.to:
-                    matched = self.match(found)
-                elif key in self._wanted:
-                    self._receive(key)
+                data: Any = np.empty(nbytes, np.uint8)
+                self.brought.setdefault(number, (coming[0], data, []))
+                matched = self.match(found)
                 # At once, so that an interrupt counts no message twice, or never.
                 self._coming, self.mpi.taken = [], number + 1
                 if matched is not None:
                     self.posted.pop(matched, None)
-                    if not matched._active:
-                        matched.receive_alone()
 
     def answer(self, found: Envelope) -> None:
         """Tell a sender that asks for it that a receive has matched its message.
@@ -419,36 +393,21 @@ class Post:
         """
         if found.asks:
             self.words.store(found.slot, MATCHED, found.number)
-        elif found.slot == NO_SLOT and self.data_of(found) is None:
-            if not self._wanted and not self._has_others:  # let waits look for it
-                progress.matching[self.fetch] = None
-            self._wanted.add(self.key_of(found))
+        elif found.slot == NO_SLOT:
+            self.data_of(found)
 
-    def data_of(self, found: Envelope) -> tuple[Any, list[MPI.Request]] | None:
-        """Return the data that MPI brings, and requests until it has; None: later."""
-        key = self.key_of(found)
-        if key not in self.data and key not in self.brought:
-            self.fetch()
-        if key in self.brought:
-            self._receive(key)
-        return self.data.get(key)
-
-    def _receive(self, key: tuple[int, int]) -> None:
-        """Receive a message that MPI has brought."""
-        message, nbytes = self.brought[key]
-        self._wanted.discard(key)
-        data, requests = self.data.setdefault(key, (np.empty(nbytes, np.uint8), []))
+    def data_of(self, found: Envelope) -> tuple[Any, list[MPI.Request]]:
+        """Return the data that MPI receives, and its requests."""
+        message, data, requests = self.brought[found.number]
         if not requests:  # else an interrupt has come after that
             self.mpi.receive(message, data, requests)
-        del self.brought[key]
-        if not self._wanted and not self._has_others:
-            progress.matching.pop(self.fetch, None)
+        return data, requests
 
     def cancel(self, receiving: Any) -> None:
         """Cancel a receive, unless a message has matched it."""
         progress.advance()
         with self.words.lock:
-            if not receiving.is_decided:
+            if receiving._order[0] == POSTED:
                 receiving._order[0] = CANCELLED
                 self.posted.pop(receiving, None)
 
@@ -460,9 +419,9 @@ class Post:
             found = receiving.envelope
             if found is None:
                 return
-            if receiving.is_begun:
-                receiving.receive_alone()
-                return
+            if receiving._order[0] != FOUND:
+                return  # the copy goes on
+            self.arriving.pop(receiving, None)
             later = (
                 index
                 for index, each in enumerate(self.unexpected)
@@ -488,17 +447,15 @@ class Post:
         progress.advance()
         self.reap()
         with self.words.lock:
-            found = self.first(source, tag)
-            if found is not None and takes:
-                self.unexpected.remove(found)
-                self.answer(found)
-            return found
+            return self.take(source, tag, takes)
 
-    def first(self, source: int, tag: int) -> Envelope | None:
+    def take(self, source: int, tag: int, takes: bool = True) -> Envelope | None:
         """Return the first message for such a receive that no receive has matched."""
         for found in self.unexpected:
-            sources, tags = (found.source, MPI.ANY_SOURCE), (found.tag, MPI.ANY_TAG)
-            if source in sources and tag in tags:
+            if found.suits(source, tag):
+                if takes:
+                    self.unexpected.remove(found)
+                    self.answer(found)
                 return found
         return None
 
@@ -510,8 +467,9 @@ class Post:
                 self.words.store(found.slot, READ, found.number)
             return
         with self._lock:
-            self.data_of(found)
-            self.data.pop(self.key_of(found), None)
+            if found.number in self.brought:
+                self.data_of(found)
+                del self.brought[found.number]
 
 
 def settle_all() -> None:

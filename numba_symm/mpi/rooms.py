@@ -70,19 +70,16 @@ ENTRIES = 8192
 FIELDS = 7
 """Words of an envelope."""
 
-SLOTS = 4096
-"""Messages of a rank that were not received, at most. Others pass through MPI."""
+ROOMS = 1 << 14
+"""Rooms of a rank, and messages that were not received, at most; a power of two."""
 
 NO_SLOT = 1 << 32
-"""The slot of a message whose data MPI has, if it has any."""
-
-ROOMS = 1 << 14
-"""Rooms of a rank, at most."""
+"""The slot of a message that MPI brings."""
 
 LINE = 8
 """Words of a slot: a cache line."""
 
-READY, READ, LATE, MATCHED, BLOCK, OFFSET, ONCE = range(7)
+READY, READ, LATE, MATCHED, FAILED, BLOCK, OFFSET, ONCE = range(8)
 """The words of a slot; see ``words.py``."""
 
 Ring = struct(
@@ -96,7 +93,7 @@ Ring = struct(
 """The words of the writer and of the reader are on cache lines of their own."""
 
 BLOCKS = 1024
-"""Blocks of a rank, at most; a power of two. Other messages pass through MPI."""
+"""Blocks of a rank, at most; a power of two."""
 
 Port = struct(
     "Port",
@@ -115,21 +112,18 @@ Port = struct(
     host=WORD,  # addresses of the words for this process, and for GPUs
     words=WORD,
     counts=WORD,  # address of the counts of blocks that have copied, by slot
-    bell=WORD,  # address of this process' bell
     rings=WORD,  # address of its rings, their number, and the bytes of one
     writers=WORD,
     stride=WORD,
-    inbox=WORD,  # the list of envelopes that were taken, and that Python matches
+    held=WORD,  # whether there is an envelope that was taken, and that Python matches
+    envelope=WORD * FIELDS,
     never=WORD,  # 0
     opened=WORD,  # address of the numbers and addresses of the peers' blocks
     number=WORD,  # of this process' last message
-    free=WORD,  # how many slots are free
-    slots=WORD * SLOTS,  # these slots
-    rooms=WORD * (5 * ROOMS),  # of each: address, what the slot has, and its stack
+    rooms=WORD * (5 * ROOMS),  # address, stack; number, where bytes count, bytes
     lent=WORD,  # messages that were not read
     looks=WORD,  # how many there may be before they are looked at
-    unread=WORD * SLOTS,  # the slots of these
-    loans=WORD * (4 * SLOTS),  # by slot: number, room, where bytes count, bytes
+    unread=WORD * ROOMS,  # the slots of these
 )
 """What the messages of a process share."""
 
@@ -139,8 +133,7 @@ Parcel = struct(
     stack=WORD,
     source=WORD,  # address and bytes of the items
     nbytes=WORD,
-    ring=WORD,  # addresses of the receiver's ring and bell
-    bell=WORD,
+    ring=WORD,  # address of the receiver's ring
     context=WORD,  # the envelope's first fields
     place=WORD,
     unread=WORD,  # address of the number of bytes that the receiver has not read
@@ -179,13 +172,10 @@ ANY = 1 << 62
 """The tag of a receive for each tag."""
 
 Stack = struct("Stack", free=WORD, rooms=WORD * ROOMS)
-"""Rooms of one size that are free."""
+"""Slots of rooms of one size that are free."""
 
-NOTHING, THERE, RINGS = range(3)
-"""What ``wait`` has found."""
-
-NOWHERE = -1
-"""The block of a message that its sender could not copy."""
+NOTHING, THERE, ARRIVED = range(3)
+"""What ``wait`` has found: the word, or an envelope."""
 
 LOOKS = 8000
 """Looks for a message that a send makes, in some 12 microseconds."""
@@ -193,7 +183,7 @@ LOOKS = 8000
 SLOTS_OF_ALL = 1 << 24
 """More than there are slots of all ranks of an island."""
 
-_ENTRY, _FREE = 8 * (FIELDS + 1), Port.free.offset
+_ENTRY = 8 * (FIELDS + 1)
 
 
 class _Stepper(Emitter):
@@ -208,62 +198,33 @@ class _Stepper(Emitter):
         place = self.b.mul(self.b.and_(number, _I64(ENTRIES - 1)), _I64(_ENTRY))
         return self.b.add(self.b.add(ring, _I64(Ring.entries.offset)), place)
 
-    def is_full(self, ring: Any) -> Any:
-        """Return whether a ring has no place."""
-        taken = self.acquire(self.at(ring, Ring.taken.offset))
-        return self.is_(">=", self.b.sub(self.load(ring), taken), ENTRIES)
-
-    def publish(self, ring: Any, bell: Any, fields: Sequence[Any]) -> None:
-        """Put an envelope into a ring that is not full."""
-        b, number = self.b, self.b.add(self.load(ring), _I64(1))
-        place = self.entry(ring, number)
-        for n, field in enumerate(fields):
-            self.store(field, place, 8 * (n + 1))
-        self.store(number, ring)
-        # After the fields, and before the bell, whose reader looks for this number.
-        b.store_atomic(number, self.at(place, 0), "release", 8)
-        b.atomic_rmw("or", self.at(bell, 0), _I64(1), "release")
+    def next_of(self, ring: Any) -> tuple[Any, Any]:
+        """Return the number and the address of the next envelope of a reader."""
+        number = self.b.add(self.load(ring, Ring.taken.offset), _I64(1))
+        return number, self.entry(ring, number)
 
     def launch(self, *args: Any) -> Any:
         """Launch copies, which ``_emit_launch`` describes; return the status."""
         return self.python("launch_copy", _I64, *args)
 
-    def look(self, *args: Any) -> Any:
+    def look(self, port: Any, word: Any, value: Any, looks: Any, late: Any = 0) -> Any:
         """Return what ``wait`` finds."""
-        return self.python("look", _I64, *args)
+        late = late or _I64(0)
+        return self.python("look", _I64, port, word, value, looks, late)
 
     def line(self, port: Any, slot: Any) -> Any:
         """Return the address of the words of a slot."""
         host = self.load(port, Port.host.offset)
         return self.b.add(host, self.b.mul(slot, _I64(8 * LINE)))
 
-    def loan(self, port: Any, slot: Any) -> Any:
-        """Return the address of what is lent to the message of a slot."""
-        index = self.b.and_(slot, _I64(SLOTS - 1))
-        place = self.b.add(port, self.b.shl(index, _I64(5)))
-        return self.b.add(place, _I64(Port.loans.offset))
-
-    def room(self, port: Any, number: Any) -> Any:
-        """Return the address of the words of a room."""
-        place = self.b.add(port, self.b.mul(number, _I64(40)))
-        return self.b.add(place, _I64(Port.rooms.offset))
-
-    def pop(self, stack: Any) -> Any:
-        """Take what is uppermost."""
-        free = self.load(stack)
-        found = self.load(self.b.add(stack, self.b.shl(free, _I64(3))))
-        self.store(self.b.sub(free, _I64(1)), stack)
-        return found
+    def room(self, port: Any, slot: Any) -> Any:
+        """Return the address of what a process knows of the room of a slot."""
+        place = self.b.mul(self.b.and_(slot, _I64(ROOMS - 1)), _I64(40))
+        return self.b.add(self.b.add(port, place), _I64(Port.rooms.offset))
 
     def count(self, at: Any, more: Any) -> None:
         """Add to a word."""
         self.store(self.b.add(self.load(at), more), at)
-
-    def push(self, stack: Any, what: Any) -> None:
-        """Put something back."""
-        free = self.load(stack)
-        self.store(what, self.b.add(stack, self.b.shl(free, _I64(3))), 8)
-        self.store(self.b.add(free, _I64(1)), stack)
 
     def driver(self, port: Any, name: str, *args: Any) -> Any:
         """Call a function of the driver; return its status."""
@@ -274,7 +235,9 @@ class _Stepper(Emitter):
     @contextmanager
     def each(self, count: Any) -> Iterator[Any]:
         """Repeat what is emitted for each number below a count, which it yields."""
-        b, next_one = self.b, self.b.alloca(_I64)
+        b = self.b
+        with b.goto_entry_block():  # once, also within another loop
+            next_one = b.alloca(_I64)
         b.store(_I64(0), next_one)
         names = "head", "body", "end"
         head, body, end = map(self.function.append_basic_block, names)
@@ -366,23 +329,33 @@ def _emit_captured(module: ir.Module) -> None:
 
 
 def _emit_look(module: ir.Module) -> None:
-    """Emit the looks at a word and a bell, without the interpreter's lock."""
-    e = Emitter(module, "look", _I64, *[_I64] * 4)
-    b, (bell, word, value, looks) = e.b, e.function.args
+    """Emit ``look(port, word, value, looks, late)``: without the interpreter's lock.
+
+    It looks at a word and for envelopes, or instead of these at another word.
+    """
+    e = _Stepper(module, "look", _I64, *[_I64] * 5)
+    b, (port, word, value, looks, late) = e.b, e.function.args
     left, found = b.alloca(_I64), b.alloca(_I64)
     b.store(looks, left)
+    names = Port.rings, Port.writers, Port.stride
+    rings, writers, stride = (e.load(port, each.offset) for each in names)
+    writers = b.select(e.is_("==", late, 0), writers, _I64(0))
+    late = b.select(e.is_("==", late, 0), b.add(port, _I64(Port.never.offset)), late)
     saved = e.python("PyEval_SaveThread", _ANY)
-    names = "loop", "other", "again", "end"
-    loop, other, again, end = map(e.function.append_basic_block, names)
+    names = "loop", "again", "end"
+    loop, again, end = map(e.function.append_basic_block, names)
     b.branch(loop)
     b.position_at_end(loop)
-    there = b.icmp_signed(">=", b.load_atomic(e.at(word, 0), "acquire", 8), value)
-    b.store(b.select(there, _I64(THERE), _I64(NOTHING)), found)
-    b.cbranch(there, end, other)
-    b.position_at_end(other)
-    rings = e.is_("!=", b.load_atomic(e.at(bell, 0), "acquire", 8), 0)
-    b.store(b.select(rings, _I64(RINGS), _I64(NOTHING)), found)
-    b.cbranch(rings, end, again)
+    is_late = e.is_("!=", e.acquire(e.at(late, 0)), 0)
+    b.store(b.select(is_late, _I64(ARRIVED), _I64(NOTHING)), found)
+    with e.each(writers) as n:
+        number, place = e.next_of(b.add(rings, b.mul(n, stride)))
+        arrived = b.icmp_signed("==", e.acquire(e.at(place, 0)), number)
+        b.store(b.select(arrived, _I64(ARRIVED), b.load(found)), found)
+    # Last, because the word may be that of an envelope.
+    there = b.icmp_signed(">=", e.acquire(e.at(word, 0)), value)
+    b.store(b.select(there, _I64(THERE), b.load(found)), found)
+    b.cbranch(e.is_("!=", b.load(found), NOTHING), end, again)
     b.position_at_end(again)
     rest = b.sub(b.load(left), _I64(1))
     b.store(rest, left)
@@ -392,18 +365,15 @@ def _emit_look(module: ir.Module) -> None:
     b.ret(b.load(found))
 
 
-NONE = (1 << 63) - 1
-"""What ``send`` returns if Python has to send the message."""
-
-FULL = NONE - 1
-"""What ``send`` returns if the receiver has looked at none of very many envelopes."""
+FULL = (1 << 63) - 1
+"""What ``send`` returns if there is no room, or no place in the receiver's ring."""
 
 REFUSED = -1 << 40
-"""What ``receive`` returns if the stream may be captured, which Python refuses."""
+"""What functions return if the stream may be captured, which Python refuses."""
 
 
 def _emit_reclaim(module: ir.Module) -> None:
-    """Emit ``reclaim_all(port)``: reuse slots and rooms of messages that were read."""
+    """Emit ``reclaim_all(port)``: reuse the rooms of messages that were read."""
     e = _Stepper(module, "reclaim_all", _I64, _I64)
     b, (port,) = e.b, e.function.args
     kept = b.alloca(_I64)
@@ -411,15 +381,15 @@ def _emit_reclaim(module: ir.Module) -> None:
     unread = b.add(port, _I64(Port.unread.offset))
     with e.each(e.load(port, Port.lent.offset)) as n:
         slot = e.load(b.add(unread, b.shl(n, _I64(3))))
-        loan, line = e.loan(port, slot), e.line(port, slot)
-        number, room, count, nbytes = (e.load(loan, 8 * field) for field in range(4))
+        room, line = e.room(port, slot), e.line(port, slot)
+        stack, number, count, nbytes = (e.load(room, 8 * n) for n in range(1, 5))
         # A message may be refused before it was copied.
         done = [e.acquire(e.at(line, 8 * word)) for word in (READ, READY)]
         read, ready = (b.icmp_signed(">=", each, number) for each in done)
         with b.if_else(b.and_(read, ready)) as (is_read, is_not):
             with is_read:
-                e.push(b.add(port, _I64(_FREE)), slot)
-                e.push(e.load(e.room(port, room), 32), room)
+                e.store(slot, b.add(stack, b.shl(e.load(stack), _I64(3))), 8)
+                e.count(stack, _I64(1))
                 e.count(count, b.neg(nbytes))
             with is_not:
                 left = b.load(kept)
@@ -434,11 +404,10 @@ def _emit_reclaim(module: ir.Module) -> None:
 
 
 def _emit_send(module: ir.Module) -> None:
-    """Emit ``send(order, parcel, stream, tag, asks, limit)``.
+    """Emit ``send(order, parcel, stream, tag, asks)``.
 
-    The parcel is an address. It returns NONE if the stream may be captured, there is no
-    slot or room, or there were more bytes than the limit that the receiver has not
-    read; and FULL if there is no place in the ring. Otherwise the message is announced,
+    The parcel is an address. It returns REFUSED if the stream may be captured, and FULL
+    if there is no room, or no place in the ring. Otherwise the message is announced,
     and it returns its number times SLOTS_OF_ALL plus its slot; or, if the
     launch of its copy has failed, the driver's status, as -1 less it.
 
@@ -448,47 +417,41 @@ def _emit_send(module: ir.Module) -> None:
     of an ``Irecv`` must not follow what the program has enqueued since then, so its
     stream must be idle. A handle that is another stream in each thread tells nothing.
     """
-    e = _Fast(module, "send", 5, block=True)
+    e = _Fast(module, "send", 4, block=True)
     b, order = e.b, e.block
-    parcel, stream, tag, asks, limit = e.args
-    port, stack, source, nbytes, ring, bell, context, place, unread = (
-        e.load(parcel, 8 * n) for n in range(9)
+    parcel, stream, tag, asks = e.args
+    port, stack, source, nbytes, ring, context, place, unread = (
+        e.load(parcel, 8 * n) for n in range(8)
     )
     refused = e.python("captured", _I64, port, stream)
     with b.if_then(e.is_("!=", refused, 0), likely=False):
-        e.leave(_I64(NONE))
-
-    def lacks() -> Any:
-        """Return whether something lacks that messages that were read give back."""
-        none = b.or_(e.is_("==", e.load(port, _FREE), 0), e.is_("==", e.load(stack), 0))
-        before = e.load(unread)
-        over = b.icmp_signed(">", b.add(before, nbytes), limit)
-        over = b.and_(over, b.and_(e.is_("!=", limit, 0), e.is_("!=", before, 0)))
-        return b.or_(none, over)
-
+        e.leave(_I64(REFUSED))
     lent, looks = (e.load(port, at.offset) for at in (Port.lent, Port.looks))
     many = b.icmp_signed(">=", lent, looks)
-    with b.if_then(b.or_(many, lacks()), likely=False):
+    with b.if_then(b.or_(many, e.is_("==", e.load(stack), 0)), likely=False):
         e.python("reclaim_all", _I64, port)
-    with b.if_then(lacks(), likely=False):
-        e.leave(_I64(NONE))
-    with b.if_then(e.is_full(ring), likely=False):
+    taken = e.acquire(e.at(ring, Ring.taken.offset))
+    full = e.is_(">=", b.sub(e.load(ring), taken), ENTRIES)
+    with b.if_then(b.or_(full, e.is_("==", e.load(stack), 0)), likely=False):
         e.leave(_I64(FULL))
-    slots = b.add(port, _I64(_FREE))
-    slot, room = e.pop(slots), e.pop(stack)  # before another thread may run
+    slot = e.load(b.add(stack, b.shl(e.load(stack), _I64(3))))
+    e.count(stack, _I64(-1))  # before another thread may run
     number = b.add(e.load(port, Port.number.offset), _I64(1))
     e.store(number, port, Port.number.offset)
-    loan, where, line = e.loan(port, slot), e.room(port, room), e.line(port, slot)
-    for n, value in enumerate((number, room, unread, nbytes)):
-        e.store(value, loan, 8 * n)
-    for n, word in enumerate((BLOCK, OFFSET, ONCE)):
-        e.store(e.load(where, 8 * (n + 1)), line, 8 * word)
+    room, line = e.room(port, slot), e.line(port, slot)
+    for n, value in enumerate((number, unread, nbytes)):
+        e.store(value, room, 8 * (n + 2))
     lent = e.load(port, Port.lent.offset)
     e.store(slot, b.add(port, b.shl(lent, _I64(3))), Port.unread.offset)
     e.store(b.add(lent, _I64(1)), port, Port.lent.offset)
     e.count(unread, nbytes)
     # Before the launch, beside which the receiver matches it, and launches its copy.
-    e.publish(ring, bell, (context, place, tag, nbytes, slot, number, asks))
+    entry_number = b.add(e.load(ring), _I64(1))
+    entry = e.entry(ring, entry_number)
+    for n, field in enumerate((context, place, tag, nbytes, slot, number, asks)):
+        e.store(field, entry, 8 * (n + 1))
+    e.store(entry_number, ring)
+    b.store_atomic(entry_number, e.at(entry, 0), "release", 8)  # after the fields
     other = b.alloca(_I64)
     b.store(_I64(0), other)
     names = Order.address, Order.stream, Order.on
@@ -514,12 +477,12 @@ def _emit_send(module: ir.Module) -> None:
         e.store(missed, parcel, Parcel.rests.offset)
         with b.if_then(e.is_("==", e.load(order), FOUND)):
             b.store(e.python("claim", _I64, order, port, _I64(0), _I64(1)), other)
-    sent = e.load(where), source, nbytes, slot, number
+    sent = e.load(room), source, nbytes, slot, number
     more = b.lshr(e.load(order, Order.nbytes.offset), _I64(message_copy.MORE))
     looks = b.add(_I64(message_copy.LOOKS), more)
     status = e.launch(port, stream, *sent, order, b.load(other), looks)
     with b.if_then(e.is_("!=", status, 0), likely=False):
-        e.store(_I64(NOWHERE), line, 8 * BLOCK)
+        e.store(number, line, 8 * FAILED)
         b.store_atomic(number, e.at(line, 8 * READY), "release", 8)
         e.leave(b.sub(_I64(-1), status))
     e.leave(b.add(b.mul(number, _I64(SLOTS_OF_ALL)), slot))
@@ -544,24 +507,6 @@ def _emit_expect(module: ir.Module) -> None:
     e.leave(_I64(0))
 
 
-def _emit_quiet(module: ir.Module) -> None:
-    """Emit ``quiet(port)``: stop the bell, unless an envelope is there."""
-    e = _Stepper(module, "quiet", _I64, _I64)
-    b, (port,) = e.b, e.function.args
-    bell = e.at(e.load(port, Port.bell.offset), 0)
-    # Before the looks: who publishes later rings again.
-    b.atomic_rmw("xchg", bell, _I64(0), "acquire")
-    names = Port.rings, Port.writers, Port.stride
-    rings, writers, stride = (e.load(port, each.offset) for each in names)
-    with e.each(writers) as n:
-        ring = b.add(rings, b.mul(n, stride))
-        number = b.add(e.load(ring, Ring.taken.offset), _I64(1))
-        found = e.acquire(e.at(e.entry(ring, number), 0))
-        with b.if_then(b.icmp_signed("==", found, number), likely=False):
-            b.atomic_rmw("or", bell, _I64(1), "release")
-    b.ret(_I64(0))
-
-
 def _emit_match(module: ir.Module) -> None:
     """Emit ``match(order, port, looks, alone)``: look for the message of a receive.
 
@@ -570,27 +515,23 @@ def _emit_match(module: ir.Module) -> None:
     """
     e = _Stepper(module, "match", ir.VoidType(), *[_I64] * 4)
     b, (order, port, looks, alone) = e.b, e.function.args
-    bell, ring = e.load(port, Port.bell.offset), e.load(order, Order.ring.offset)
+    ring = e.load(order, Order.ring.offset)
     with b.if_then(b.or_(e.is_("==", alone, 0), e.is_("==", ring, 0))):
-        e.look(bell, b.add(port, _I64(Port.never.offset)), _I64(1), looks)
+        e.look(port, b.add(port, _I64(Port.never.offset)), _I64(1), looks)
         b.ret_void()
-    number = b.add(e.load(ring, Ring.taken.offset), _I64(1))
-    place = e.entry(ring, number)
-    fine = e.is_("==", e.look(bell, place, number, looks), THERE)
+    number, place = e.next_of(ring)
+    fine = e.is_("==", e.look(port, place, number, looks), THERE)
     # Another thread may have taken it meanwhile, or the receive.
-    again = b.add(e.load(ring, Ring.taken.offset), _I64(1))
-    inbox = b.inttoptr(e.load(port, Port.inbox.offset), _ANY)
-    left = e.python("PyList_Size", _I64, inbox)
+    again, _ = e.next_of(ring)
     context, _, tag, nbytes, slot, *_ = (e.load(place, 8 * n) for n in range(1, 8))
     wanted = e.load(order, Order.wanted.offset)
     for each in (
         b.icmp_signed("==", again, number),
-        e.is_("==", left, 0),
+        e.is_("==", e.load(port, Port.held.offset), 0),
         e.is_("==", e.load(order), POSTED),
         b.icmp_signed("==", context, e.load(order, Order.context.offset)),
         b.or_(e.is_("==", wanted, ANY), b.icmp_signed("==", wanted, tag)),
         b.icmp_signed("<=", nbytes, e.load(order, Order.room.offset)),
-        e.is_("!=", slot, NO_SLOT),
     ):
         fine = b.and_(fine, each)
     with b.if_then(fine):
@@ -601,9 +542,7 @@ def _emit_match(module: ir.Module) -> None:
             number_of_it = e.load(order, Order.number.offset)
             e.store(number_of_it, e.line(port, slot), 8 * MATCHED)
         # The writer uses the entry again.
-        taken = e.at(ring, Ring.taken.offset)
-        b.store_atomic(number, taken, "release", 8)
-        e.python("quiet", _I64, port)
+        b.store_atomic(number, e.at(ring, Ring.taken.offset), "release", 8)
     b.ret_void()
 
 
@@ -619,15 +558,16 @@ def _emit_claim(module: ir.Module) -> None:
     slot, nbytes, address = (e.load(order, n.offset) for n in names)
     with b.if_then(e.is_("==", slot, NO_SLOT), likely=False):
         b.ret(_I64(0))
-    line, bell = e.line(port, slot), e.load(port, Port.bell.offset)
-    fine = e.is_("==", e.look(bell, b.add(line, _I64(8 * READY)), ready, looks), THERE)
-    block = e.load(line, 8 * BLOCK)
+    line = e.line(port, slot)
+    fine = e.is_("==", e.look(port, b.add(line, _I64(8 * READY)), ready, looks), THERE)
+    number, block = e.load(order, Order.number.offset), e.load(line, 8 * BLOCK)
     index = b.and_(block, _I64(BLOCKS - 1))
-    index = b.add(b.mul(b.udiv(slot, _I64(SLOTS)), _I64(BLOCKS)), index)
+    index = b.add(b.mul(b.udiv(slot, _I64(ROOMS)), _I64(BLOCKS)), index)
     known = b.add(e.load(port, Port.opened.offset), b.shl(index, _I64(4)))
     for each in (
         e.is_("==", e.load(order), FOUND),  # another thread may have begun it
         b.icmp_signed("==", e.load(known), block),
+        b.icmp_signed("<", e.load(line, 8 * FAILED), number),
         e.is_("!=", address, 0),
         b.icmp_signed("<=", nbytes, e.load(order, Order.room.offset)),
     ):
@@ -662,8 +602,8 @@ def _emit_begin(module: ir.Module) -> None:
 def _emit_receive(module: ir.Module) -> None:
     """Emit ``receive(order, stage, looks, alone)``: go on with a receive to a stage.
 
-    It returns the stage, which is lower after so many looks, when the bell rings, or if
-    the next step is Python's; REFUSED; or the driver's status, as -1 less it.
+    It returns the stage, which is lower after so many looks, for an envelope, or if the
+    next step is Python's; REFUSED; or the driver's status, as -1 less it.
     """
     e = _Fast(module, "receive", 3, block=True)
     b, order, (stage, looks, alone) = e.b, e.block, e.args
@@ -684,7 +624,7 @@ def _emit_receive(module: ir.Module) -> None:
     waits = b.and_(waits, e.is_("==", e.load(order), BEGUN))
     with b.if_then(b.and_(waits, e.is_(">", stage, BEGUN))):
         read, late = (b.add(e.line(port, slot), _I64(8 * n)) for n in (READ, LATE))
-        found = e.look(late, read, number, looks)
+        found = e.look(port, read, number, looks, late)
         with b.if_then(e.is_("==", found, THERE)):
             e.store(_I64(ENDED), order)
         again = b.icmp_signed("==", e.load(late), number)
@@ -693,65 +633,46 @@ def _emit_receive(module: ir.Module) -> None:
     e.leave(e.load(order))
 
 
-def _emit_publish(module: ir.Module) -> None:
-    """Emit ``publish(ring, bell, *fields)``: 1, or 0 if the ring is full."""
-    e = _Fast(module, "publish", 2 + FIELDS)
-    ring, bell, *fields = e.args
-    with e.b.if_then(e.is_full(ring), likely=False):
-        e.leave(_I64(0))
-    e.publish(ring, bell, fields)
-    e.leave(_I64(1))
-
-
 def _emit_take(module: ir.Module) -> None:
-    """Emit ``take(ring, found)``: take one envelope, if there is one.
-
-    It appends its fields, as bytes, to a list of Python, and returns 1, or else 0.
-    """
-    e = _Fast(module, "take", 1)
-    b, (ring,) = e.b, e.args
-    number = b.add(e.load(ring, Ring.taken.offset), _I64(1))
-    place = e.entry(ring, number)
+    """Emit ``take(port, ring)``: hold a ring's next envelope; return 1, or else 0."""
+    e = _Fast(module, "take", 2)
+    b, (port, ring) = e.b, e.args
+    number, place = e.next_of(ring)
     there = b.icmp_signed("==", e.acquire(e.at(place, 0)), number)
-    with b.if_then(b.not_(there)):
-        e.leave(_I64(0))
-    text = b.inttoptr(b.add(place, _I64(8)), _ANY)
-    made = e.python("PyBytes_FromStringAndSize", _ANY, text, _I64(8 * FIELDS))
-    with b.if_then(b.icmp_unsigned("==", made, _ANY(None)), likely=False):
-        b.ret(_ANY(None))
-    status = e.python("PyList_Append", _I32, e.object(1), made)
-    e.python("Py_DecRef", ir.VoidType(), made)
-    with b.if_then(b.icmp_signed("!=", status, _I32(0)), likely=False):
-        b.ret(_ANY(None))
-    # The writer uses the entry again.
-    b.store_atomic(number, e.at(ring, Ring.taken.offset), "release", 8)
-    e.leave(_I64(1))
+    with b.if_then(there):
+        for n in range(FIELDS):
+            field = e.load(place, 8 * (n + 1))
+            e.store(field, port, Port.envelope.offset + 8 * n)
+        e.store(_I64(1), port, Port.held.offset)
+        # The writer uses the entry again.
+        b.store_atomic(number, e.at(ring, Ring.taken.offset), "release", 8)
+    e.leave(b.zext(there, _I64))
 
 
 def _emit_parts(module: ir.Module) -> None:
     """Emit functions for Python of what the others call.
 
-    ``wait(bell, word, value, looks)`` returns THERE if a word has at least a
-    value, RINGS if the bell rings, and NOTHING after so many looks. ``reclaim(port)``
-    and ``silence(port)`` return nothing of use.
+    ``wait(port, word, value, looks)`` returns THERE if a word has at least a value,
+    ARRIVED if there is an envelope, and NOTHING after so many looks. ``reclaim(port)``
+    returns nothing of use.
     """
-    parts = ("wait", 4, "look"), ("reclaim", 1, "reclaim_all"), ("silence", 1, "quiet")
-    for name, numbers, inner in parts:
-        e = _Fast(module, name, numbers)
-        e.leave(e.python(inner, _I64, *e.args))
+    e = _Fast(module, "wait", 4)
+    e.leave(e.look(*e.args))
+    e = _Fast(module, "reclaim", 1)
+    e.leave(e.python("reclaim_all", _I64, *e.args))
 
 
 @functools.cache
 def _engine() -> Any:
     return engine_of(
         *(_emit_launch, _emit_captured, _emit_look, _emit_reclaim),
-        *(_emit_expect, _emit_quiet, _emit_match, _emit_claim, _emit_begin, _emit_send),
-        *(_emit_receive, _emit_publish, _emit_take, _emit_parts),
+        *(_emit_expect, _emit_match, _emit_claim, _emit_begin, _emit_send),
+        *(_emit_receive, _emit_take, _emit_parts),
     )
 
 
 def compiled(name: str) -> Callable[..., int]:
-    """Return ``publish``, ``take`` and so on; see what emits it."""
+    """Return ``send``, ``take`` and so on; see what emits it."""
     return builtin(_engine, name)
 
 
@@ -770,8 +691,8 @@ class Rooms:
 
     Args:
         allocator: allocates the blocks.
-        blocks: the words, whose list of blocks the peers read.
-        port: has the rooms for the compiled functions.
+        words: have the rooms for the peers, and for the compiled functions.
+        slots: of this process.
         copies: the stream on which new rooms are cleared. To make one then would wait
             for the GPU, where a kernel may wait for a message of this rank.
 
@@ -782,15 +703,14 @@ class Rooms:
     def __init__(
         self,
         allocator: SymmetricMemoryAllocator,
-        blocks: Any,
-        port: Any,
+        words: Any,
+        slots: Sequence[int],
         copies: "CopyStream",
     ):
         self.most = message_limit() or DEFAULT_MESSAGE_LIMIT
-        self._copies = copies
-        self._allocator, self._blocks, self._port = allocator, blocks, port
+        self._copies, self._allocator, self._words = copies, allocator, words
         self._rooms: dict[int, tuple[Memory, SharedHandle]] = {}
-        self._unused = list(range(ROOMS))  # numbers
+        self._unused = list(slots)
         self._free: dict[int, Any] = defaultdict(Stack)
         self._used = Stack()
         """Rooms for one message, which was received."""
@@ -815,10 +735,10 @@ class Rooms:
         used = self._used
         while used.free:
             used.free -= 1
-            number = used.rooms[used.free]
-            self._unused.append(number)
+            slot = used.rooms[used.free]
+            self._unused.append(slot)
             self._leaving += 1
-            self._rooms.pop(number)[1].cancel()  # if no receiver has opened it
+            self._rooms.pop(slot)[1].cancel()  # if no receiver has opened it
         self._free_unused()
 
     def _free_unused(self) -> None:
@@ -830,7 +750,7 @@ class Rooms:
         finally:
             while self._freeable:
                 block, number = self._freeable.popleft()
-                self._blocks.remove(number)
+                self._words.remove(number)
                 self._allocator.release(block)
                 self._leaving -= 1
 
@@ -855,7 +775,7 @@ class Rooms:
         copies.settle()
         shared = share(memory.array(nbytes, _BYTE), opens=1 if once else _OPENS)
         leave_out(shared)  # the program itself has not shared it
-        number = self._blocks.add(shared.to_bytes())
+        number = self._words.add(shared.to_bytes())
         if number is None:
             shared.cancel()
             self._allocator.release(block)
@@ -867,11 +787,13 @@ class Rooms:
             self._kept += nbytes
         later = ctypes.addressof(self._used if once else stack)
         for offset in starts:
-            room = self._unused.pop()
-            words = memory.address + offset, number, offset, once, later
-            self._port.rooms[5 * room : 5 * room + 5] = words
-            self._rooms[room] = memory, shared
-            stack.rooms[stack.free] = room
+            slot = self._unused.pop()
+            for word, value in ((BLOCK, number), (OFFSET, offset), (ONCE, once)):
+                self._words.store(slot, word, value)
+            room = 5 * (slot % ROOMS)
+            self._words.port.rooms[room : room + 2] = memory.address + offset, later
+            self._rooms[slot] = memory, shared
+            stack.rooms[stack.free] = slot
             stack.free += 1
 
 

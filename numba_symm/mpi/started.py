@@ -53,6 +53,16 @@ class Request(StartedCall, metaclass=Kind):
 
     _plain = MPI.Request
 
+    def __init_subclass__(cls) -> None:
+        # mpi4py's own class methods refuse objects that are not its requests: "Cannot
+        # convert ... to mpi4py.MPI.Request", with at most 200 bytes of the name.
+        if cls.__module__.startswith("numba_symm."):  # else a program's subclass
+            cls.__name__ = (
+                "a request of numba_symm.mpi (import numba_symm.mpi as MPI there, or "
+                "call its install() first; its MPI.Request.Waitall and the others take "
+                "requests of both kinds)"
+            )
+
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Take what mpi4py's takes, which a program's subclass passes on."""
         return super().__new__(cls)
@@ -72,10 +82,23 @@ class Request(StartedCall, metaclass=Kind):
     __hash__ = StartedCall.__hash__
 
     def _finish(self, status: MPI.Status | None) -> None:
-        self._of.Wait(status)
+        self._ask(getattr(self._of, "_complete", self._of.Wait), status)
 
-    def _poll(self, status: MPI.Status | None) -> bool:
-        return bool(self._of.Test(status))
+    def _is_done(self) -> bool:
+        return self._ask(self._of.Get_status)
+
+    @translated
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return what :meth:`Test` would return; the request stays active."""
+        if self._active:
+            return self._ask(self._of.Get_status, status)
+        return super().Get_status(status)
+
+    def _ask(self, method: Any, status: MPI.Status | None = None) -> bool:
+        try:
+            return bool(method(status))
+        finally:  # a call that has failed is over
+            self._active = bool(self._of)
 
     def _await_start(self) -> None:
         if isinstance(self._of, StartedCall):
@@ -275,24 +298,13 @@ class Own(Request):
 
     _of, _starts = None, False
     # Of all objects, until one of them changes it: so making an object takes less time.
-    _active, _ended = True, None
+    _active = True
 
     def __init__(self) -> None:
         pass
 
-    def __init_subclass__(cls) -> None:
-        # mpi4py's own class methods refuse objects that are not its requests: "Cannot
-        # convert ... to mpi4py.MPI.Request", with at most 200 bytes of the name.
-        if not cls.__module__.startswith("numba_symm."):
-            return  # a program's subclass
-        cls.__name__ = (
-            "a request of numba_symm.mpi (import numba_symm.mpi as MPI there, or call "
-            "its install() first; its MPI.Request.Waitall and the others take requests "
-            "of both kinds)"
-        )
-
-    _finish, _poll = StartedCall._finish, StartedCall._poll
-    Cancel = StartedCall.Cancel
+    _finish, _is_done = StartedCall._finish, StartedCall._is_done
+    Cancel, Get_status = StartedCall.Cancel, StartedCall.Get_status
 
 
 def _has_own(requests: Sequence[Any], what: str) -> bool:
@@ -337,7 +349,7 @@ def _place(array: Any) -> tuple[Any, ...]:
     return arrays.fields(array, "Start")[:2]
 
 
-class Prequest(Own):
+class Prequest(Request):
     """A call that was prepared, to be started many times.
 
     Args:
@@ -346,7 +358,7 @@ class Prequest(Own):
     """
 
     _plain = MPI.Prequest
-    _starts = True
+    __eq__, __hash__ = StartedCall.__eq__, StartedCall.__hash__
 
     def __new__(cls, begin: Any = None, *args: Any, **options: Any) -> Any:
         """Return a new request, or another object of one of mpi4py."""
@@ -364,15 +376,9 @@ class Prequest(Own):
         super().__init__()
         self._used = [(array, _place(array)) for array in used]
         self._begin: Callable[[], Request] | None = begin
-        self._running = StartedCall(active=False)
 
     def __bool__(self) -> bool:
         return self._begin is not None
-
-    @property
-    def is_active(self) -> bool:
-        """Whether the call was started and has not been waited for."""
-        return self._running.is_active
 
     @translated
     def Start(self) -> None:
@@ -385,7 +391,7 @@ class Prequest(Own):
                 MPI.ERR_REQUEST,
                 "Start: Free was called on the persistent request; prepare it again",
             )
-        if self._running._active:
+        if self._active:
             raise refusal(
                 MPI.ERR_REQUEST,
                 "Start: expected a persistent request that is not active; wait for it "
@@ -399,7 +405,7 @@ class Prequest(Own):
                     "Start: expected arrays of the addresses and shapes that they had "
                     "when the request was prepared, got others; prepare it again",
                 )
-        self._running = self._begin()
+        self._of, self._active = self._begin(), True
 
     @classmethod
     @translated
@@ -411,27 +417,6 @@ class Prequest(Own):
             else:
                 _has_own([request], "Startall")
                 request.Start()
-
-    def _await_start(self) -> None:
-        self._running._await_start()
-
-    def _complete(self, status: MPI.Status | None) -> bool:
-        """Wait for the call; return immediately if it was not started."""
-        return self._running._complete(status)
-
-    @translated
-    def Test(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the call is done or was not started."""
-        return self._running.Test(status)
-
-    @translated
-    def Get_status(self, status: MPI.Status | None = None) -> bool:
-        """Return what :meth:`Test` would return; the request stays active."""
-        return self._running.Get_status(status)
-
-    def Cancel(self) -> None:
-        """Cancel a receive that no message has matched."""
-        self._running.Cancel()
 
     def Free(self) -> None:
         """Give the request up."""

@@ -8,6 +8,7 @@ open, because closing it is collective.
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -43,6 +44,7 @@ def waited(
     """
     looks = 0
     while not is_found(found := look()):
+        os.sched_yield()  # to a rank that shares this processor
         progress.advance()
         check()
         looks += 1
@@ -58,8 +60,6 @@ class StartedCall:
 
     def __init__(self, active: bool = True) -> None:
         self._active = active
-        # Of a call that is done, until a caller gets it.
-        self._ended: MPI.Status | None = None
 
     def __bool__(self) -> bool:
         return self._active
@@ -79,19 +79,12 @@ class StartedCall:
         return self._active
 
     def _finish(self, status: MPI.Status | None) -> None:
-        """Wait for the call, and describe it."""
+        """Wait for the call, and describe it; perhaps again."""
         raise NotImplementedError
 
     def _is_done(self) -> bool:
         """Return whether the call is done. Never wait."""
         raise NotImplementedError
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        """Return whether the call is done, and describe it if so. Never wait."""
-        done = self._is_done()
-        if done:
-            self._finish(status)
-        return done
 
     def _await_start(self) -> None:
         """Wait until what the call copies is being copied."""
@@ -105,9 +98,7 @@ class StartedCall:
         return self._complete(status)
 
     def _complete(self, status: MPI.Status | None) -> bool:
-        if self._ended is not None:
-            self._tell(status)
-        elif self._active:
+        if self._active:
             self._finish(status)
             self._active = False
         else:
@@ -118,12 +109,8 @@ class StartedCall:
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the arrays of the call may be used."""
         progress.advance()
-        if self._ended is not None:
-            self._tell(status)
-        elif not self._active:
-            describe(status)
-        elif self._poll(status):
-            self._active = False
+        if not self._active or self._is_done():
+            self._complete(status)
         return not self._active
 
     @translated
@@ -133,20 +120,10 @@ class StartedCall:
         if not self._active:
             describe(status)
             return True
-        if self._ended is None:
-            found = MPI.Status()
-            if not self._poll(found):
-                return False
-            self._ended = found
-            self._active = True  # the next caller gets the status
-        _copy(self._ended, status)
-        return True
-
-    def _tell(self, status: MPI.Status | None) -> None:
-        """Store the status of a call that is done, for one caller only."""
-        assert self._ended is not None
-        _copy(self._ended, status)
-        self._ended, self._active = None, False
+        done = self._is_done()
+        if done:
+            self._finish(status)
+        return done
 
     def wait(self, status: MPI.Status | None = None) -> None:
         """Do as :meth:`Wait`."""
@@ -169,7 +146,7 @@ class StartedCall:
 
     def Free(self) -> None:
         """Give the request up; its call is completed."""
-        self._ended, self._active = None, False
+        self._active = False
 
     def free(self) -> None:
         """Do as :meth:`Free`, but nothing for a null request."""
@@ -205,11 +182,6 @@ def describe(
     status.Set_error(MPI.SUCCESS)
     status.Set_elements(MPI.BYTE, nbytes)
     status.Set_cancelled(cancelled)
-
-
-def _copy(found: MPI.Status, status: MPI.Status | None) -> None:
-    nbytes, cancelled = found.Get_elements(MPI.BYTE), found.Is_cancelled()
-    describe(status, found.source, found.tag, nbytes, cancelled)
 
 
 Found = tuple[bool, bool, Any]

@@ -26,6 +26,7 @@ in their calls and while they wait for it in a fence.
 
 import fcntl
 import functools
+import inspect
 import itertools
 import mmap
 import os
@@ -398,49 +399,45 @@ def moving(method: Any) -> Any:
     """Return a method of windows of device memory as one of all windows.
 
     mpi4py's method serves windows of host memory. It would read or write addresses of
-    the device there.
+    the device there. A call for nobody does nothing.
     """
     plain = buffers.of_host(getattr(MPI.Win, method.__name__), _OVER_HOST)
+    place = list(inspect.signature(method).parameters).index("target_rank")
 
     @functools.wraps(method)
-    def either(self: Any, *args: Any, **options: Any) -> Any:
-        call = plain if self._of_host else method
-        return call(self, *args, **options)
+    def either(*args: Any) -> Any:
+        if args[0]._of_host:
+            return plain(*args)
+        return None if args[place] == MPI.PROC_NULL else method(*args)
 
     return translated(either)
 
 
-class Origin:
-    """The items of an origin, on the device; a host array is copied there and back."""
+@contextmanager
+def used(win: Any, spec: Any, written: bool = False) -> Iterator[Items]:
+    """Yield the items of an origin, on the device.
 
-    def __init__(self, win: Any, spec: Any, written: bool = False):
-        self._win, self._host = win, None
-        self._written = written
-        array = buffers.array_in(spec)
-        if array is not None and not buffers.buffer_on_device(array):
-            self._host = _numpy(array)
-            if written and not self._host.flags.writeable:
-                raise refusal(
-                    MPI.ERR_BUFFER,
-                    f"message: expecting an array that may be written, got "
-                    f"{type(array).__name__} that is read-only; pass a copy",
-                )
-            self._there = buffers.copied_to_device(np.ascontiguousarray(self._host))
-            several = isinstance(spec, (list, tuple))
-            spec = [self._there, *spec[1:]] if several else self._there
-        self._spec = spec
-
-    def __enter__(self) -> Items:
-        found = message(self._spec)
-        if self._written:
-            check_writable(found.view, "Win")
-        return found
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None and self._host is not None:
-            self._win._settle()  # the copy there lives as long
-            if self._written:
-                self._host[...] = self._there.copy_to_host()
+    A host array is copied there, and if it is written, back.
+    """
+    array, host = buffers.array_in(spec), None
+    if array is not None and not buffers.buffer_on_device(array):
+        host = _numpy(array)
+        if written and not host.flags.writeable:
+            raise refusal(
+                MPI.ERR_BUFFER,
+                f"message: expecting an array that may be written, got "
+                f"{type(array).__name__} that is read-only; pass a copy",
+            )
+        array = buffers.copied_to_device(np.ascontiguousarray(host))
+        spec = [array, *spec[1:]] if isinstance(spec, (list, tuple)) else array
+    found = message(spec)
+    if written:
+        check_writable(found.view, "Win")
+    yield found
+    if host is not None:
+        win._settle()  # the copy there lives as long
+        if written:
+            host[...] = array.copy_to_host()
 
 
 def _numpy(array: Any) -> Any:
@@ -727,18 +724,14 @@ class Win(MPI.Win, metaclass=Kind):
     @moving
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Copy the origin's items to a rank's memory."""
-        if target_rank == MPI.PROC_NULL:
-            return
-        with Origin(self, origin) as found:
+        with used(self, origin) as found:
             into = self._target(target_rank, target, found, "Put")
             self._run(copied(found, into), found.array)
 
     @moving
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Copy items of a rank's memory to the origin."""
-        if target_rank == MPI.PROC_NULL:
-            return
-        with Origin(self, origin, written=True) as found:
+        with used(self, origin, written=True) as found:
             of = self._target(target_rank, target, found, "Get")
             self._run(copied(of, found), found.array)
 
@@ -751,9 +744,7 @@ class Win(MPI.Win, metaclass=Kind):
         op: Any = MPI.SUM,
     ) -> None:
         """Reduce the origin's items into those of a rank's memory, atomically."""
-        if target_rank == MPI.PROC_NULL:
-            return
-        with Origin(self, origin) as found, self._atomic(target_rank, "Accumulate"):
+        with used(self, origin) as found, self._atomic(target_rank, "Accumulate"):
             into = self._target(target_rank, target, found, "Accumulate")
             self._run(reduced(found, into, op, "Accumulate"), found.array)
 
@@ -775,11 +766,9 @@ class Win(MPI.Win, metaclass=Kind):
     def _get_accumulate(
         self, origin: Any, result: Any, rank: int, target: Any, op: Any, what: str
     ) -> None:
-        if rank == MPI.PROC_NULL:
-            return
         with (
-            Origin(self, result, written=True) as got,
-            Origin(self, origin) as found,
+            used(self, result, written=True) as got,
+            used(self, origin) as found,
             self._atomic(rank, what),
         ):
             into = self._target(rank, target, got, what)
@@ -798,8 +787,6 @@ class Win(MPI.Win, metaclass=Kind):
         op: Any = MPI.SUM,
     ) -> None:
         """Do as :meth:`Get_accumulate`, for one item."""
-        if target_rank == MPI.PROC_NULL:
-            return
         target, what = (target_disp, 1), "Fetch_and_op"
         self._get_accumulate(origin, result, target_rank, target, op, what)
 
@@ -813,13 +800,11 @@ class Win(MPI.Win, metaclass=Kind):
         target_disp: int = 0,
     ) -> None:
         """Get an item; replace it by the origin if it is equal to ``compare``."""
-        if target_rank == MPI.PROC_NULL:
-            return
         target, what = (target_disp, 1), "Compare_and_swap"
         with (
-            Origin(self, result, written=True) as got,
-            Origin(self, origin) as new,
-            Origin(self, compare) as old,
+            used(self, result, written=True) as got,
+            used(self, origin) as new,
+            used(self, compare) as old,
             self._atomic(target_rank, what),
         ):
             given, found = (target_rank, target), (new, old, got)

@@ -2,11 +2,11 @@
 
 The ranks map one file. In it, each rank has
 
-- slots, one for each message that it has sent and that was not received;
-- rings of envelopes, one from each rank, and a bell that rings for all of them;
+- slots, one for each room, and so for each message that was not received;
+- rings of envelopes, one from each rank;
 - the handles of its blocks, in which its messages wait for their receivers.
 
-A slot is a line of words. These hold the number of the message for which they were
+A slot is a line of words. Most hold the number of the message for which they were
 stored, or of a later one: a slot is used again when its message was read, perhaps
 before a rank looks at the words. Numbers only grow, so what earlier messages have left
 there does not matter:
@@ -16,17 +16,16 @@ there does not matter:
 - ``LATE``: the receiver's GPU has not found ``READY`` soon, and copied nothing. Its
   host launches the copy again when ``READY`` is there, and resets this word before.
 - ``MATCHED``: a receive has matched it; stored only if the sender asks for that.
-- ``BLOCK``, ``OFFSET``, ``ONCE``: not a number, but where the message is, and whether
-  the block is for it alone; valid with the envelope. If the sender cannot copy it,
-  ``BLOCK`` becomes ``NOWHERE`` before ``READY``.
+- ``FAILED``: the sender could not copy it; stored before ``READY``.
+- ``BLOCK``, ``OFFSET``, ``ONCE``: not a number, but where the room is, and whether its
+  block is for one message alone.
 
 Memory order. The receiver's host or kernel reads ``READY`` before it copies, and the
 sender's host ``READ`` before it uses slot and room again. The sender stores ``BLOCK``,
-``OFFSET`` and ``ONCE`` before the envelope.
+``OFFSET`` and ``ONCE`` when it makes the room, before the envelope of any message.
 """
 
 import ctypes
-import struct as struct_
 import threading
 from collections import deque
 from contextlib import ExitStack
@@ -34,6 +33,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from mpi4py import MPI
 
 from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED, zero_is_per_thread
@@ -47,28 +47,24 @@ from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.rooms import (
     BLOCK,
     BLOCKS,
+    FAILED,
     LINE,
-    NO_SLOT,
-    NOWHERE,
     OFFSET,
     ONCE,
     READ,
-    SLOTS,
+    ROOMS,
     Opened,
     Port,
     Ring,
     Rooms,
 )
 
-_UNKNOWN = -2  # the number of no block, as NOWHERE
+_UNKNOWN = -1  # the number of no block
 
 HANDLE = 2048
 """Bytes of the handle of a block, at most, with its length."""
 
 _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
-
-FIELDS = struct_.Struct("<7q")
-"""An envelope: context, the sender's place or rank, and the rest of ``Envelope``."""
 
 
 class Envelope(NamedTuple):
@@ -79,7 +75,8 @@ class Envelope(NamedTuple):
         tag: the message's tag.
         nbytes: its size.
         slot: of its words, or ``NO_SLOT``.
-        number: the message's number among those of the sender's process.
+        number: the message's number among those of the sender's process; without a
+            slot, among those that MPI has brought.
         asks: 1 if the sender waits until a receive has matched it, else 0.
     """
 
@@ -89,6 +86,11 @@ class Envelope(NamedTuple):
     slot: int
     number: int
     asks: int
+
+    def suits(self, source: int, tag: int) -> bool:
+        """Return whether it is for a receive of this source and tag."""
+        sources, tags = (self.source, MPI.ANY_SOURCE), (self.tag, MPI.ANY_TAG)
+        return source in sources and tag in tags
 
 
 _envelope = partial(tuple.__new__, Envelope)  # in less time than ``Envelope(...)``
@@ -115,10 +117,9 @@ class Words:
         users: how many communicators use it.
         values: all words.
         at: the address of the first word in this process.
-        to: by place, this rank's ring there, and the bell.
+        to: by place, this rank's ring there.
         rings: by place, the ring from that rank here.
-        bell: this rank's.
-        publish, reclaim: see ``mpi/rooms.py``.
+        reclaim: see ``mpi/rooms.py``.
         look: see ``mpi/rooms.py``: ``wait``.
     """
 
@@ -132,15 +133,13 @@ class Words:
         self.freed: set[int] = set()
         self.users = 0
         self.counted: list[Any] = []  # what the compiled functions count in
-        self._early: dict[int, list[bytes]] = {}
-        self._inbox: list[bytes] = []
+        self._early: dict[int, list[tuple[int, ...]]] = {}
         channel, exchange = ranks.channel, ranks.exchange
         self._rank = rank = channel.rank
         self._size = size = channel.size
         memory = struct(
             "Memory",
-            words=WORD * (LINE * SLOTS * size),
-            bells=WORD * (LINE * size),
+            words=WORD * (LINE * ROOMS * size),
             handles=ctypes.c_char * (HANDLE * BLOCKS * size),
             rings=Ring * (size * size),  # by reader, and by writer
         )
@@ -155,32 +154,25 @@ class Words:
                 self._undo = undo  # in case a rank fails
                 self._on_gpu = waiting.undisturbed(self._register)
                 self._counts = buffers.copied_to_device(
-                    np.zeros(2 * SLOTS * size, np.int64)
+                    np.zeros(2 * ROOMS * size, np.int64)
                 )
                 self._counts_at = arrays.view(self._counts, "Comm").address
                 self._launch = self._bound()
                 copies = rooms.CopyStream()
                 undo.callback(copies.close)
-                self.rooms = Rooms(allocator, self, self.port, copies)
+                slots = range(ROOMS * rank, ROOMS * (rank + 1))
+                self.rooms = Rooms(allocator, self, slots, copies)
             self._undo = undo.pop_all()
         self.values = self._memory.words
         self.port.host, self.port.words = ctypes.addressof(self.values), self._on_gpu
         self.port.counts = self._counts_at
-        self.port.slots[:] = range(SLOTS * rank, SLOTS * (rank + 1))
-        self.port.free = SLOTS
         self._entries = deque(range(BLOCKS))
         self._take = rooms.compiled("take")
-        self.publish, self.look = rooms.compiled("publish"), rooms.compiled("wait")
-        self.reclaim = rooms.compiled("reclaim")
-        self._silence = rooms.compiled("silence")
+        self.reclaim, self.look = rooms.compiled("reclaim"), rooms.compiled("wait")
         address = ctypes.addressof(self._memory)
         self.at, self._handles = address, address + int(memory.handles.offset)
-        first = address + memory.bells.offset
-        bells = [first + 8 * LINE * place for place in range(size)]
-        self.bell = self.port.bell = bells[rank]
         at, ring = address + memory.rings.offset, ctypes.sizeof(Ring)
-        to = [at + ring * (place * size + rank) for place in range(size)]
-        self.to = list(zip(to, bells, strict=True))
+        self.to = [at + ring * (place * size + rank) for place in range(size)]
         self.rings = [at + ring * (size * rank + place) for place in range(size)]
         self._places = (WORD * (2 * BLOCKS * size))(*[_UNKNOWN] * 2 * BLOCKS * size)
         self.port.rings, self.port.writers, self.port.stride = (
@@ -188,7 +180,6 @@ class Words:
             size,
             ring,
         )
-        self.port.inbox = id(self._inbox)
         self.port.opened = ctypes.addressof(self._places)
         progress.matching[self.progress] = None
 
@@ -256,18 +247,18 @@ class Words:
         """
         first, port = ctypes.addressof(unread), self.port
         last = first + ctypes.sizeof(unread)
-        found = [(slot, 4 * (slot % SLOTS)) for slot in port.unread[: port.lent]]
-        counts = ((slot, port.loans[at], port.loans[at + 2]) for slot, at in found)
+        found = [(slot, 5 * (slot % ROOMS)) for slot in port.unread[: port.lent]]
+        counts = ((slot, port.rooms[at + 2], port.rooms[at + 3]) for slot, at in found)
         return [(slot, number) for slot, number, at in counts if first <= at < last]
 
-    def opened(self, slot: int) -> tuple[Opened, int] | None:
+    def opened(self, slot: int, message: int) -> tuple[Opened, int] | None:
         """Return the block that has a message, mapped here, and the address there.
 
-        It returns None if the message is nowhere.
+        It returns None if the sender could not copy the message of this number.
         """
-        first, place = LINE * slot, slot // SLOTS
+        first, place = LINE * slot, slot // ROOMS
         number, offset = self.values[first + BLOCK], self.values[first + OFFSET]
-        if number == NOWHERE:
+        if self.holds(slot, FAILED, message):
             return None
         index = BLOCKS * place + number % BLOCKS
         found = self._opened.get(index)
@@ -283,42 +274,35 @@ class Words:
     def progress(self) -> None:
         """Match the envelopes that have arrived."""
         with self.lock:
-            inbox = self._inbox
             for ring in self.rings:
-                while self._take(ring, inbox):
-                    pass
-            self._silence(self.port_at)
-            while inbox:
-                context, place, *rest = FIELDS.unpack(inbox[0])
-                post = self.posts.get(context)
                 # In this order, an interrupt loses no envelope, and doubles none.
-                if post is None:
-                    self._keep(inbox[0])
-                    del inbox[0]
-                    continue
-                matched = post.match(_envelope((post.ranks[place], *rest)))
-                del inbox[0]
-                if matched is not None:
-                    post.posted.pop(matched, None)
-                    if not matched._active:
-                        matched.receive_alone()
+                while self.port.held or self._take(self.port_at, ring):
+                    post, matched = self._deliver(tuple(self.port.envelope))
+                    self.port.held = 0
+                    if matched is not None:
+                        post.posted.pop(matched, None)
 
-    def _keep(self, text: bytes) -> None:
-        """Keep an envelope for a communicator that this rank has not made yet."""
-        context, _, _, _, slot, number, _ = FIELDS.unpack(text)
+    def _deliver(self, fields: tuple[int, ...]) -> tuple[Any, Any]:
+        """Give an envelope to its communicator; return that, and what it matches."""
+        context, place, *rest = fields
+        post = self.posts.get(context)
+        if post is not None:
+            return post, post.match(_envelope((post.ranks[place], *rest)))
         if context in self.freed:
-            if slot != NO_SLOT:
-                self.store(slot, READ, number)
-        else:
-            kept = self._early.setdefault(context, [])
-            if not (kept and kept[-1] is text):
-                kept.append(text)
+            *_, slot, number, _ = fields
+            self.store(slot, READ, number)
+            return None, None
+        kept = self._early.setdefault(context, [])  # this rank has not made it yet
+        if fields not in kept[-1:]:
+            kept.append(fields)
+        return None, None
 
     def open(self, context: int, post: Any) -> None:
         """Match the messages of a communicator from now on."""
         with self.lock:
             self.posts[context] = post
-            self._inbox[:0] = self._early.pop(context, [])
+            for fields in self._early.pop(context, []):
+                self._deliver(fields)
         self.progress()
 
     def forget(self, context: int) -> None:

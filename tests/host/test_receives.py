@@ -11,10 +11,13 @@ from numba_symm.gpu.streams import PER_THREAD
 from numba_symm.mpi import rooms
 from numba_symm.mpi.rooms import (
     ANY,
+    ARRIVED,
     BEGUN,
     BLOCK,
     BLOCKS,
     ENDED,
+    FAILED,
+    FIELDS,
     FOUND,
     FULL,
     LATE,
@@ -22,15 +25,14 @@ from numba_symm.mpi.rooms import (
     MATCHED,
     NO_ORDER,
     NO_SLOT,
-    NONE,
-    NOWHERE,
-    ONCE,
+    NOTHING,
     POSTED,
     READ,
     READY,
     REFUSED,
-    SLOTS,
+    ROOMS,
     SLOTS_OF_ALL,
+    THERE,
     Order,
     Parcel,
     Port,
@@ -64,15 +66,14 @@ class Memory:
             )
             setattr(port, name, compiled.address_of(call))
             self._keeps[name] = call
-        self.words, self.bell = (WORD * (LINE * SLOTS))(), WORD()
-        self.rings, self.inbox, self.config = (Ring * 2)(), [], Config()
+        self.words = (WORD * (LINE * ROOMS))()
+        self.rings, self.config = (Ring * 2)(), Config()
         self.opened = (WORD * (2 * BLOCKS))(*2 * BLOCKS * [-2])
         self.opened[0], self.opened[1] = 0, ROOM
         address = ctypes.addressof
-        port.host, port.bell = address(self.words), address(self.bell)
+        port.host, port.config = address(self.words), address(self.config)
         port.rings, port.writers = address(self.rings), 2
         port.stride, port.opened = ctypes.sizeof(Ring), address(self.opened)
-        port.inbox, port.config = id(self.inbox), address(self.config)
         self.unread, self.stack = WORD(), Stack()
         self.at = address(port)
         self.order = bytearray(
@@ -96,9 +97,11 @@ class Memory:
             setattr(view, name, value)
 
     def publish(self, writer=1, context=CONTEXT, tag=3, nbytes=8, slot=2, asks=0):
-        fields = context, writer, tag, nbytes, slot, 9, asks
-        publish = rooms.compiled("publish")
-        assert publish(self.ring(writer), self.port.bell, *fields)
+        ring = self.rings[writer]
+        ring.sent += 1
+        entry = (FIELDS + 1) * (ring.sent % rooms.ENTRIES)
+        fields = ring.sent, context, writer, tag, nbytes, slot, 9, asks
+        ring.entries[entry : entry + FIELDS + 1] = fields
 
     def receive(self, stage=ENDED, alone=1):
         return rooms.compiled("receive")(self.order, stage, LOOKS, alone)
@@ -106,13 +109,20 @@ class Memory:
     def store(self, word, slot=2, number=9):
         self.words[LINE * slot + word] = number
 
+    def room(self, n, offset, stack):
+        """Let a slot have a room, whose place the peers know."""
+        self.stack.rooms[n] = n
+        self.port.rooms[5 * n : 5 * n + 2] = ROOM + offset, ctypes.addressof(stack)
+
     def left(self):
-        found = []
+        found = 0
         for writer in range(2):
-            while self.take(self.ring(writer), found):
-                pass
-        rooms.compiled("silence")(self.at)
-        return len(found)
+            while self.take(self.at, self.ring(writer)):
+                assert self.port.held
+                assert self.port.envelope[1] == writer
+                self.port.held = 0
+                found += 1
+        return found
 
 
 @pytest.fixture
@@ -125,7 +135,6 @@ def test_a_receive_comes_from_stage_to_stage(memory):
     memory.publish(asks=1)
     assert memory.receive(FOUND) == FOUND
     assert memory.words[LINE * 2 + MATCHED] == 9  # a synchronous send ends
-    assert not memory.bell.value
     memory.store(BLOCK, number=0)
     assert memory.receive() == FOUND  # its data is not there
     memory.store(READY)
@@ -140,12 +149,12 @@ def test_a_receive_comes_from_stage_to_stage(memory):
 
 def sending(memory, tag=3):
     """Return what sends a message to this rank, and begins a receive then."""
-    port, address = memory.port, ctypes.addressof
-    port.free, memory.stack.free, port.slots[0] = 1, 1, 4
-    port.rooms[:5] = ROOM + 256, 1, 256, 0, address(memory.stack)
-    envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
+    address = ctypes.addressof
+    memory.room(4, 256, memory.stack)
+    memory.stack.free, memory.stack.rooms[0] = 1, 4
+    envelope = memory.ring(0), CONTEXT, 0, address(memory.unread)
     memory.parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
-    given = memory.order, address(memory.parcel), STREAM, tag, 0, 0
+    given = memory.order, address(memory.parcel), STREAM, tag, 0
     return partial(rooms.compiled("send"), *given)
 
 
@@ -178,13 +187,13 @@ def test_a_send_begins_the_first_receive_in_its_launch(memory):
 
 def test_an_irecv_begins_with_a_send_only_if_its_stream_is_idle(memory):
     """The program may have enqueued work there that waits for the peer."""
-    send, port = sending(memory), memory.port
+    send = sending(memory)
     memory.set(stream=STREAM, on=COPIES)
     memory.store(BLOCK, number=0)
     memory.publish()
     for busy in (True, False):
         memory.driver.unready = {STREAM} if busy else set()
-        port.free, memory.stack.free = 1, 1
+        memory.stack.free = 1
         assert send() > 0
         assert memory.order[0] == (POSTED if busy else BEGUN)
 
@@ -228,17 +237,18 @@ def test_a_send_whose_launch_fails_begins_no_receive(memory):
     memory.driver.failing = {"cuLaunchKernelEx"}
     assert send() < 0
     assert memory.order[0] == FOUND
-    assert memory.words[LINE * 4 + BLOCK] == NOWHERE
+    number = memory.port.number
+    assert memory.words[LINE * 4 + FAILED] == memory.words[LINE * 4 + READY] == number
 
 
 def test_sends_look_rarely_for_messages_that_come_late(memory):
-    send, port = sending(memory), memory.port
+    send = sending(memory)
     memory.set(stream=STREAM)
     assert send() > 0
     assert memory.parcel.rests == rooms.MOST - 1
     memory.store(BLOCK, number=0)
     memory.publish()
-    port.free, memory.stack.free = 1, 1
+    memory.stack.free = 1
     assert send() > 0
     assert (memory.order[0], memory.parcel.rests) == (BEGUN, 0)
 
@@ -246,35 +256,39 @@ def test_sends_look_rarely_for_messages_that_come_late(memory):
 @pytest.mark.parametrize(
     "sent",
     [
-        *({"context": 6}, {"tag": 4}, {"nbytes": BYTES + 1}, {"slot": NO_SLOT}),
-        *({"writer": 0}, {"alone": 0}, {"inbox": 1}),
+        *({"context": 6}, {"tag": 4}, {"nbytes": BYTES + 1}),
+        *({"writer": 0}, {"alone": 0}, {"held": 1}),
     ],
 )
 def test_other_messages_are_left_to_python(memory, sent):
     memory.set(wanted=3)
-    memory.inbox.extend([b""] * sent.pop("inbox", 0))
+    memory.port.held = sent.pop("held", 0)
     alone = sent.pop("alone", 1)
     memory.publish(**sent)
     assert memory.receive(alone=alone) == POSTED
-    assert memory.bell.value
     assert memory.left() == 1
 
 
-def test_the_bell_rings_on_for_other_messages(memory):
+def test_a_wait_ends_for_an_envelope_of_any_rank(memory):
+    wait, word = rooms.compiled("wait"), ctypes.addressof(memory.words)
     for writer in (0, 1):
+        assert wait(memory.at, word, 1, LOOKS) == NOTHING
         memory.publish(writer)
-    assert memory.receive(FOUND) == FOUND
-    assert memory.bell.value
-    assert memory.left() == 1
-    assert not memory.bell.value
+        assert wait(memory.at, word, 1, LOOKS) == ARRIVED
+        assert wait(memory.at, word, 0, LOOKS) == THERE
+        assert memory.left() == 1
 
 
-@pytest.mark.parametrize(("word", "value"), [("address", 0), ("room", 4)])
-def test_copies_of_other_kinds_are_left_to_python(memory, word, value):
+@pytest.mark.parametrize(
+    "wrong", [{"address": 0}, {"room": 4}, {"slot": NO_SLOT}, {}], ids=str
+)
+def test_copies_of_other_kinds_are_left_to_python(memory, wrong):
     memory.publish()
     assert memory.receive(FOUND) == FOUND
     memory.store(READY)
-    memory.set(**{word: value})
+    if not wrong:  # its sender could not copy it
+        memory.store(FAILED)
+    memory.set(**wrong)
     assert memory.receive() == FOUND
     assert not memory.driver.works
 
@@ -302,61 +316,59 @@ def test_a_copy_follows_what_was_enqueued_before_its_receive(memory):
 def test_a_sender_reuses_the_memory_of_messages_that_were_read(memory):
     """Only then are there fewer bytes that its receiver has not read."""
     send, port, used = rooms.compiled("send"), memory.port, Stack()
-    port.free, memory.stack.free = 2, 2
     address = ctypes.addressof
     for n in range(2):
-        port.slots[n], memory.stack.rooms[n] = n, n
-        words = ROOM + 256 * n, 0, 256 * n, n, address(used if n else memory.stack)
-        port.rooms[5 * n : 5 * n + 5] = words
-    envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
+        memory.room(n, 256 * n, used if n else memory.stack)
+    memory.stack.free = 2
+    envelope = memory.ring(0), CONTEXT, 0, address(memory.unread)
     parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
     given = NO_ORDER, address(parcel), STREAM, 3, 0
-    slots = [send(*given, 0) % SLOTS_OF_ALL for _ in range(2)]
+    slots = [send(*given) % SLOTS_OF_ALL for _ in range(2)]
     assert slots == [1, 0]
-    assert [memory.words[LINE * slot + ONCE] for slot in slots] == [1, 0]
-    assert send(*given, 0) == NONE
+    assert send(*given) == FULL
     assert memory.unread.value == 16
     memory.store(READ, slot=0, number=2)
-    assert send(*given, 0) == NONE  # the copy to its room has not ended
+    assert send(*given) == FULL  # the copy to its room has not ended
     memory.store(READY, slot=0, number=2)
-    assert send(*given, 8) == NONE  # above the limit
-    assert memory.unread.value == 8
-    assert send(*given, 16) == 3 * SLOTS_OF_ALL
+    assert send(*given) == 3 * SLOTS_OF_ALL
+    assert memory.unread.value == 16
     assert memory.left() == 3
     for slot, number in ((0, 3), (1, 1)):
         for word in (READY, READ):
             memory.store(word, slot, number)
     rooms.compiled("reclaim")(memory.at)
-    counts = port.free, memory.stack.free, used.free, port.lent, memory.unread.value
-    assert counts == (2, 1, 1, 0, 0)  # a room for one message is not used again
+    counts = memory.stack.free, used.free, port.lent, memory.unread.value
+    assert counts == (1, 1, 0, 0)  # a room for one message is not used again
     memory.driver.failing = {"cuLaunchKernelEx"}
-    assert send(*given, 0) < 0
-    assert memory.left() == 1  # a message that is nowhere, which its receiver refuses
+    assert send(*given) < 0
+    assert memory.left() == 1  # a message that has failed, which its receiver refuses
     slot, number = port.unread[0], port.number
-    assert memory.words[LINE * slot + BLOCK] == NOWHERE
+    assert memory.words[LINE * slot + FAILED] == number
     assert memory.words[LINE * slot + READY] == number
     for read in (False, True):
         if read:
             memory.store(READ, slot, number)
         rooms.compiled("reclaim")(memory.at)
-        counts = port.free, memory.stack.free, port.lent, memory.unread.value
-        assert counts == ((2, 1, 0, 0) if read else (1, 0, 1, 8))
+        counts = memory.stack.free, port.lent, memory.unread.value
+        assert counts == ((1, 0, 0) if read else (0, 1, 8))
 
 
 def test_what_lacks_is_told_before_a_message_is_announced(memory):
     send, port, address = rooms.compiled("send"), memory.port, ctypes.addressof
-    port.free, memory.stack.free = 1, 1
-    port.rooms[:5] = ROOM, 7, 256, 0, address(memory.stack)
-    envelope = memory.ring(0), port.bell, CONTEXT, 0, address(memory.unread)
+    memory.room(0, 0, memory.stack)
+    memory.stack.free = 1
+    envelope = memory.ring(0), CONTEXT, 0, address(memory.unread)
     parcel = Parcel(memory.at, address(memory.stack), DATA, 8, *envelope)
-    given = NO_ORDER, address(parcel), STREAM, 3, 1, 0
+    given = NO_ORDER, address(parcel), STREAM, 3, 1
     memory.rings[0].sent = rooms.ENTRIES
     assert send(*given) == FULL
     memory.rings[0].sent = 0
     assert send(*given) == SLOTS_OF_ALL
-    assert send(*given) == NONE
+    assert send(*given) == FULL
+    memory.driver.capture(STREAM)
+    memory.port.legacy = 1
+    assert send(*given) == REFUSED
     assert (memory.left(), memory.unread.value, port.lent) == (1, 8, 1)
-    assert memory.words[BLOCK : BLOCK + 2] == [7, 256]
     assert len(memory.driver.works) == 1
 
 

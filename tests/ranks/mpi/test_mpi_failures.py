@@ -19,7 +19,7 @@ from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
 from numba_symm.mpi import jobs, posts
 from numba_symm.mpi.pending import Receiving
-from numba_symm.mpi.rooms import ENDED, LINE, READ, SLOTS
+from numba_symm.mpi.rooms import ENDED, LINE, READ, ROOMS
 from numba_symm.mpi.words import Envelope
 from numba_symm.sharing import sent
 from tests.interrupts import interrupted
@@ -66,7 +66,8 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
         def interrupted(*_):
             raise KeyboardInterrupt
 
-        patch.setattr(Receiving, "_take", interrupted)
+        patch.setattr(Receiving, "advance", interrupted)
+        patch.setattr(comm.post, "receive", interrupted)
         patch.setattr(comm.post, "check", interrupted)
         for tag in (2, 5):  # one that is there, and one that is not
             with pytest.raises(KeyboardInterrupt):
@@ -397,7 +398,7 @@ def test_an_interrupted_send_keeps_the_receive_that_it_has_begun(
 
 def test_what_was_read_is_not_told_for_an_earlier_message(comm):
     """An interrupted receive may tell it when another message has the slot."""
-    words, slot = comm.post.words, SLOTS * comm.post.places[comm.rank] + SLOTS - 1
+    words, slot = comm.post.words, ROOMS * comm.post.places[comm.rank] + ROOMS - 1
     before = words.values[LINE * slot + READ]
     for number in (9, 5):
         comm.post.refuse(Envelope(comm.rank, 0, 4, slot, before + number, 0))

@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,10 +11,11 @@ from numba import cuda
 from numba_symm import mpi as MPI
 from numba_symm.collectives.kernels import message_copy
 from numba_symm.environment import SIMULATED
+from numba_symm.errors import CollectiveTimeout
 from numba_symm.gpu import compiled, streams
 from numba_symm.mpi import p2p, pending, progress, rooms
 from numba_symm.mpi.posts import Post
-from numba_symm.mpi.rooms import BLOCK_BYTES, LEAST, NONE, Stack
+from numba_symm.mpi.rooms import BLOCK_BYTES, FULL, LEAST, ROOMS, Stack
 from numba_symm.sharing import collect, stats
 from tests.ranks.helpers import needs_peers, of_one_island
 
@@ -61,38 +61,38 @@ def test_slots_and_rooms_are_used_again(own):
     assert words.rooms.stack(LEAST).free + words.port.lent <= rooms + 64
 
 
-NO_SLOTS = SimpleNamespace(free=0, number=1 << 20)
-
-
-@pytest.mark.parametrize("what", ["slots", "blocks"])
-def test_messages_without_a_slot_or_a_block_pass_through_mpi(own, monkeypatch, what):
-    """They arrive in order with others, and synchronous ones wait for their match."""
+@needs_peers
+def test_a_send_waits_for_a_room(own, world, monkeypatch):
+    """What has matched goes on meanwhile; if none becomes free, it has a deadline."""
     right, left = around(own)
-    words, x = own.post.words, cuda.to_device(np.arange(BLOCK_BYTES, dtype="i4"))
-    own.Send(array(1), right, 5)
-    own.Barrier()
-    with monkeypatch.context() as patch:
-        if what == "slots":
-            patch.setattr(own.post, "_send", lambda *_: NONE)
-            patch.setattr(words, "port", NO_SLOTS)
-        else:
-            patch.setattr(own.post, "_send", lambda *_: NONE)
-            patch.setattr(words.rooms, "provide", lambda size: False)
-        own.Send(x, right, 5)
-        request = own.Issend([x, 3], right, 5)
-    own.Send(array(4), right, 5)
-    out = cuda.device_array(BLOCK_BYTES, "i4")
-    own.Barrier()
-    assert not request.Test()
-    status, found = MPI.Status(), []
-    for _ in range(4):
-        own.Recv(out, left, 5, status)
-        count = status.Get_count(MPI.INT)
-        found.append((count, out[:count].copy_to_host().tolist()))
-    assert found[0] == (1, [1])
-    assert found[1] == (BLOCK_BYTES, list(range(BLOCK_BYTES)))
-    assert found[2:] == [(3, [0, 1, 2]), (1, [4])]
-    request.Wait()
+    stack, outs = own.post.words.rooms.stack(LEAST), [array(-1) for _ in range(3)]
+    own.Sendrecv(array(0), right, 4, outs[0], left, 4)
+    world.Barrier()
+    own.post.take_back()
+    slots = stack.rooms[: stack.free]
+    stack.free = 1
+    monkeypatch.setattr(own.post.words.rooms, "provide", lambda size: False)
+    for tag, out in enumerate(outs):
+        own.Irecv(out, left, tag).Free()
+    for tag in range(3):  # each waits until the peer has read the one before
+        own.Send(array(tag), right, tag)
+    own.Send(array(3), right, 3)
+    others = world.Ibarrier()  # of mpi4py: the peer has not received the last one
+    while not others.Test():
+        own.Iprobe()
+    monkeypatch.setattr(own.post, "timeout", 0.1)
+    with pytest.raises(MPI.Exception, match="send fewer ahead") as found:
+        own.Isend(array(5), right, 5)
+    assert isinstance(found.value.__cause__, CollectiveTimeout)
+    world.Barrier()
+    assert [out.copy_to_host()[0] for out in outs] == [0, 1, 2]
+    own.Recv(outs[0], left, 3)
+    assert outs[0].copy_to_host()[0] == 3
+    assert not own.Iprobe(left, 5)
+    world.Barrier()
+    own.post.take_back()
+    assert stack.rooms[: stack.free] == slots[:1]
+    stack.free = len(slots)
 
 
 def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
@@ -104,7 +104,7 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
 
     def used():
         post.reap()
-        return free.free, words.port.free, words.port.lent, sum(post.unread)
+        return free.free, words.port.lent, sum(post.unread)
 
     def failing(*_):
         raise MemoryError
@@ -113,8 +113,7 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
     failed = compiled.callback(failing, 4)
     for owner, name, what, *without in (
         (words.port, "launch", compiled.address_of(failed)),
-        (words.rooms, "provide", failing, (post, "_send", lambda *_: NONE)),
-        (p2p.streams, "copy_to_host", failing, (post, "_send", lambda *_: NONE)),
+        (words.rooms, "provide", failing, (post, "_send", lambda *_: FULL)),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, what)
@@ -245,8 +244,8 @@ def test_a_new_room_has_no_message(own, monkeypatch):
         words.rooms._make(size, stack)
     new = stack.rooms[before : stack.free]
     assert len(new) == BLOCK_BYTES // (size + message_copy.HEAD)
-    for room in new:
-        at = words.port.rooms[5 * room] - message_copy.HEAD
+    for slot in new:
+        at = words.port.rooms[5 * (slot % ROOMS)] - message_copy.HEAD
         assert ctypes.c_int64.from_address(at).value == 0
 
 
@@ -263,21 +262,21 @@ def test_arrays_of_dropped_receives_are_kept_until_their_copies_end(own):
     own.Barrier()
 
 
-def test_no_message_is_copied_after_free(comm, copying_late):
-    """Its sender reuses the memory."""
-    own, out = comm.Dup(), array(-1)
+def test_free_ends_receives_that_have_matched_and_no_others(comm):
+    """The sender of other messages reuses their memory."""
+    own, outs = comm.Dup(), [array(-1) for _ in range(2)]
     right, left = around(own)
-    copying_late(own.post)
-    matched = own.Irecv(out, left, 1)
+    matched, other = own.Irecv(outs[0], left, 1), own.Irecv(outs[1], left, 4)
     for tag in range(3):
         own.Send(array(tag), right, tag)
     own.Probe(left, 2)  # after which all were matched
-    prepared = [own.Recv_init(out, left, tag) for tag in (0, 3)]
+    prepared = [own.Recv_init(outs[1], left, tag) for tag in (0, 3)]
     own.Free()
-    for call in (matched.Wait, *(each.Start for each in prepared)):
+    for call in (other.Wait, *(each.Start for each in prepared)):
         with pytest.raises(MPI.Exception, match="Free was called"):
             call()
-    assert out.copy_to_host()[0] == -1
+    matched.Wait()
+    assert [out.copy_to_host()[0] for out in outs] == [1, -1]
 
 
 def test_waitall_starts_all_copies_before_it_waits_for_one(
@@ -350,13 +349,13 @@ def test_a_receive_that_was_freed_before_its_match_gets_its_message(own):
 
 
 def test_an_interrupt_right_after_a_launch_loses_no_memory(own, monkeypatch):
-    words, post, out = own.post.words, own.post, array(-1)
+    post, out = own.post, array(-1)
     own.Sendrecv(array(1), own.rank, 1, out, own.rank, 1)
-    stack = words.rooms.stack(LEAST)
+    stack = post.words.rooms.stack(LEAST)
 
     def free():
         post.take_back()
-        return words.port.free, stack.free
+        return stack.free
 
     before = free()
     with monkeypatch.context() as patch:

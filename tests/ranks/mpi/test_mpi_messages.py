@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+from itertools import repeat
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,6 +95,13 @@ def test_synchronous_and_persistent_messages(comm):
         recv.Start()
     send.Start()
     MPI.Request.Waitall([send, recv])
+    for finish in (MPI.Prequest.Wait, MPI.Prequest.Test, MPI.Prequest.Get_status):
+        recv.Start()
+        comm.Send([array(1, 2), 2, MPI.INT], right, 3)
+        comm.Barrier()
+        with pytest.raises(MPI.Exception, match="expected at most"):
+            any(map(finish, repeat(recv)))
+        assert not recv.is_active  # it may be started again
     reduce = comm.Allreduce_init(MPI.IN_PLACE, recvbuf=x)
     replaced = room(1)
     for attribute in ("_ary", "gpu_data"):  # in the simulator, and on a GPU
@@ -113,7 +121,6 @@ def test_a_refused_receive_takes_no_message(comm, captured):
     right, left = around(comm)
     early = comm.Irecv(room(1), left, 2)
     comm.Send(array(7), right, 1)
-    comm.Send(array(8), right, 2)
     found = comm.Mprobe(left, 1)
     with captured(comm.post):
         for call in (
@@ -130,6 +137,8 @@ def test_a_refused_receive_takes_no_message(comm, captured):
         for call in (lambda x: comm.Irecv(x, left, 3), found.Recv):
             with pytest.raises(MPI.Exception, match=words):
                 call(spec)
+    comm.Barrier()  # else it may be received before the call in the capture
+    comm.Send(array(8), right, 2)
     comm.Send(array(9), right, 3)
     late, out = room(1), room(1)
     comm.Recv(late, left, 3)  # no refused receive has it
