@@ -173,20 +173,22 @@ def make_kernel(
     constants: tuple[Any, ...],
     arguments: tuple[Any, ...] = (),
     weight: int = 1,
+    threads: int = THREADS,
 ) -> Kernel:
     """Return a collective's kernel; ``constants`` begin with the number of ranks.
 
     Its function takes what ``launch`` passes, then ``arguments`` of those types, and
     calls ``follow_previous_grid`` first. A thread uses ``weight`` times the registers
-    of most kernels', and a thread block holds ``weight`` times fewer blocks.
+    of most kernels', and a thread block holds ``weight`` times fewer blocks, of
+    ``threads`` threads.
     """
     size = constants[0]
     ring = types.UniTuple(ADDRESS, max(1, size - 1))
     common = (GUARD, types.boolean, ring, ADDRESS, types.int64)
     own = (ring if each is RING else each for each in arguments)
     signature = *common, *own
-    held, registers = max(1, HELD // weight), weight * REGISTERS
-    return Kernel(factory, constants, signature, THREADS, held, registers)
+    held = max(1, HELD * THREADS // (threads * weight))
+    return Kernel(factory, constants, signature, threads, held, weight * REGISTERS)
 
 
 def kernels_of(factory: Callable[P, Any], *arguments: Any) -> Callable[P, Kernel]:
