@@ -66,6 +66,13 @@ MOVES = 6  # those that it loads before it stores them, of all ranks
 BLOCKS = min(32, workspace.MAX_BLOCKS)
 """Most blocks. More simultaneous loads only congest the links."""
 
+ALL_REDUCE_BLOCKS = min(24, workspace.MAX_BLOCKS)
+"""Most blocks of an all-reduce of two ranks: as fast, and products beside it lose less.
+"""
+
+EARLY_VECTORS = 32
+"""The most vectors of a thread in a grid that has fewer blocks in order to be early."""
+
 
 def is_everywhere(kind: Exchange) -> bool:
     """Return whether a rank stores its shard in other ranks' arrays, too."""
@@ -73,11 +80,11 @@ def is_everywhere(kind: Exchange) -> bool:
     return reduced or kind.output is Output.OF_ROOT
 
 
-def batch_of(size: int, output: Output) -> int:
+def batch_of(size: int, kind: Exchange) -> int:
     """Return how many vectors of each array a thread loads before it stores any."""
-    if output is Output.OF_ROOT:
+    if is_everywhere(kind) and (size == 2 or not kind.output.reduces):
         return 2
-    return max(1, (LOADS if output.reduces else MOVES) // size)
+    return max(1, (LOADS if kind.output.reduces else MOVES) // size)
 
 
 def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
@@ -97,7 +104,7 @@ def make_move(size: int, lanes: Lanes, kind: Exchange) -> Callable[..., None]:
     everywhere = is_everywhere(kind) and (reduces or size > 2)
     loaded = 1 if output is Output.OF_ROOT else size
     store, total = lanes.store, order.make_total(size, lanes)
-    others, batch = size - 1, batch_of(size, output)
+    others, batch = size - 1, batch_of(size, kind)
     load_batch = handshake.make_load_batch(loaded, batch, lanes.load)
     write = lanes.slices.write
 
@@ -215,7 +222,7 @@ def make_direct(
     gathers, of_root = output is Output.SHARDS, output is Output.OF_ROOT
     from_root = of_root and size > 2
     to_other = output.rooted and of_root != (size > 2)
-    held = batch_of(size, output) * (1 if of_root else size)
+    held = batch_of(size, kind) * (1 if of_root else size)
 
     def direct(
         guard: Any,
@@ -239,7 +246,7 @@ def make_direct(
         block = intrinsics.block_index()
         if block >= grid:
             return
-        workspace.follow_previous_grid(early)
+        workspace.follow_previous_grid(False)  # the last launch begins at the end
         before, failed = workspace.resume(own, epochs, block)
         epoch = (before + 1) & 0xFFFFFFFF
         failed = meet(
@@ -342,9 +349,13 @@ def bind(
     sizes = call.nbytes, count, vectors, to_root
     of_call = kernel(size, element, call.op, ragged, kind)
     room = of_call.held * end.multiprocessors
-    grid = min(workspace.divide_up(share, WIDE), room, BLOCKS)
+    most, tiles = BLOCKS, workspace.divide_up(share, WIDE)
+    if size == 2 and is_everywhere(kind) and output.reduces:
+        most = ALL_REDUCE_BLOCKS
+    grid = binding.most_blocks(end, min(room, most), 1, tiles, EARLY_VECTORS)
+    grid = min(tiles, grid)
     words = f"{kind} of {call.count} {call.element.name} by {call.op!r} at {root}"
     offer = handshake.Offer(kind.operation, words, inputs, outputs)
     arguments = (source + offset, target, offset, *sizes, *offer.sent)
-    move = binding.launch(of_call, end, grid, arguments, long=True)
+    move = binding.launch(of_call, end, grid, arguments, long=grid == BLOCKS)
     return binding.Series(move, bind_fallback(end, call, handshake.MOVED))

@@ -216,7 +216,9 @@ An early launch saves about 1 µs, which is how long a second vector takes.
 """
 
 
-def most_blocks(end: Endpoint, most: int, held: int, tiles: int) -> int:
+def most_blocks(
+    end: Endpoint, most: int, held: int, tiles: int, vectors: int = EARLY_VECTORS
+) -> int:
     """Return the most blocks of a call: fewer than possible, if that makes it early.
 
     Args:
@@ -224,10 +226,11 @@ def most_blocks(end: Endpoint, most: int, held: int, tiles: int) -> int:
         most: for how many blocks there are slots and multiprocessors.
         held: blocks of a thread block.
         tiles: those of the message.
+        vectors: the most of a thread in a grid that has fewer blocks to be early.
     """
     early = min(most, held * (end.multiprocessors // 2))
     sent = tiles * max(1, end.size - 1)
-    return early if 0 < sent <= EARLY_VECTORS * early else most
+    return early if 0 < sent <= vectors * early else most
 
 
 def launch(
