@@ -355,7 +355,7 @@ def bind(
     grid = binding.most_blocks(end, min(room, most), 1, tiles, EARLY_VECTORS)
     grid = min(tiles, grid)
     words = f"{kind} of {call.count} {call.element.name} by {call.op!r} at {root}"
-    offer = handshake.Offer(kind.operation, words, inputs, outputs)
-    arguments = (source + offset, target, offset, *sizes, *offer.sent)
+    sent = binding.digest_of(words), inputs, outputs
+    arguments = (source + offset, target, offset, *sizes, *sent)
     move = binding.launch(of_call, end, grid, arguments, long=grid == BLOCKS)
     return binding.Series(move, bind_fallback(end, call, handshake.MOVED))

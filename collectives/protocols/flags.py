@@ -11,7 +11,7 @@ as complete. All its threads return the failure, and store nothing after it.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device.intrinsics import (
@@ -25,26 +25,21 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.polling import wait_for_epoch, wait_record
 
 
-class FlagFunctions(NamedTuple):
-    """Device functions for one protocol's flags; the whole block calls them.
-
-    Attributes:
-        raise_flags: ``(ring, flags, rank, epoch, failed)`` raises this rank's flag at
-            all others, unless a thread of the block passes ``failed``; returns whether
-            one does. ``flags`` is the offset of the block's flags in a workspace.
-        await_flags: ``(guard, operation, flags, block, epoch, failed)`` waits for all
-            others' flags, which begin at the address ``flags``. Returns whether a
-            thread of the block gave up its wait, or passes ``failed``. ``operation`` is
-            the number in ``launch/failures.py`` for a wait that is given up.
-    """
-
-    raise_flags: Callable[[Any, int, int, int, bool], bool]
-    await_flags: Callable[[Any, int, int, int, int, bool], bool]
-
-
 @functools.cache
-def make_flags(size: int, threads: int = THREADS) -> FlagFunctions:
-    """Return the device functions for ``size`` ranks and blocks of ``threads``."""
+def make_flags(
+    size: int, threads: int = THREADS
+) -> tuple[Callable[..., bool], Callable[..., bool]]:
+    """Return device functions for ``size`` ranks, which ``threads`` of a block call.
+
+    ``raise_flags(ring, flags, rank, epoch, failed)`` raises this rank's flag at all
+    others, unless a thread of the block passes ``failed``; returns whether one does.
+    ``flags`` is the offset of the block's flags in a workspace.
+
+    ``await_flags(guard, operation, flags, block, epoch, failed)`` waits for all others'
+    flags, which begin at the address ``flags``. Returns whether a thread of the block
+    gave up its wait, or passes ``failed``. ``operation`` is the number in
+    ``launch/failures.py`` for a wait that is given up.
+    """
 
     @device_function
     def raise_flags(ring: Any, flags: int, rank: int, epoch: int, failed: bool) -> bool:
@@ -72,4 +67,4 @@ def make_flags(size: int, threads: int = THREADS) -> FlagFunctions:
             peer += threads
         return bar_red_or(thread_index_y(), threads, failed)  # explore: agree
 
-    return FlagFunctions(raise_flags, await_flags)
+    return raise_flags, await_flags

@@ -34,7 +34,7 @@ have read the mailbox: they have parted, or are in the last launch's wait for ea
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba.cuda import types
 
@@ -46,7 +46,6 @@ from numba_symm.collectives.protocols.binding import (
     Enqueue,
     Series,
     along_ring,
-    digest_of,
 )
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import (
@@ -90,32 +89,8 @@ MOVED = -1
 _BOX = 4 * VECTOR  # two vectors as packets
 
 REFUSED = 0
-"""Replaces a neighbour's first word after a refusal or a failure."""
-
-
-class Offer(NamedTuple):
-    """What a rank sends in the handshake.
-
-    ``read`` and ``written`` have a word for each rank of the ring, such as the address
-    at which it sees this rank's array. A first word of ``REFUSED`` refuses the call,
-    and so do words in ``written`` that are 0 on some ranks only.
-
-    Attributes:
-        operation: the number in ``failures.py`` for a wait that is given up.
-        words: the call in words, equal on all ranks.
-        read: what ``offered`` returned for the array that is read.
-        written: the same for the one that is written.
-    """
-
-    operation: int
-    words: str
-    read: tuple[int, ...]
-    written: tuple[int, ...]
-
-    @property
-    def sent(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """The digest and the words, as kernels take them."""
-        return digest_of(self.words), self.read, self.written
+"""As a rank's first word, it refuses the call, and so do second words that are 0 on
+some ranks only. It replaces a neighbour's first word after a refusal or a failure."""
 
 
 @functools.cache
@@ -405,7 +380,8 @@ def bind(
     bind_fallback: BindFallback,
     end: Endpoint,
     call: Call,
-    offer: Offer,
+    operation: int,
+    sent: tuple[int, tuple[int, ...], tuple[int, ...]],
     known: tuple[int, ...],
     copies: Enqueue,
 ) -> Enqueue:
@@ -416,14 +392,16 @@ def bind(
             first asks for that (``make_is_done``).
         end: this rank's end.
         call: the call.
-        offer: what the ranks exchange first.
+        operation: the number in ``failures.py`` for a wait that is given up.
+        sent: what the ranks exchange first: the call's digest, and two words for each
+            rank of the ring.
         known: for each rank of the ring, the address at which this rank assumes what it
             reads; it refuses any other offer.
         copies: those of the call.
     """
     kernel = handshake_kernel(end.size)
-    offering = binding.launch(kernel, end, 1, (offer.operation, *offer.sent, known))
-    return Series(offering, copies, bind_fallback(end, call, offer.operation))
+    offering = binding.launch(kernel, end, 1, (operation, *sent, known))
+    return Series(offering, copies, bind_fallback(end, call, operation))
 
 
 def offered(end: Endpoint, address: int, nbytes: int) -> tuple[int, ...]:

@@ -105,9 +105,11 @@ def test_a_collective_waits_for_the_grid_before_it_accesses_memory(case, cc):
         assert len(waits) == 1
         assert waits[0] < min(code.find(r"(LDG|STG)\b.*"))
         assert waits[0] < starts[0]
-        assert len(starts) == 1
+        # A call between the ranks' own arrays starts its last launch when it has moved.
+        assert len(starts) < 3
+        assert all(start > max(code.find(r"STG\.E\.128")) for start in starts[1:])
         if case[0].endswith("_direct"):
-            # Its last launch starts when it has moved its part.
+            assert len(starts) == 1
             assert starts[0] > max(code.find(r"STG\.E\.128"))
 
 
