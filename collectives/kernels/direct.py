@@ -67,8 +67,8 @@ BLOCKS = min(32, workspace.MAX_BLOCKS)
 """Most blocks. More simultaneous loads only congest the links."""
 
 ALL_REDUCE_BLOCKS = min(14, workspace.MAX_BLOCKS)
-"""Most blocks of an all-reduce of two ranks: as fast as 32, faster than 16, and products
-beside it lose less."""
+"""Most blocks of an all-reduce of two ranks: as fast as 32 and faster than 16, and
+products beside it lose less."""
 
 EARLY_VECTORS = 32
 """The most vectors of a thread in a grid that has fewer blocks in order to be early."""
