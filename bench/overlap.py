@@ -216,20 +216,17 @@ class Overlap(Sweep):
         options, buffers = self._options, len(inputs)
         count = calls_per_graph(row.nbytes, options.calls, buffers, eager)
         with ExitStack() as open_graphs:
-            pairs, found = [], []
-            for lane in captured:
-                graph = self._timer.capture(lane, count)
+            graphs = [self._timer.capture(lane, count) for lane in captured]
+            for graph in graphs:
                 open_graphs.callback(graph.close)
-                alone = self._typical([(self._stream, graph)])
-                repeats = max(1, round(LONGER * alone / self._microseconds))
-                repeated = self._repeated(repeats)
-                open_graphs.callback(repeated.close)
-                pairs.append((graph, repeated))
-                found.append({"calls": count, "products": repeats})
-            times = self._times(pairs)
-            for lane, pair, facts, time in zip(
-                captured, pairs, found, times, strict=True
-            ):
+            ours = self._typical([(self._stream, graphs[0])])
+            repeats = max(1, round(LONGER * ours / self._microseconds))
+            repeated = self._repeated(repeats)
+            open_graphs.callback(repeated.close)
+            facts = {"calls": count, "products": repeats}
+            times = self._times(graphs, repeated)
+            for lane, graph, time in zip(captured, graphs, times, strict=True):
+                pair = graph, repeated
                 wrong = self._wrong_together(lane, pair, inputs, results)
                 records.append(record_of(row, lane) | facts | time | {"wrong": wrong})
         return records
@@ -241,26 +238,26 @@ class Overlap(Sweep):
         self._beside.replay(graph)
         return graph
 
-    def _times(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measurement]:
-        """Return the summaries of each collective and its product, all interleaved."""
+    def _times(self, graphs: Sequence[Any], repeated: Any) -> list[Measurement]:
+        """Return the summaries of each collective and the products, all interleaved."""
         replays = self._options.replays
-        samples = np.empty((len(pairs), 4, replays))
+        samples = np.empty((len(graphs), 4, replays))
         for turn in range(replays):
-            for index, (graph, repeated) in enumerate(pairs):
+            for index, graph in enumerate(graphs):
                 ours, beside = (self._stream, graph), (self._beside, repeated)
                 ways = [ours], [beside], [ours, beside], [beside, ours]
-                for way, graphs in enumerate(ways):
-                    samples[index, way, turn] = self._time(graphs)
+                for way, together in enumerate(ways):
+                    samples[index, way, turn] = self._time(together)
         slowest = np.max(self._ranks.allgather(samples), axis=0)
         names = ("collective", "product", "calls_first", "products_first")
-        found = []
+        alone, found = float(np.median(slowest[:, 1])), []
         for each in slowest:
             times = {
                 name: Summary.of(values)
                 for name, values in zip(names, each, strict=True)
             }
             slower = max(times[name].median for name in names[2:])
-            ratio = slower / times["product"].median
+            ratio = slower / alone
             record = {name: asdict(summary) for name, summary in times.items()}
             found.append(record | {"by_products": ratio})
         return found

@@ -51,7 +51,9 @@ def bind(
         call: the call.
     """
     rank = end.rank
-    words = f"{kind} of {call.count} {call.element.name} from {call.root}"
+    digest = binding.digest_of(
+        f"{kind} of {call.count} {call.element.name} from {call.root}"
+    )
     read = _read(kind, end, call)
     seen = known = handshake.refusal(end.size)
     copies: Enqueue = Series()
@@ -59,8 +61,8 @@ def bind(
         seen = binding.along_ring(rank, read.seen)
         known = binding.along_ring(rank, read.sources)
         copies = _copies(kind, end, call, read)
-    offer = handshake.Offer(operation, words, seen, seen)
-    move = handshake.bind(bind_fallback, end, call, offer, known, copies)
+    sent = digest, seen, seen
+    move = handshake.bind(bind_fallback, end, call, operation, sent, known, copies)
     own = Copy(call.target + rank * call.nbytes, call.source, call.nbytes)
     if read is not None and read.output and own.source != own.target:
         return Series(own, move)

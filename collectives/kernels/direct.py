@@ -53,7 +53,7 @@ from numba_symm.collectives.protocols import (
     workspace,
 )
 from numba_symm.collectives.protocols.exchanges import Exchange, Output
-from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
+from numba_symm.collectives.protocols.workspace import VECTOR, WIDE
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
@@ -63,8 +63,15 @@ LOADS = 8  # vectors that a thread loads before it reduces them
 
 MOVES = 6  # those that it loads before it stores them, of all ranks
 
-BLOCKS = min(128, workspace.MAX_BLOCKS)
-"""Most blocks of an all-reduce. With 64, it took up to 4 % longer on 2 GPUs."""
+BLOCKS = min(32, workspace.MAX_BLOCKS)
+"""Most blocks. More simultaneous loads only congest the links."""
+
+ALL_REDUCE_BLOCKS = min(14, workspace.MAX_BLOCKS)
+"""Most blocks of an all-reduce of two ranks: as fast as 32 and faster than 16, and
+products beside it lose less."""
+
+EARLY_VECTORS = 32
+"""The most vectors of a thread in a grid that has fewer blocks in order to be early."""
 
 
 def is_everywhere(kind: Exchange) -> bool:
@@ -208,7 +215,7 @@ def make_direct(
     output = kind.output
     move = make_move(size, make_lanes(element, op, ragged, size), kind)
     refused, place_of = handshake.make_refused(size), handshake.make_place(size)
-    meet, part = handshake.make_meet(size), handshake.make_part(size)
+    meet, part = handshake.make_meet(size, WIDE), handshake.make_part(size, WIDE)
     epochs, operation = workspace.layout(size).direct.epochs, kind.operation
     find_inputs = handshake.make_find_inputs(size)
     find_shards = make_find_shards(size, kind.sends_shards)
@@ -239,7 +246,7 @@ def make_direct(
         block = intrinsics.block_index()
         if block >= grid:
             return
-        workspace.follow_previous_grid(early)
+        workspace.follow_previous_grid(False)  # the last launch begins at the end
         before, failed = workspace.resume(own, epochs, block)
         epoch = (before + 1) & 0xFFFFFFFF
         failed = meet(
@@ -268,12 +275,12 @@ def make_direct(
             else:
                 find_inputs(sent, guard.rank, source, offset, inputs)  # explore: shard
             places = into, offset, to_root
-            at = block * THREADS + cuda.threadIdx.x, grid * THREADS, vectors
+            at = block * WIDE + cuda.threadIdx.x, grid * WIDE, vectors
             move(sent, inputs, outputs, places, at, count, low, high)
-        part(guard, operation, ring, own, block, found, failed)
         # The last launch may begin when one block of each thread block is here. Others
         # may still wait, but for thread blocks that are running on all ranks.
         intrinsics.griddepcontrol_launch_dependents()
+        part(guard, operation, ring, own, block, found, failed)
 
     return direct
 
@@ -288,7 +295,7 @@ def kernel(size: int, element: Element, op: Op, ragged: bool, kind: Exchange) ->
     constants = size, element, op, ragged, kind
     arguments = *2 * (binding.ADDRESS,), *6 * (types.int64,), *2 * (binding.RING,)
     weight = 1 if size <= 4 else 2
-    return binding.make_kernel(make_direct, constants, arguments, weight)
+    return binding.make_kernel(make_direct, constants, arguments, weight, WIDE)
 
 
 def bind(
@@ -335,7 +342,6 @@ def bind(
         outputs = handshake.offered(end, call.target, call.nbytes)
         if outputs[0] == handshake.REFUSED:  # explore: both
             inputs = outputs
-    most = BLOCKS if is_everywhere(kind) and output.reduces else handshake.BLOCKS
     ragged = partition.is_ragged(call)
     element = call.element if output.reduces else partition.moved_as(call, ragged)
     # Of two ranks, each is the other one's first neighbour.
@@ -343,9 +349,13 @@ def bind(
     sizes = call.nbytes, count, vectors, to_root
     of_call = kernel(size, element, call.op, ragged, kind)
     room = of_call.held * end.multiprocessors
-    grid = min(workspace.divide_up(share, THREADS), room, most)
+    most, tiles = BLOCKS, workspace.divide_up(share, WIDE)
+    if size == 2 and is_everywhere(kind) and output.reduces:
+        most = ALL_REDUCE_BLOCKS
+    grid = binding.most_blocks(end, min(room, most), 1, tiles, EARLY_VECTORS)
+    grid = min(tiles, grid)
     words = f"{kind} of {call.count} {call.element.name} by {call.op!r} at {root}"
-    offer = handshake.Offer(kind.operation, words, inputs, outputs)
-    arguments = (source + offset, target, offset, *sizes, *offer.sent)
-    move = binding.launch(of_call, end, grid, arguments, long=True)
+    sent = binding.digest_of(words), inputs, outputs
+    arguments = (source + offset, target, offset, *sizes, *sent)
+    move = binding.launch(of_call, end, grid, arguments, long=grid == BLOCKS)
     return binding.Series(move, bind_fallback(end, call, handshake.MOVED))

@@ -173,20 +173,22 @@ def make_kernel(
     constants: tuple[Any, ...],
     arguments: tuple[Any, ...] = (),
     weight: int = 1,
+    threads: int = THREADS,
 ) -> Kernel:
     """Return a collective's kernel; ``constants`` begin with the number of ranks.
 
     Its function takes what ``launch`` passes, then ``arguments`` of those types, and
     calls ``follow_previous_grid`` first. A thread uses ``weight`` times the registers
-    of most kernels', and a thread block holds ``weight`` times fewer blocks.
+    of most kernels', and a thread block holds ``weight`` times fewer blocks, of
+    ``threads`` threads.
     """
     size = constants[0]
     ring = types.UniTuple(ADDRESS, max(1, size - 1))
     common = (GUARD, types.boolean, ring, ADDRESS, types.int64)
     own = (ring if each is RING else each for each in arguments)
     signature = *common, *own
-    held, registers = max(1, HELD // weight), weight * REGISTERS
-    return Kernel(factory, constants, signature, THREADS, held, registers)
+    held = max(1, HELD * THREADS // (threads * weight))
+    return Kernel(factory, constants, signature, threads, held, weight * REGISTERS)
 
 
 def kernels_of(factory: Callable[P, Any], *arguments: Any) -> Callable[P, Kernel]:
@@ -214,7 +216,9 @@ An early launch saves about 1 µs, which is how long a second vector takes.
 """
 
 
-def most_blocks(end: Endpoint, most: int, held: int, tiles: int) -> int:
+def most_blocks(
+    end: Endpoint, most: int, held: int, tiles: int, vectors: int = EARLY_VECTORS
+) -> int:
     """Return the most blocks of a call: fewer than possible, if that makes it early.
 
     Args:
@@ -222,10 +226,11 @@ def most_blocks(end: Endpoint, most: int, held: int, tiles: int) -> int:
         most: for how many blocks there are slots and multiprocessors.
         held: blocks of a thread block.
         tiles: those of the message.
+        vectors: the most of a thread in a grid that has fewer blocks to be early.
     """
     early = min(most, held * (end.multiprocessors // 2))
     sent = tiles * max(1, end.size - 1)
-    return early if 0 < sent <= EARLY_VECTORS * early else most
+    return early if 0 < sent <= vectors * early else most
 
 
 def launch(

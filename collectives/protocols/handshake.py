@@ -34,7 +34,7 @@ have read the mailbox: they have parted, or are in the last launch's wait for ea
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba.cuda import types
 
@@ -46,7 +46,6 @@ from numba_symm.collectives.protocols.binding import (
     Enqueue,
     Series,
     along_ring,
-    digest_of,
 )
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import (
@@ -59,15 +58,16 @@ from numba_symm.collectives.protocols.workspace import (
     layout,
     load_failure,
     resume,
-    sync_block_or,
 )
 from numba_symm.device.intrinsics import (
+    bar_red_or,
     device_function,
     fence_acq_rel_sys,
     ld_acquire_sys_u64,
     ld_v2_u64,
     st_v2_u64,
     thread_index_x,
+    thread_index_y,
     word_of,
 )
 from numba_symm.device.lanes import Load
@@ -83,49 +83,19 @@ from numba_symm.device.polling import (
 )
 from numba_symm.launch.failures import CALL_MISMATCH
 
-BLOCKS = min(120, MAX_BLOCKS)
-"""The most blocks of the second launch.
-
-More simultaneous loads only congest the links.
-"""
-
 MOVED = -1
 """Tells the last launch that the one before has done all but a refused call."""
 
 _BOX = 4 * VECTOR  # two vectors as packets
 
 REFUSED = 0
-"""Replaces a neighbour's first word after a refusal or a failure."""
-
-
-class Offer(NamedTuple):
-    """What a rank sends in the handshake.
-
-    ``read`` and ``written`` have a word for each rank of the ring, such as the address
-    at which it sees this rank's array. A first word of ``REFUSED`` refuses the call,
-    and so do words in ``written`` that are 0 on some ranks only.
-
-    Attributes:
-        operation: the number in ``failures.py`` for a wait that is given up.
-        words: the call in words, equal on all ranks.
-        read: what ``offered`` returned for the array that is read.
-        written: the same for the one that is written.
-    """
-
-    operation: int
-    words: str
-    read: tuple[int, ...]
-    written: tuple[int, ...]
-
-    @property
-    def sent(self) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """The digest and the words, as kernels take them."""
-        return digest_of(self.words), self.read, self.written
+"""As a rank's first word, it refuses the call, and so do second words that are 0 on
+some ranks only. It replaces a neighbour's first word after a refusal or a failure."""
 
 
 @functools.cache
-def make_meet(size: int) -> Callable[..., bool]:
-    """Return a device function for ``size`` ranks, which a whole block calls.
+def make_meet(size: int, threads: int) -> Callable[..., bool]:
+    """Return a device function for ``size`` ranks, which ``threads`` of a block call.
 
     ``(guard, operation, ring, own, block, epoch, digest, first, second, failed)`` sends
     the words ``first[k]`` and ``second[k]`` to the block of the k-th neighbour, and
@@ -177,7 +147,7 @@ def make_meet(size: int) -> Callable[..., bool]:
         if thread < others:
             fence_acq_rel_sys()  # explore: fence
         for k in range(others):
-            if thread == k % THREADS and not failed:
+            if thread == k % threads and not failed:
                 mail = ring[k] + boxes + mirror(k) * _BOX
                 post_packets(mail, VECTOR, first[k], second[k], epoch)
                 post_packets(mail + 2 * VECTOR, VECTOR, digest, 0, epoch)
@@ -202,15 +172,15 @@ def make_meet(size: int) -> Callable[..., bool]:
                 # load those that would store.
                 theirs = REFUSED
             st_v2_u64(place_of(own, block) + k * VECTOR, (theirs, output))
-            k += THREADS
-        return sync_block_or(failed)  # explore: agree
+            k += threads
+        return bar_red_or(thread_index_y(), threads, failed)  # explore: agree
 
     return meet
 
 
 @functools.cache
-def make_part(size: int) -> Callable[..., None]:
-    """Return a device function for ``size`` ranks, which a whole block calls.
+def make_part(size: int, threads: int) -> Callable[..., None]:
+    """Return a device function for ``size`` ranks, which ``threads`` of a block call.
 
     ``(guard, operation, ring, own, block, found, failed)`` waits until all
     ranks' blocks of that index have called it, unless a rank refused the call, which is
@@ -218,7 +188,7 @@ def make_part(size: int) -> Callable[..., None]:
     """
     region = layout(size).direct
     epochs, flags = region.epochs, region.flags
-    raise_flags, await_flags = make_flags(size)
+    raise_flags, await_flags = make_flags(size, threads)
 
     @device_function
     def part(
@@ -250,7 +220,7 @@ def make_part(size: int) -> Callable[..., None]:
 def make_handshake(size: int) -> Any:
     """Return the kernel of the handshake before copies, of ``size`` ranks."""
     epochs, others = layout(size).direct.epochs, size - 1
-    meet, place_of = make_meet(size), make_place(size)
+    meet, place_of = make_meet(size, THREADS), make_place(size)
 
     def handshake(
         guard: Any,
@@ -385,7 +355,8 @@ def make_is_done(size: int) -> Callable[[Any, Any, int, int, int], bool]:
     do the call. After a failure, the launch stores nothing (``workspace.resume``). The
     whole block calls it.
     """
-    refused, place_of, part = make_refused(size), make_place(size), make_part(size)
+    refused, place_of = make_refused(size), make_place(size)
+    part = make_part(size, THREADS)
 
     @device_function
     def is_done(guard: Any, ring: Any, own: int, block: int, fallback_for: int) -> bool:
@@ -409,7 +380,8 @@ def bind(
     bind_fallback: BindFallback,
     end: Endpoint,
     call: Call,
-    offer: Offer,
+    operation: int,
+    sent: tuple[int, tuple[int, ...], tuple[int, ...]],
     known: tuple[int, ...],
     copies: Enqueue,
 ) -> Enqueue:
@@ -420,14 +392,16 @@ def bind(
             first asks for that (``make_is_done``).
         end: this rank's end.
         call: the call.
-        offer: what the ranks exchange first.
+        operation: the number in ``failures.py`` for a wait that is given up.
+        sent: what the ranks exchange first: the call's digest, and two words for each
+            rank of the ring.
         known: for each rank of the ring, the address at which this rank assumes what it
             reads; it refuses any other offer.
         copies: those of the call.
     """
     kernel = handshake_kernel(end.size)
-    offering = binding.launch(kernel, end, 1, (offer.operation, *offer.sent, known))
-    return Series(offering, copies, bind_fallback(end, call, offer.operation))
+    offering = binding.launch(kernel, end, 1, (operation, *sent, known))
+    return Series(offering, copies, bind_fallback(end, call, operation))
 
 
 def offered(end: Endpoint, address: int, nbytes: int) -> tuple[int, ...]:

@@ -34,6 +34,10 @@ threads are operating-system threads; a few show every race.
 These blocks are logical: a thread block of a launch holds 1 to ``HELD`` of them, one
 after another along its y dimension."""
 
+WIDE = 16 if SIMULATED else 512
+"""Threads of a block between the ranks' own arrays. A multiprocessor executes fences
+one after another, so the fewer blocks are on it, the sooner they have met."""
+
 HELD = 2 if SIMULATED else 8
 """Most blocks in one thread block. 1024 threads may use 64 registers each."""
 

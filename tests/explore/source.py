@@ -334,7 +334,8 @@ def program(path: Path, code: SimpleNamespace, *edits: tuple[str, str]) -> Modul
 def _shrink(workspace: ModuleType, shape: Shape) -> None:
     threads, blocks, vectors = shape
     workspace.TILE_BYTES = threads * workspace.VECTOR
-    workspace.THREADS, workspace.MAX_BLOCKS = threads, blocks
+    workspace.THREADS = workspace.WIDE = threads
+    workspace.MAX_BLOCKS = blocks
     workspace.MOST_BLOCKS = 4 * max(threads, blocks)
     small = workspace.Protocol(blocks, vectors)
     workspace.CHUNKED = small
