@@ -68,7 +68,7 @@ _MARKED = Step("one_shot_marked", (1280 * _K, 1536 * _K, 1792 * _K), sent=True)
 _GATHERED = (
     _LL,
     _MARKED,
-    Step("chunked", (NONE, 7 * _M, 56 * _M), sent=True),
+    Step("chunked", (3 * _M, 7 * _M, 56 * _M), sent=True),
     Step("direct", (48 * _M, 72 * _M, NONE), sent=True),
     Step("copy_engine", (ALL, ALL, ALL)),
 )

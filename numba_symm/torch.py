@@ -190,9 +190,9 @@ class SymmWork(dist.Work):  # type: ignore[misc]  # mypy does not see torch
         """
         if self.postponed:
             raise self._unstarted("wait")
-        if ends := (*self.requests, *self.done):
+        if self.requests or self.done:
             with on_device(self._group.ordinal):
-                for end in ends:
+                for end in (*self.requests, *self.done):
                     end.wait(None if SIMULATED else current_stream())
         if timeout > _AT_ONCE:
             self._wait_on_the_host(timeout)
@@ -624,7 +624,8 @@ class SymmGroup(dist.ProcessGroup):  # type: ignore[misc]  # mypy does not see t
     @_collective
     def allreduce(self, tensors: Any, opts: Any = _PLAIN) -> SymmWork:
         """Reduce tensors over all ranks, or one tensor."""
-        if isinstance(tensors, torch.Tensor):  # DistributedDataParallel.join passes it
+        # DistributedDataParallel.join passes one. torch's class would look longer.
+        if not isinstance(tensors, (list, tuple)):
             tensors = [tensors]
         return self._each("all_reduce", tensors, tensors, opts, reduces=True)
 
