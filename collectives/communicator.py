@@ -1093,6 +1093,8 @@ class Communicator(OthersNames):
             As :meth:`all_reduce`.
         """
         options = ("sum", None, root, *NO_WIRE)
+        if root.__class__ is int and root != self._calls.rank:
+            x = None  # ignored, as in MPI, and so is its stream
         return self._calls.operate(SCATTER, x, out, stream, options)
 
     def scatter_v(

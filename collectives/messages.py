@@ -101,6 +101,8 @@ def start(
     That of a request is the request.
     """
     key, group = None, calls.thread.group
+    if group is not None and group.thread != get_ident():
+        group = None  # that of another thread may end before this call is refused
     # A rank of another class may equal a known one, and be refused.
     if count is None and dst.__class__ in _RANKS and src.__class__ in _RANKS:
         try:
@@ -117,7 +119,7 @@ def start(
                 pass  # what is called below remembers it, after this node
             elif group is not None:
                 known = group.handle
-                if (known == handle or known is None) and group.thread == get_ident():
+                if known == handle or known is None:
                     group.node, group.handle = found, handle
                     group.kept = x, out, stream, group.kept
                     return out

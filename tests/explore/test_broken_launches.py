@@ -43,8 +43,14 @@ def test_starts_that_do_not_follow_the_previous_grid_are_found(what, name, races
 
 
 ONE_BARRIER = [
-    within("workspace", "synchronize", "thread_index_y()", "0"),
-    within("workspace", "agree", "thread_index_y()", "0"),
+    within(file, mark, "thread_index_y()", "0")
+    for file, mark in (
+        ("workspace", "synchronize"),
+        ("workspace", "agree"),
+        ("flags", "synchronize"),
+        ("flags", "agree"),
+        ("handshake", "agree"),
+    )
 ]
 # One block takes its registers; nothing to synchronize.
 SHARING = CALLS.keys() - {"one_shot_ll", "codes"}

@@ -9,7 +9,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.enqueueing import Enqueuer
-from tests.ranks.helpers import check_works, get, refused
+from tests.ranks.helpers import check_works, get, put, refused
 
 WAIT = 30  # seconds
 
@@ -157,6 +157,30 @@ def test_a_call_beside_another_threads_is_refused(comm, world, held, monkeypatch
     if busy != "a set-up call":
         assert get(y).tolist() == [comm.size] * 6
     check_works(comm)
+
+
+def test_a_call_that_another_threads_group_outlived_is_not_remembered_in_it(comm, held):
+    hold, inside, go = held
+    x, y = comm.zeros(4, np.int32), comm.zeros(4, np.int32)
+    put(x, np.full(4, comm.rank + 1, np.int32))
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    comm.all_reduce(y, out=y)  # from now on, arrays of this class are read at once
+    comm.synchronize()
+
+    def call():
+        comm.sendrecv(x, dst=right, out=y, src=left)
+
+    hold(Calls, "call")
+    with comm.group():
+        caller = Caller(call)
+        assert inside.wait(WAIT)
+    go.set()
+    caller.finish()
+    for _ in range(2):
+        put(y, np.zeros(4, np.int32))
+        with comm.group():
+            call()
+        assert get(y).tolist() == [left + 1] * 4
 
 
 def test_an_interrupt_between_calls_leaves_no_mark(comm):

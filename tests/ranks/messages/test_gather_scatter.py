@@ -75,6 +75,21 @@ def test_what_only_the_root_has_is_ignored_on_other_ranks(comm, world):
     world.barrier()
 
 
+def test_the_stream_of_an_ignored_array_is_ignored(comm, monkeypatch):
+    """Also of a call that is remembered."""
+    root, streams, read = comm.size - 1, comm._calls.streams, []
+    own = streams.of
+    spy = lambda stream, array: read.append(array) or own(stream, array)  # noqa: E731
+    x, out = comm.zeros(comm.size), comm.zeros(1)
+    monkeypatch.setattr(streams, "of", spy)
+    for _ in range(3):
+        comm.scatter(x, root=root, out=out)
+    comm.synchronize()
+    wanted = x if comm.rank == root else out
+    assert read
+    assert all(each is wanted for each in read)
+
+
 @pytest.fixture
 def packed(monkeypatch):
     """The messages of all calls that were not remembered."""
