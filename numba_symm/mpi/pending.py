@@ -118,7 +118,8 @@ class Receiving(Own):
         if post._freed or not hasattr(post.threads, "ready"):
             post.check_open("Recv")  # after a Free, the sender reuses the memory
         try:
-            if len(progress.matching) > 1:
+            # An interrupt may have left one that is matched again, so not after that.
+            if len(progress.matching) > 1 or post.words.port.held:
                 progress.advance()
             if not self._comes_to(stage):
                 waited(partial(self._comes_to, stage), post.check)
@@ -323,8 +324,8 @@ def receiving(
     if status:
         post.raise_for(status if status == REFUSED else -1 - status, stream, "Recv")
     with post.words.lock:
-        if post.words.port.held:  # an interrupt has left one that may be matched
-            post.words.progress()
+        if post.words.port.held or post.coming:  # left by an interrupt
+            progress.advance()
         # Last, so that an error above receives no message.
         if envelope is None and post.unexpected:
             envelope = post.take(source, tag)

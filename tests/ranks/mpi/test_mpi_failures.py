@@ -343,6 +343,32 @@ def test_a_message_that_was_matched_before_an_interrupt_arrives_once(comm, monke
     sent.Wait()
 
 
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_receive_that_was_matched_before_an_interrupt_ends_once(
+    comm, monkeypatch, sends
+):
+    """Its message is there no more, also if a send looks at the receive first."""
+    out, other = array(0), array(0)
+    receives = comm.Irecv(out, MPI.ANY_SOURCE, 1)  # which Python matches
+    sent = [comm.Isend(array(1), comm.rank, 1)]
+    with monkeypatch.context() as patch:
+
+        def interrupted_after(found):
+            raise KeyboardInterrupt
+
+        patch.setattr(comm.post, "answer", interrupted_after)
+        with pytest.raises(KeyboardInterrupt):
+            receives.Test()
+    if sends:
+        sent.append(comm.Isend(array(2), comm.rank, 2))
+    receives.Wait()
+    assert not comm.Iprobe(comm.rank, 1)
+    if sends:
+        comm.Recv(other, comm.rank, 2)
+    assert (out.copy_to_host()[0], other.copy_to_host()[0]) == (1, 2 * sends)
+    MPI.Request.Waitall(sent)
+
+
 def test_a_message_whose_send_was_interrupted_stays_whole(comm, monkeypatch):
     """Its envelope may have been sent: then no later message uses its memory."""
     out, send = array(0), comm.post._send
