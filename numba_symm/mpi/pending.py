@@ -135,9 +135,10 @@ class Receiving(Own):
         finally:
             if order[0] in (FOUND, BEGUN):
                 post.arriving[self] = None  # the array lives until the copy has ended
-        post.posted.pop(self, None)
-        if order[0] >= ENDED:
-            self._end()
+        with post._lock:  # another thread may look through them to match a message
+            post.posted.pop(self, None)
+            if order[0] >= ENDED:
+                self._end()
 
     def _comes_to(self, stage: int) -> bool:
         """Go on to a stage; return whether it was reached after some looks."""
@@ -249,11 +250,10 @@ class Receiving(Own):
         self._done, self._order[0] = post.copies.event(stream), BEGUN
 
     def _end(self) -> None:
-        """Let go of what the copy has needed."""
+        """Let go of what the copy has needed. The caller has the lock."""
         post, self._array = self._post, None
-        with post._lock:  # another thread may do so
-            events, self._after, self._done = (self._after, self._done), None, None
-            block, self._block = self._block, None
+        events, self._after, self._done = (self._after, self._done), None, None
+        block, self._block = self._block, None
         for event in events:
             if event is not None:
                 post.copies.reuse(event)

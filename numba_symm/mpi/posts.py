@@ -430,8 +430,12 @@ class Post:
                 for index, each in enumerate(self.unexpected)
                 if each.source == found.source and each.number > found.number
             )
-            # It asks again: until READY it has no place to copy from.
-            self.unexpected.insert(next(later, len(self.unexpected)), found)
+            place = next(later, len(self.unexpected))
+            matched = self.match(found)  # by one that another thread has posted since
+            if matched is None:
+                self.unexpected.insert(place, self.unexpected.pop())
+            else:
+                self.posted.pop(matched, None)
             receiving._order[0] = CANCELLED
 
     def probe(
