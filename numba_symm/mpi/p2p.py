@@ -165,7 +165,9 @@ class Sending(Own):
             finally:  # an interrupt may come after that
                 if first is not None and order[0] != POSTED:
                     post.arriving[first] = None  # also if its request is dropped
-                    post.posted.pop(first, None)
+                    # After an interrupt, its message is matched there again.
+                    if not (post.words.port.held or post.coming):
+                        post.posted.pop(first, None)
             if found == FULL:
                 post.room_for(size_of(outgoing.nbytes))
             if found == FULL or len(post.arriving) >= progress.MOST:

@@ -118,7 +118,8 @@ class Receiving(Own):
         if post._freed or not hasattr(post.threads, "ready"):
             post.check_open("Recv")  # after a Free, the sender reuses the memory
         try:
-            if len(progress.matching) > 1:
+            # An interrupt may have left one that is matched again, so not after that.
+            if len(progress.matching) > 1 or post.words.port.held:
                 progress.advance()
             if not self._comes_to(stage):
                 waited(partial(self._comes_to, stage), post.check)
@@ -134,9 +135,10 @@ class Receiving(Own):
         finally:
             if order[0] in (FOUND, BEGUN):
                 post.arriving[self] = None  # the array lives until the copy has ended
-        post.posted.pop(self, None)
-        if order[0] >= ENDED:
-            self._end()
+        with post._lock:  # another thread may look through them to match a message
+            post.posted.pop(self, None)
+            if order[0] >= ENDED:
+                self._end()
 
     def _comes_to(self, stage: int) -> bool:
         """Go on to a stage; return whether it was reached after some looks."""
@@ -248,11 +250,10 @@ class Receiving(Own):
         self._done, self._order[0] = post.copies.event(stream), BEGUN
 
     def _end(self) -> None:
-        """Let go of what the copy has needed."""
+        """Let go of what the copy has needed. The caller has the lock."""
         post, self._array = self._post, None
-        with post._lock:  # another thread may do so
-            events, self._after, self._done = (self._after, self._done), None, None
-            block, self._block = self._block, None
+        events, self._after, self._done = (self._after, self._done), None, None
+        block, self._block = self._block, None
         for event in events:
             if event is not None:
                 post.copies.reuse(event)
@@ -323,8 +324,8 @@ def receiving(
     if status:
         post.raise_for(status if status == REFUSED else -1 - status, stream, "Recv")
     with post.words.lock:
-        if post.words.port.held:  # an interrupt has left one that may be matched
-            post.words.progress()
+        if post.words.port.held or post.coming:  # left by an interrupt
+            progress.advance()
         # Last, so that an error above receives no message.
         if envelope is None and post.unexpected:
             envelope = post.take(source, tag)

@@ -88,6 +88,7 @@ class Post:
         arriving: receives with a message, whose copy has not ended.
         posted: receives without a message, in their order.
         unexpected: messages without a receive, in their order.
+        coming: the next message that MPI has brought, while it is matched.
         brought: by number, messages that MPI has brought, room for their data, and the
             requests that receive it once a receive has matched.
     """
@@ -128,7 +129,7 @@ class Post:
         self._interrupted = False  # whether some messages of set-up are left in MPI
         self._exchange = StoreExchange(ranks.whole(self._own, owned=False), "Comm")
         words.users += 1
-        self._coming: list[MPI.Message | None] = []  # the next one that MPI has brought
+        self.coming: list[MPI.Message | None] = []
         self._status = MPI.Status()
         self.brought = {}
         self.copies = CopyStream()
@@ -367,9 +368,9 @@ class Post:
         """Take what MPI has brought, and match the messages of other islands."""
         with self.words.lock:
             while not self._freed:
-                coming, status = self._coming, self._status
-                number = self.mpi.taken
-                if not coming:
+                coming, status = self.coming, self._status
+                number, again = self.mpi.taken, bool(coming)
+                if not again:
                     probe = self.mpi.comm.Improbe
                     begin(coming, probe, MPI.ANY_SOURCE, MPI.ANY_TAG, status)
                 if coming[0] is None:
@@ -379,10 +380,12 @@ class Post:
                 nbytes = status.Get_elements(MPI.BYTE)
                 found = Envelope(source, tag, nbytes, NO_SLOT, number, 0)
                 data: Any = np.empty(nbytes, np.uint8)
-                self.brought.setdefault(number, (coming[0], data, []))
-                matched = self.match(found)
+                if coming[0]:  # else it was received before an interrupt
+                    self.brought.setdefault(number, (coming[0], data, []))
+                known = again and found in self.unexpected
+                matched = None if known else self.match(found)
                 # At once, so that an interrupt counts no message twice, or never.
-                self._coming, self.mpi.taken = [], number + 1
+                self.coming, self.mpi.taken = [], number + 1
                 if matched is not None:
                     self.posted.pop(matched, None)
 
@@ -393,7 +396,7 @@ class Post:
         """
         if found.asks:
             self.words.store(found.slot, MATCHED, found.number)
-        elif found.slot == NO_SLOT:
+        elif found.slot == NO_SLOT and found.number in self.brought:
             self.data_of(found)
 
     def data_of(self, found: Envelope) -> tuple[Any, list[MPI.Request]]:
@@ -427,8 +430,12 @@ class Post:
                 for index, each in enumerate(self.unexpected)
                 if each.source == found.source and each.number > found.number
             )
-            # It asks again: until READY it has no place to copy from.
-            self.unexpected.insert(next(later, len(self.unexpected)), found)
+            place = next(later, len(self.unexpected))
+            matched = self.match(found)  # by one that another thread has posted since
+            if matched is None:
+                self.unexpected.insert(place, self.unexpected.pop())
+            else:
+                self.posted.pop(matched, None)
             receiving._order[0] = CANCELLED
 
     def probe(

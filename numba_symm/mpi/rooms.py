@@ -765,7 +765,7 @@ class Rooms:
         nbytes = max(step, BLOCK_BYTES)
         once = size > BLOCK_BYTES and self._kept + size > self.most
         starts = range(message_copy.HEAD, nbytes - size + 1, step)
-        if len(self._unused) < len(starts):
+        if len(self._unused) < len(starts) or not self._words.entries:
             return
         block = self._allocator.allocate(nbytes)
         memory = Memory(block.address, nbytes, block)

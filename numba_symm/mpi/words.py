@@ -114,6 +114,7 @@ class Words:
         freed: contexts of communicators that were freed.
         allocator: allocates the memory through which messages pass.
         rooms: memory of this rank for its messages.
+        entries: numbers for its blocks that no block has.
         users: how many communicators use it.
         values: all words.
         at: the address of the first word in this process.
@@ -166,7 +167,7 @@ class Words:
         self.values = self._memory.words
         self.port.host, self.port.words = ctypes.addressof(self.values), self._on_gpu
         self.port.counts = self._counts_at
-        self._entries = deque(range(BLOCKS))
+        self.entries = deque(range(BLOCKS))
         self._take = rooms.compiled("take")
         self.reclaim, self.look = rooms.compiled("reclaim"), rooms.compiled("wait")
         address = ctypes.addressof(self._memory)
@@ -225,16 +226,16 @@ class Words:
 
     def add(self, handle: bytes) -> int | None:
         """Return the number of a block of this rank; None: there are too many."""
-        if not self._entries or len(handle) > HANDLE - 8:
+        if not self.entries or len(handle) > HANDLE - 8:
             return None
-        number = self._entries.popleft()
+        number = self.entries.popleft()
         text = len(handle).to_bytes(8, "little") + handle
         ctypes.memmove(self._handle_at(self._rank, number), text, len(text))
         return number
 
     def remove(self, number: int) -> None:
         """Forget a block, whose messages were all received."""
-        self._entries.append(number + BLOCKS)  # with a new number
+        self.entries.append(number + BLOCKS)  # with a new number
 
     def _handle_at(self, place: int, number: int) -> int:
         return self._handles + HANDLE * (BLOCKS * place + number % BLOCKS)

@@ -68,10 +68,10 @@ def test_a_probe_of_a_message():
     """The next look for messages gets this one, and probes for no other."""
     post = object.__new__(Post)
     post.words, post._freed = SimpleNamespace(lock=RLock()), False
-    post._coming, post._status = [], None
+    post.coming, post._status = [], None
     post.mpi = Channel(Host(), [0, 0])
     interrupted(post.fetch)
-    assert post._coming == [0]
+    assert post.coming == [0]
 
 
 @pytest.mark.parametrize("matched", [False, True])

@@ -1,6 +1,7 @@
 """Messages and collectives in mpi4py's spelling that fail on one rank."""
 
 import itertools
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -17,9 +18,9 @@ from numba_symm import mpi as MPI
 from numba_symm.errors import CollectiveTimeout, RankLeft
 from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
-from numba_symm.mpi import jobs, posts
+from numba_symm.mpi import jobs, posts, progress
 from numba_symm.mpi.pending import Receiving
-from numba_symm.mpi.rooms import ENDED, LINE, READ, ROOMS
+from numba_symm.mpi.rooms import ENDED, FOUND, LINE, READ, ROOMS
 from numba_symm.mpi.words import Envelope
 from numba_symm.sharing import sent
 from tests.interrupts import interrupted
@@ -341,6 +342,94 @@ def test_a_message_that_was_matched_before_an_interrupt_arrives_once(comm, monke
     assert out.copy_to_host()[0] == 1
     assert not comm.Iprobe(comm.rank, 1)
     sent.Wait()
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_receive_that_was_matched_before_an_interrupt_ends_once(
+    comm, monkeypatch, sends
+):
+    """Its message is there no more, also if a send looks at the receive first."""
+    out, other = array(0), array(0)
+    receives = comm.Irecv(out, MPI.ANY_SOURCE, 1)  # which Python matches
+    sent = [comm.Isend(array(1), comm.rank, 1)]
+    with monkeypatch.context() as patch:
+
+        def interrupted_after(found):
+            raise KeyboardInterrupt
+
+        patch.setattr(comm.post, "answer", interrupted_after)
+        with pytest.raises(KeyboardInterrupt):
+            receives.Test()
+    if sends:
+        sent.append(comm.Isend(array(2), comm.rank, 2))
+    receives.Wait()
+    assert not comm.Iprobe(comm.rank, 1)
+    if sends:
+        comm.Recv(other, comm.rank, 2)
+    assert (out.copy_to_host()[0], other.copy_to_host()[0]) == (1, 2 * sends)
+    MPI.Request.Waitall(sent)
+
+
+def test_a_message_that_one_thread_withdraws_goes_to_another(comm, monkeypatch):
+    out, wanted, posted = array(-1), array(-1), []
+    receive, gpu = comm.post.receive, comm.communicator.device.ordinal
+
+    def interrupted(*given):
+        if given[0][0] != FOUND:
+            return receive(*given)
+        posted.append(threads.submit(comm.Irecv, wanted, comm.rank, 1).result())
+        raise KeyboardInterrupt
+
+    pool = ThreadPoolExecutor(1, initializer=cuda.select_device, initargs=(gpu,))
+    with pool as threads, monkeypatch.context() as patch:
+        sent = comm.Isend(array(1), comm.rank, 1)
+        patch.setattr(comm.post, "receive", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            comm.Recv(out, MPI.ANY_SOURCE, 1)  # which Python matches
+    assert not comm.Iprobe(comm.rank, 1)
+    posted[0].Wait()
+    sent.Wait()
+    assert (out.copy_to_host()[0], wanted.copy_to_host()[0]) == (-1, 1)
+
+
+def test_a_receive_ends_while_another_thread_matches(comm, monkeypatch):
+    """The thread looks through the receives, which do not change meanwhile."""
+    warm, x, outs = array(0), array(7), [array(-1) for _ in range(2)]
+    comm.Sendrecv(array(0), comm.rank, 0, warm, comm.rank, 0)
+    monkeypatch.setattr(progress, "matching", {comm.post.words.progress: None})
+    # A send from its own address does not match the first one.
+    first, second, third = (
+        comm.Irecv(out, comm.rank, tag) for tag, out in enumerate((x, *outs))
+    )
+    sent = [comm.Isend(x, comm.rank, tag) for tag in (0, 2)]
+    cuda.synchronize()
+    inside, ended, receive = threading.Event(), threading.Event(), comm.post.receive
+    waits = []
+
+    class Slow(tuple):
+        def __iter__(self):
+            inside.set()
+            ended.wait(0.2)
+            return super().__iter__()
+
+    def then_match(*given):
+        found = receive(*given)
+        if found == ENDED and not waits:
+            second.wanted = Slow(second.wanted)
+            waits.append(threads.submit(progress.advance))
+            inside.wait(5)
+        return found
+
+    with ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(comm.post, "receive", then_match)
+        first.Wait()
+        ended.set()
+        waits[0].result()
+    third.Wait()
+    MPI.Request.Waitall(sent)
+    second.Cancel()
+    second.Wait()
+    assert [int(out.copy_to_host()[0]) for out in outs] == [-1, 7]
 
 
 def test_a_message_whose_send_was_interrupted_stays_whole(comm, monkeypatch):

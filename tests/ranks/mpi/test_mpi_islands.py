@@ -222,3 +222,42 @@ def test_a_copy_that_fails_is_reported_by_its_request(islands, monkeypatch):
         requests[0].Wait()
     assert not requests[0]
     assert rooms.free == before
+
+
+@pytest.mark.parametrize("then", ["Recv", "Send", "Wait"])
+def test_a_message_that_an_interrupt_leaves_arrives_once(
+    islands, world, monkeypatch, then
+):
+    """Which MPI has brought, and which has matched a receive or none."""
+    last, x, out = islands.size - 1, array(7), array(-1)
+    if islands.rank == last:
+        islands.Send(x, 0, 1)
+    world.Barrier()
+    if islands.rank == 0:
+        post, match = islands.post, islands.post.match
+        receives = islands.Irecv(out, last, 1) if then == "Wait" else None
+
+        def interrupted_after(found):
+            match(found)
+            raise KeyboardInterrupt
+
+        def wait():
+            while True:
+                progress.advance()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(post, "match", interrupted_after)
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+        if then != "Recv":
+            islands.Send(x, 0, 2)
+        if receives is None:
+            islands.Recv(out, last, 1)
+        else:
+            receives.Wait()
+        assert out.copy_to_host()[0] == 7
+        assert not islands.Iprobe(last, 1)
+        assert not post.brought
+        if then != "Recv":
+            islands.Recv(out, 0, 2)
+    world.Barrier()

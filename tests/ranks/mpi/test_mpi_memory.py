@@ -95,6 +95,16 @@ def test_a_send_waits_for_a_room(own, world, monkeypatch):
     stack.free = len(slots)
 
 
+def test_a_send_without_a_number_for_a_block_allocates_none(own, monkeypatch):
+    """It looks again and again, and to allocate and free memory waits for the GPU."""
+    found = own.post.words.rooms
+    monkeypatch.setattr(own.post.words, "entries", [])
+    given = []
+    monkeypatch.setattr(found._allocator, "allocate", given.append)
+    assert not found.provide(3 * BLOCK_BYTES)
+    assert not given
+
+
 def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
     """If its envelope was sent, its receiver raises, too."""
     comm, out = comm.Dup(), array(0)
