@@ -250,14 +250,15 @@ class Overlap(Sweep):
                     samples[index, way, turn] = self._time(together)
         slowest = np.max(self._ranks.allgather(samples), axis=0)
         names = ("collective", "product", "calls_first", "products_first")
-        alone, found = float(np.median(slowest[:, 1])), []
+        alone, found = Summary.of(slowest[:, 1].ravel()), []
         for each in slowest:
             times = {
                 name: Summary.of(values)
                 for name, values in zip(names, each, strict=True)
             }
+            times["product"] = alone
             slower = max(times[name].median for name in names[2:])
-            ratio = slower / alone
+            ratio = slower / alone.median
             record = {name: asdict(summary) for name, summary in times.items()}
             found.append(record | {"by_products": ratio})
         return found
