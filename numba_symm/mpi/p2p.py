@@ -40,7 +40,7 @@ from numba_symm.mpi.rooms import (
     size_of,
 )
 from numba_symm.mpi.started import Own, Prequest, Started
-from numba_symm.mpi.waited import StartedCall, describe, waited
+from numba_symm.mpi.waited import StartedCall, describe, paused, waited
 
 _BYTE = np.dtype(np.uint8)
 
@@ -116,10 +116,28 @@ def send(
         post.refuse_capture(stream, "Send")
         made._by_mpi(stream)
         return made
-    found = made._sent(stream)
-    if found == FULL:
-        check = partial(made._check, time.monotonic())
-        found = waited(partial(made._sent, stream), check, FULL.__ne__)
+    looks, since, asks = 0, 0.0, matched or made._over
+    while True:
+        with post._lock:
+            first = next(iter(post.posted), None)
+            order = NO_ORDER if first is None else first._order
+            try:
+                found = post._send(order, outgoing.parcel_at, stream, tag, asks)
+            finally:  # an interrupt may come after that
+                if first is not None and order[0] != POSTED:
+                    post.arriving[first] = None  # also if its request is dropped
+                    # After an interrupt, its message is matched there again.
+                    if not (post.words.port.held or post.coming):
+                        post.posted.pop(first, None)
+            if found == FULL:
+                post.room_for(size_of(outgoing.nbytes))
+            if found == FULL or len(post.arriving) >= progress.MOST:
+                post.reap()
+        if found != FULL:
+            break
+        if since:
+            looks = paused(looks, partial(made._check, since))
+        since = since or time.monotonic()  # at first again at once: there is a new room
     if found < 0:
         post.raise_for(found, stream, "Send")
     made.number, made.slot = divmod(found, SLOTS_OF_ALL)
@@ -153,26 +171,6 @@ class Sending(Own):
     _matched: bool  # whether it is done only when a receive has matched it
     _over: bool  # whether it is above the limit
     _requests: Sequence[MPI.Request] = ()  # of MPI, if that sends it
-
-    def _sent(self, stream: int) -> int:
-        """Send the message if there is room; return what the compiled ``send`` does."""
-        post, outgoing, asks = self.post, self.outgoing, self._matched or self._over
-        with post._lock:
-            first = next(iter(post.posted), None)
-            order = NO_ORDER if first is None else first._order
-            try:
-                found = post._send(order, outgoing.parcel_at, stream, self.tag, asks)
-            finally:  # an interrupt may come after that
-                if first is not None and order[0] != POSTED:
-                    post.arriving[first] = None  # also if its request is dropped
-                    # After an interrupt, its message is matched there again.
-                    if not (post.words.port.held or post.coming):
-                        post.posted.pop(first, None)
-            if found == FULL:
-                post.room_for(size_of(outgoing.nbytes))
-            if found == FULL or len(post.arriving) >= progress.MOST:
-                post.reap()
-        return found
 
     def _by_mpi(self, stream: int) -> None:
         """Send the message by MPI, when the stream has come there."""

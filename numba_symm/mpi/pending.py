@@ -1,6 +1,5 @@
 """Receives of messages of device arrays: requests, and what probes found."""
 
-from functools import partial
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from numba_symm.mpi.rooms import (
     Order,
 )
 from numba_symm.mpi.started import Own
-from numba_symm.mpi.waited import describe, waited
+from numba_symm.mpi.waited import describe, paused
 from numba_symm.mpi.words import Envelope, failure_of
 
 
@@ -121,8 +120,18 @@ class Receiving(Own):
             # An interrupt may have left one that is matched again, so not after that.
             if len(progress.matching) > 1 or post.words.port.held:
                 progress.advance()
-            if not self._comes_to(stage):
-                waited(partial(self._comes_to, stage), post.check)
+            looks = 0
+            while True:
+                with post._lock:  # another thread may post a receive meanwhile
+                    is_first = next(iter(post.posted), None) is self
+                found = post.receive(order, stage, LOOKS, is_first)
+                if found < 0:
+                    post.raise_for(found, self._stream, "Recv")
+                if found < stage:
+                    self.advance()
+                if order[0] >= stage:
+                    break
+                looks = paused(looks, post.check)
         except BaseException as error:
             if order[0] == POSTED and isinstance(error, SymmError):
                 source, tag = self.wanted
@@ -139,18 +148,6 @@ class Receiving(Own):
             post.posted.pop(self, None)
             if order[0] >= ENDED:
                 self._end()
-
-    def _comes_to(self, stage: int) -> bool:
-        """Go on to a stage; return whether it was reached after some looks."""
-        post, order = self._post, self._order
-        with post._lock:  # another thread may post a receive meanwhile
-            is_first = next(iter(post.posted), None) is self
-        found = post.receive(order, stage, LOOKS, is_first)
-        if found < 0:
-            post.raise_for(found, self._stream, "Recv")
-        if found < stage:
-            self.advance()
-        return order[0] >= stage
 
     def _finish(self, status: MPI.Status | None) -> None:
         if self._order[0] < ENDED:

@@ -418,6 +418,16 @@ class Prequest(Request):
                 _has_own([request], "Startall")
                 request.Start()
 
+    def _complete(self, status: MPI.Status | None) -> bool:
+        """Wait for the call; return immediately if it was not started."""
+        if not self._active:
+            return super()._complete(status)
+        try:
+            done: bool = self._of._complete(status)
+        finally:  # a call that has failed is over
+            self._active = self._of._active
+        return done
+
     def Free(self) -> None:
         """Give the request up."""
         self._begin = None

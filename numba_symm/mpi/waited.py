@@ -44,13 +44,23 @@ def waited(
     """
     looks = 0
     while not is_found(found := look()):
-        os.sched_yield()  # to a rank that shares this processor
-        progress.advance()
-        check()
-        looks += 1
-        if looks > BUSY:
-            time.sleep(PAUSE)
+        looks = paused(looks, check)
     return found
+
+
+def paused(looks: int, check: Callable[[], None]) -> int:
+    """Let others go on after a look that has found nothing; return one look more.
+
+    Args:
+        looks: how many there were before.
+        check: as of :func:`waited`.
+    """
+    os.sched_yield()  # to a rank that shares this processor
+    progress.advance()
+    check()
+    if looks >= BUSY:
+        time.sleep(PAUSE)
+    return looks + 1
 
 
 class StartedCall:

@@ -153,7 +153,7 @@ def test_a_message_in_mpi4py_s_spelling_passes_few(world, monkeypatch):
         mpi.Request.Waitall(prepared)
 
     monkeypatch.setattr(message_copy.Simulated, "simulate", copied)
-    for call, most in ((exchange, 22), (both, 16), (prepared_before, 40)):
+    for call, most in ((exchange, 20), (both, 15), (prepared_before, 32)):
         for _ in range(3):
             call()
         found = passed(call)
