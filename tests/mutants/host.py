@@ -81,7 +81,7 @@ CHANGES = {
     },
     "numba_symm/gpu/streams.py": {
         "streams.capture_no_wait": (
-            "if self.place is not None and place != self.place:",
+            "if trail.place is not None and place != trail.place:",
             "if False:",
         ),
         "streams.follow_wrong_stream": (
@@ -173,7 +173,7 @@ CHANGES = {
         ),
     },
     "numba_symm/mpi/rooms.py": {
-        "sends.failed_no_word": ("e.store(_I64(NOWHERE), line, 8 * BLOCK)", "pass"),
+        "sends.failed_no_word": ("e.store(number, line, 8 * FAILED)", "pass"),
         "sends.not_counted": ("e.count(unread, nbytes)", "pass"),
     },
     "numba_symm/mpi/buffers.py": {
